@@ -1,0 +1,194 @@
+"""What a training run is: frozen sections, read from TOML and the command line, checked before anything starts.
+
+The sentence under each field is its help text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text."""
+
+    path: Annotated[str | None, tyro.conf.arg(aliases=["--data"], metavar="PATH")] = None
+    """A file or folder of text, taken as bytes; without it, the English text that every Python carries."""
+    heldout: float = 0.1
+    """The last part of the text, never trained on, that measures the model."""
+    heldout_bytes: int = 2**18
+    """At most so many held-out bytes are used in each evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The byte-level decoder-only transformer."""
+
+    layers: int = 3
+    """Number of blocks."""
+    width: int = 192
+    """Features of each position."""
+    heads: int = 6
+    """Attention heads; they share the width."""
+    hidden: int = 512
+    """Features between the two halves of each MLP."""
+    sequence_length: int = 128
+    """Bytes that the model sees at once."""
+    vocabulary: int = 256
+    """Number of token ids, 256 for bytes; more only makes the model as large as one with a tokenizer."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How positions enter: turned queries and keys, or a learned vector for each."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """The MLP's non-linearity, gated (swiglu) or plain (gelu)."""
+    tied: bool = False
+    """Use the embedding as the output layer too."""
+    dropout: float = 0.0
+    """Part of each block's output that is dropped in training."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation; parameters, their gradients and the optimizer's state are float32."""
+    remat: bool = True
+    """Recompute each block in the backward pass instead of keeping what it computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay of the learning rate."""
+
+    learning_rate: float = 3e-3
+    """Highest learning rate, reached after the warm-up."""
+    warmup_steps: int = 50
+    """Steps in which the learning rate rises from zero."""
+    final_fraction: float = 0.05
+    """Learning rate at the last step, as part of the highest."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.98
+    """Decay of the mean of squared gradients."""
+    weight_decay: float = 0.1
+    """Decay of the matrices; norms and embeddings are left alone."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingConfig:
+    """Which device holds what."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "zero2"
+    """What is cut: nothing (ddp), state, gradients too, parameters too (zero3 = fsdp; hsdp within each replica)."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Devices to use: all by default; without an accelerator so many CPU devices are simulated, 8 by default."""
+    data: int = -1
+    """Size of the mesh axis that shards are cut over; -1 takes the devices that are left."""
+    replica: int = 1
+    """Size of the mesh axis that shards are repeated over (for hsdp at least 2)."""
+    microbatches: int = 1
+    """Parts of each device's rows that are computed one after the other."""
+    min_shard_size: int = 2**11
+    """Arrays of fewer elements stay whole on every device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long, how often."""
+
+    steps: int = 600
+    """Optimizer steps of the whole run."""
+    rows: int = 16
+    """Sequences per step, over all devices and microbatches."""
+    seed: int = 0
+    """Decides initial parameters, order of the text and dropout."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 100
+    """Steps between two evaluations on the held-out text."""
+    patience: int = 0
+    """Stop after so many evaluations without improvement; 0 never stops early."""
+    min_improvement: float = 0.0
+    """An evaluation improves if it is better than the best by more than so many bits per byte."""
+    save_every: int = 0
+    """Steps between two saves of the model; 0 saves only at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    train: TrainConfig = TrainConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The command line of `jaxshard train`."""
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """Options in TOML, a table for each section; the command line has the last word."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the run, new or empty; by default runs/<date>-<time>."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the run saved in --out, by its own configuration where none is given."""
+
+
+def check(config: Config) -> None:
+    """Raises ValueError, naming the option, for a value that no run can have."""
+    _check_ranges(config)
+    model = config.model
+    if model.width % model.heads:
+        raise ValueError(
+            f"model.width = {model.width} is no multiple of model.heads = {model.heads}: change one of them"
+        )
+    if model.positions == "rotary" and (model.width // model.heads) % 2:
+        raise ValueError(
+            f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
+            f"features: choose other sizes, or model.positions = learned"
+        )
+    if config.optimizer.warmup_steps >= config.train.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
+            f"train.steps = {config.train.steps}: warm up for fewer"
+        )
+
+
+_POSITIVE = (
+    *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
+    *("optimizer.learning_rate", "optimizer.clip_norm"),
+    *("sharding.replica", "sharding.microbatches"),
+    *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every")),
+)
+_NOT_NEGATIVE = (
+    *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
+    *("train.seed", "train.patience", "train.min_improvement", "train.save_every"),
+)
+_BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
+
+
+def _check_ranges(config: Config) -> None:
+    for name in _POSITIVE:
+        _require(config, name, lambda value: value > 0, "above 0")
+    for name in _NOT_NEGATIVE:
+        _require(config, name, lambda value: value >= 0, "0 or more")
+    for name in _BELOW_ONE:
+        _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    _require(config, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
+    _require(config, "data.heldout_bytes", lambda value: value > 1, "at least 2")
+    _require(config, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")
+    _require(config, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
+    _require(config, "sharding.devices", lambda value: value is None or value > 0, "above 0")
+    _require(config, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
+    hsdp = config.sharding.strategy == "hsdp"
+    _require(config, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
+
+
+def _require(config: Config, name: str, is_right, needed: str) -> None:
+    section, field = name.split(".")
+    value = getattr(getattr(config, section), field)
+    if not is_right(value):
+        raise ValueError(f"{name} = {value}: it must be {needed}")

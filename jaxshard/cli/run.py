@@ -1,0 +1,208 @@
+"""A configuration made into what trains: devices, mesh, model, optimizer, batches, step. Nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jaxshard
+from jaxshard.cli import data
+from jaxshard.cli.config import Config, OptimizerConfig, ShardingConfig
+from jaxshard.cli.folder import Snapshot
+from jaxshard.cli.model import LanguageModel
+from jaxshard.cli.stopping import EarlyStopping
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ddp": jaxshard.ddp,
+    "zero1": jaxshard.zero1,
+    "zero2": jaxshard.zero2,
+    "zero3": jaxshard.zero3,
+    "fsdp": jaxshard.fsdp,
+    "hsdp": jaxshard.hsdp,
+}
+_SIMULATED_DEVICES = 8
+_DROPOUT_STREAM = 1  # apart from the key of the parameters
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that the loop needs, made by `prepare`.
+
+    Attributes:
+      config: as given.
+      text: all of it.
+      heldout: the part of its end that measures the model.
+      batches: the rows of each step, from what comes before.
+      model: the functions of parameters and batch.
+      schedule: learning rate at each step.
+      opt: the sharded optimizer.
+      template: parameters and state, abstract, each leaf with its sharding.
+    """
+
+    config: Config
+    text: np.ndarray
+    heldout: np.ndarray
+    batches: data.TrainingBatches
+    model: LanguageModel
+    schedule: optax.Schedule
+    opt: Any
+    template: Snapshot
+
+    def start(self) -> Snapshot:
+        """Fresh parameters and state, sharded from the start: no device ever holds more than its share."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template.params)
+        params = jax.jit(self.model.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+        return dataclasses.replace(self.template, params=params, state=self.opt.init(params))
+
+    def batch(self, step: int) -> Any:
+        """The rows of `step`, each process making its own."""
+        return jaxshard.shard_batch(self.batches(step, *_my_rows(self.batches.rows)), self.opt)
+
+    def keys(self, step: int) -> tuple[jax.Array, ...]:
+        """What the step takes besides the batch: a key, if anything is random."""
+        if self.config.model.dropout == 0:
+            return ()
+        stream = jax.random.fold_in(jax.random.key(self.config.train.seed), _DROPOUT_STREAM)
+        return (jax.random.fold_in(stream, step),)
+
+    def make_step(self) -> Any:
+        """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+        return jaxshard.train_step(self.model.loss, self.opt, microbatches=self.config.sharding.microbatches)
+
+    def make_evaluate(self) -> Callable[[Any], float]:
+        """`evaluate(params)` is the mean loss, in nats, over the held-out text."""
+        evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
+        rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
+
+        def mean_loss(params: Any) -> float:
+            total = 0.0
+            for batch, weight in data.heldout_batches(self.heldout, rows, length, *_my_rows(rows)):
+                total += weight * float(evaluate(params, jaxshard.shard_batch(batch, self.opt)))
+            return float(np.float32(total / (len(self.heldout) - 1)))  # what a save can keep to the last bit
+
+        return mean_loss
+
+    def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of params, grads and state at rest on each device: of the strategy, and of DDP."""
+        params, state = self.template.params, self.template.state
+        shardings = self.opt.shardings(params)
+        held = {
+            "params": _num_bytes(params, shardings.params),
+            "grads": _num_bytes(params, shardings.grads),
+            "state": _num_bytes(state, shardings.state),
+        }
+        whole = {"params": _num_bytes(params), "grads": _num_bytes(params), "state": _num_bytes(state)}
+        return held, whole
+
+
+def prepare(config: Config) -> Run:
+    """Reads the text, finds the devices and lays everything out, by shapes alone.
+
+    Raises:
+      ValueError: what was asked for cannot be; nothing was compiled or written.
+    """
+    text = data.read_text(config.data.path)
+    train, heldout = data.split(text, config.data.heldout, config.model.sequence_length)
+    mesh = make_mesh(config.sharding)
+    _check_rows(config, mesh)
+    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
+    opt = STRATEGIES[config.sharding.strategy](inner, mesh, min_shard_size=config.sharding.min_shard_size)
+    model = LanguageModel(config.model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(_placed, shapes, opt.shardings(shapes).params)
+    stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
+    batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
+    heldout = heldout[: config.data.heldout_bytes]
+    return Run(config, text, heldout, batches, model, schedule, opt, Snapshot(params, opt.init(params), 0, stopping))
+
+
+def make_mesh(sharding: ShardingConfig) -> Any:
+    """The mesh of real devices, or of simulated ones where there is no accelerator."""
+    wanted = sharding.devices
+    _simulate_cpus(wanted)
+    _join_processes()
+    devices = jax.devices()
+    if wanted is not None and jax.process_count() == 1:
+        if len(devices) < wanted:
+            raise ValueError(
+                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, "
+                f"or start anew (their number is fixed once JAX runs)"
+            )
+        devices = devices[:wanted]
+    return jaxshard.make_mesh(data=sharding.data, replica=sharding.replica, devices=devices)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The learning rate as a function of the step, and AdamW (Loshchilov & Hutter 2019) with clipped gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=steps,
+        end_value=config.learning_rate * config.final_fraction,
+    )
+    adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_kernels)
+    return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def _kernels(params: Any) -> Any:
+    """True for the matrices that decay: not for norms and embeddings."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+def _simulate_cpus(wanted: int | None) -> None:
+    """Simulates CPU devices, unless JAX runs already or (where nothing is `wanted`) the user chose their number."""
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if wanted is None and chosen:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted or _SIMULATED_DEVICES)
+    except RuntimeError:  # JAX runs already: it has the devices it has
+        return
+
+
+def _join_processes() -> None:
+    try:
+        jaxshard.initialize()
+    except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
+        if "must be called before" not in str(error) and "only be called once" not in str(error):
+            raise
+
+
+def _check_rows(config: Config, mesh: Any) -> None:
+    """Every device gets the same number of rows in each microbatch, and every process too."""
+    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": config.sharding.microbatches}
+    parts = int(np.prod(list(sizes.values())))
+    if config.train.rows % parts:
+        equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
+            f"{config.train.rows // parts * parts + parts} would be"
+        )
+
+
+def _my_rows(rows: int) -> tuple[int, int]:
+    mine = rows // jax.process_count()
+    return jax.process_index() * mine, (jax.process_index() + 1) * mine
+
+
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _num_bytes(tree: Any, shardings: Any = None) -> int:
+    """Bytes on one device; without shardings, of the whole."""
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape for leaf in leaves]
+    if shardings is not None:
+        shapes = [s.shard_shape(shape) for s, shape in zip(jax.tree.leaves(shardings), shapes, strict=True)]
+    return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))

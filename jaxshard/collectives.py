@@ -1,0 +1,148 @@
+"""The only place where params, grads and state move between devices.
+
+A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), so that they stay right for a slice of a
+stacked leaf. In the local view (inside `jax.shard_map`) functions take this device's part; `at` and `relay` are global.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Dims = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+# The local view.
+
+
+def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
+    """(D/N, ...) on each device -> (D, ...) on all; `invarying` lets the result leave a shard_map as replicated."""
+    for dim, axes in dims:
+        how = {"to": "invarying"} if invarying else {}
+        x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, **how)
+    return x
+
+
+def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
+    """(D, ...) on each device, different -> (D/N, ...), the sum over the data axes of this device's part."""
+    for dim, axes in dims:
+        x = lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
+    return x
+
+
+def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over `axes`."""
+    return lax.psum(x, tuple(axes)) if axes else x
+
+
+def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
+    """(D, ...) -> (D/N, ...), this device's part; nothing moves."""
+    for dim, axes in dims:
+        part = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)
+    return x
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX's types say that `x` differs (always none under `check_vma=False`)."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """`x` with a type that varies over `axes`; nothing moves, but gradients of it are then partial."""
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
+    """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
+
+    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2), and gets no gradient of its own.
+    `stand_in` (zeros of the shard's shape) carries the dtype in which gradients are reduced and accumulated.
+    """
+    del stand_in
+    return gather(local, dims) if is_shard else local
+
+
+def _whole_forward(local, stand_in, dims, is_shard):
+    return whole_with_scattered_grad(local, stand_in, dims, is_shard), stand_in
+
+
+def _whole_backward(dims, is_shard, stand_in, cotangent):
+    del is_shard
+    return None, scatter_sum(cotangent.astype(stand_in.dtype), dims)
+
+
+whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
+
+
+def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The bits that the first device along `axes` holds, on all of them."""
+    if not axes:
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = first_copy(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(first_copy(x.real, axes), first_copy(x.imag, axes))
+    # As whole numbers: adding zeros to floats would lose -0.0 and the payload of NaNs.
+    bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = lax.psum(jnp.where(lax.axis_index(tuple(axes)) == 0, bits, jnp.zeros_like(bits)), tuple(axes))
+    return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
+
+
+# The global view.
+
+
+def is_explicit(mesh: Mesh) -> bool:
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes that are manual here, that is, whether we are inside a shard_map, and over what."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def at(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
+
+    Traced values are constrained. Concrete ones are copied where their sharding differs, and are returned themselves
+    where it does not.
+    """
+    return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def _at(x: Any, sharding: NamedSharding) -> Any:
+    if not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        return jax.device_put(x, sharding, may_alias=False)
+    if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def gather_all(leaves: Sequence[jax.Array], mesh: Mesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]):
+    """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`: one all-gather for each leaf that is cut."""
+    moved = [i for i, cuts in enumerate(dims) if cuts]
+    if not moved:
+        return list(leaves)
+
+    def body(*shards):
+        return tuple(gather(shard, dims[i]) for i, shard in zip(moved, shards, strict=True))
+
+    in_specs, out_specs = tuple(froms[i] for i in moved), tuple(tos[i] for i in moved)
+    whole = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        *(leaves[i] for i in moved)
+    )
+    result = list(leaves)
+    for i, leaf in zip(moved, whole, strict=True):
+        result[i] = leaf
+    return result

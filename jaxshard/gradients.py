@@ -1,0 +1,310 @@
+"""`value_and_grad` and `evaluate`: the boundary of differentiation, microbatches, and the reduction of gradients."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives, layout, lazy
+from jaxshard.engine import Engine, check_alive
+from jaxshard.layout import Layout
+from jaxshard.optimizer import ShardedOptimizer, engine_of
+from jaxshard.program import Options, Program
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    opt: ShardedOptimizer,
+    *,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    fold_keys: bool = True,
+) -> "LossFunction":
+    """`jax.value_and_grad` over the mesh: the loss and gradients of the whole batch, reduced once, left sharded.
+
+    Args:
+      loss_fn: `(params, batch, *args) -> loss`, pure, written for one device's share of the batch: params come whole,
+        the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
+      opt: the optimizer; says how params, batch and gradients lie.
+      has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
+        depend on it.
+      microbatches: parts into which each device's rows are cut; their gradients are accumulated.
+      weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
+        and microbatches. The weight is not differentiated.
+      fold_keys: typed PRNG keys among `args` are folded with the data shard's and the microbatch's index.
+
+    Returns:
+      `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`; loss a replicated scalar, grads global
+      arrays like the params, cut as `opt.shardings(params).grads`. `f.layout(params, batch, *args)` says where each
+      parameter is gathered, and why.
+
+    Raises:
+      TypeError: `opt` is not a `ShardedOptimizer`; the loss is not a floating scalar; params that are not floating.
+      ValueError: a batch that does not divide; params that were donated.
+    """
+    engine = engine_of(opt, "value_and_grad")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"value_and_grad: microbatches {microbatches!r} must be a whole number, 1 or more")
+    return LossFunction(Options(loss_fn, engine, has_aux, microbatches, weighted, fold_keys, differentiate=True))
+
+
+def evaluate(
+    loss_fn: Callable[..., Any], opt: ShardedOptimizer, *, has_aux: bool = False, weighted: bool = False
+) -> "LossFunction":
+    """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
+
+    The arguments are those of `value_and_grad`.
+    """
+    engine = engine_of(opt, "evaluate")
+    return LossFunction(Options(loss_fn, engine, has_aux, 1, weighted, fold_keys=True, differentiate=False))
+
+
+class LossFunction:
+    """What `value_and_grad` and `evaluate` return: called with `(params, batch, *args)`, inside or outside `jit`."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._jitted = jax.jit(self._traced)
+
+    def __call__(self, params: Any, batch: Any, *args: Any) -> Any:
+        engine = self.options.engine
+        found = layout.layout_params(engine.config, params, engine.sizes)
+        check_batch(batch, self.options)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch, args))):
+            return self._traced(params, batch, *args)
+        check_alive("params", params)
+        check_alive("batch", batch)
+        params = collectives.at(params, engine.mesh, engine.rest(found, params))
+        batch = collectives.at(batch, engine.mesh, jax.tree.map(lambda _: P(engine.batch_axes), batch))
+        return self._jitted(params, batch, *args)
+
+    def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
+        """The layout, with where each parameter is gathered and why; traces the loss, compiles nothing.
+
+        Args: as in a call; `ShapeDtypeStruct`s do.
+        """
+        engine = self.options.engine
+        found = engine.layout(params)
+        reasons: list[str | None] = []
+        jax.eval_shape(lambda *a: self._traced(*a, reasons=reasons), params, batch, *args)
+        gathers = {
+            leaf.names: _how_gathered(leaf, reason, engine) for leaf, reason in zip(found.params, reasons, strict=True)
+        }
+        return dataclasses.replace(found, gathers=gathers)
+
+    def _traced(self, params: Any, batch: Any, *args: Any, reasons: list[str | None] | None = None) -> Any:
+        engine, options = self.options.engine, self.options
+        found = layout.layout_params(engine.config, params, engine.sizes)
+        rest = engine.rest(found, params)
+        batch_specs = jax.tree.map(lambda _: P(engine.batch_axes), batch)
+        params = collectives.at(params, engine.mesh, rest)
+        batch = collectives.at(batch, engine.mesh, batch_specs)
+        grads = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
+
+        def body(params, batch, args):
+            return _Device(options, found, params, batch, args, reasons).run()
+
+        (loss, aux), grads = jax.shard_map(
+            body,
+            mesh=engine.mesh,
+            in_specs=(rest, P(engine.batch_axes), P()),
+            out_specs=((P(), P()), grads if options.differentiate else P()),
+            check_vma=options.checked,
+        )(params, batch, args)
+        value = (loss, aux) if options.has_aux else loss
+        if not options.differentiate:
+            return value
+        return value, jax.tree.unflatten(jax.tree.structure(params), grads)
+
+
+def _how_gathered(leaf: layout.Leaf, reason: str | None, engine: Engine) -> str:
+    cuts = engine.config.cuts
+    if not leaf.dims or not cuts.accumulators:
+        return "never moved but for its gradient" if not cuts.params or not leaf.dims else ""
+    what = "gathered" if cuts.params else "its gradient scattered"
+    return f"{what} where unshard is" if reason is None else f"{what} at the start: {reason}"
+
+
+def check_batch(batch: Any, options: Options) -> None:
+    shards, m = options.engine.num_batch_shards, options.microbatches
+    leaves = layout.named_leaves(batch)
+    if not leaves:
+        raise ValueError("batch: it has no leaves; give at least one array of (rows, ...)")
+    for names, leaf in leaves:
+        rows = np.shape(leaf)[:1]
+        if not rows or rows[0] % (shards * m) or rows[0] == 0:
+            raise ValueError(
+                f"batch: {layout.path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
+                f"{shards * m} = {shards} data shards x {m} microbatches: give a multiple of {shards * m} rows, or "
+                "change microbatches"
+            )
+
+
+class _Device:
+    """One device's part of the work, inside shard_map."""
+
+    def __init__(self, options: Options, found: Layout, params: Any, batch: Any, args: Any, reasons: Any):
+        self.options, self.engine, self.found = options, options.engine, found
+        self.treedef = jax.tree.structure(params)
+        self.args = args
+        self.locals = jax.tree.leaves(params)
+        if options.checked:
+            self.locals = [collectives.vary(x, self.engine.batch_axes) for x in self.locals]
+        m = options.microbatches
+        self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
+        self.program = self._trace()
+        self.lazy = [lazy.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(found.params)]
+        if reasons is not None:
+            reasons[:] = self.lazy
+
+    def run(self) -> Any:
+        if not self.options.differentiate:
+            loss, weight, aux = self._loss(self._diff(), self._microbatch(0), 0)
+            return self._reduced(loss[None], weight[None], jax.tree.map(lambda x: x[None], aux))[0], ()
+        grads, (losses, weights, auxes) = self._accumulated()
+        value, denominator = self._reduced(losses, weights, auxes)
+        return value, tuple(
+            self._finish(g, leaf, denominator) for g, leaf in zip(grads, self.found.params, strict=True)
+        )
+
+    # The loss, traced once.
+
+    def _trace(self) -> "Program":
+        whole = jax.eval_shape(lambda: self._whole_values(self._diff()))
+        args = jax.eval_shape(lambda: self._folded(0))
+        batch = jax.eval_shape(lambda: self._microbatch(0))
+        return Program.trace(self.options, self.treedef, whole, batch, args)
+
+    def _is_cut(self, leaf: layout.Leaf) -> bool:
+        """Whether its gradient is scattered where the leaf is gathered, microbatch by microbatch."""
+        return bool(leaf.dims) and self.engine.config.cuts.accumulators
+
+    def _diff(self) -> list[jax.Array]:
+        """What is differentiated: whole leaves themselves, and stand-ins of the shards of cut ones."""
+        return [
+            self._stand_in(x, leaf) if self._is_cut(leaf) else x
+            for x, leaf in zip(self.locals, self.found.params, strict=True)
+        ]
+
+    def _stand_in(self, x: jax.Array, leaf: layout.Leaf) -> jax.Array:
+        sizes = self.engine.sizes
+        shape = list(x.shape)
+        for dim, axes in () if self.engine.config.cuts.params else leaf.dims:
+            shape[dim] //= math.prod(sizes[axis] for axis in axes)
+        zeros = jnp.zeros(shape, self._sum_dtype(leaf))
+        return collectives.vary(zeros, tuple(collectives.varying(x)))
+
+    def _sum_dtype(self, leaf: layout.Leaf) -> Any:
+        return self.engine.config.reduce_dtype or leaf.dtype
+
+    def _values(self, diff: Sequence[jax.Array]) -> list[Any]:
+        is_shard = self.engine.config.cuts.params
+        return [
+            lazy.Sharded(x, d, leaf.dims, is_shard) if self._is_cut(leaf) else d
+            for x, d, leaf in zip(self.locals, diff, self.found.params, strict=True)
+        ]
+
+    def _whole_values(self, diff: Sequence[jax.Array]) -> list[jax.Array]:
+        return [value.whole() if isinstance(value, lazy.Sharded) else value for value in self._values(diff)]
+
+    def _loss(self, diff: Sequence[jax.Array], batch: Any, index: Any) -> tuple[Any, Any, Any]:
+        values = [
+            value.whole() if isinstance(value, lazy.Sharded) and reason is not None else value
+            for value, reason in zip(self._values(diff), self.lazy, strict=True)
+        ]
+        loss, weight, aux = self.program.run(values, batch, self._folded(index))
+        if self.options.checked:
+            loss = collectives.vary(loss, self.engine.batch_axes)
+            weight = collectives.vary(weight, self.engine.batch_axes)
+            aux = jax.tree.map(self._varied, aux)
+        return loss, weight, aux
+
+    def _varied(self, x: jax.Array) -> jax.Array:
+        return collectives.vary(x, self.engine.batch_axes) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    def _microbatch(self, index: Any) -> Any:
+        return jax.tree.map(lambda x: x[index], self.batch)
+
+    def _folded(self, index: Any) -> Any:
+        """The further arguments, with keys folded by data shard and microbatch."""
+        if not self.options.fold_keys:
+            return self.args
+        shard = lax.axis_index(self.engine.batch_axes) * self.options.microbatches + index
+
+        def fold(x):
+            if not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+                return x
+            folded = jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1))
+            return folded.reshape(x.shape)
+
+        return jax.tree.map(fold, self.args)
+
+    # Gradients.
+
+    def _grad(self, diff: Sequence[jax.Array], index: Any, batch: Any) -> tuple[Any, Any]:
+        def loss_of(diff):
+            out = self._loss(diff, batch, index)
+            return out[0], out
+
+        grads, out = jax.grad(loss_of, has_aux=True)(list(diff))
+        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.found.params, strict=True)], out
+
+    def _accumulated(self) -> tuple[list[jax.Array], Any]:
+        """Gradients summed over microbatches, and each microbatch's (loss, weight, aux), stacked."""
+        m, diff = self.options.microbatches, self._diff()
+        if m == 1:
+            grads, out = self._grad(diff, 0, self._microbatch(0))
+            return grads, jax.tree.map(lambda x: x[None], out)
+        shapes, _ = jax.eval_shape(lambda: self._grad(diff, 0, self._microbatch(0)))
+        zeros = [collectives.vary(jnp.zeros(s.shape, s.dtype), tuple(_varying(s))) for s in shapes]
+
+        def step(sums, indexed):
+            grads, out = self._grad(diff, *indexed)
+            return [s + g for s, g in zip(sums, grads, strict=True)], out
+
+        return lax.scan(step, zeros, (jnp.arange(m), self.batch))
+
+    def _finish(self, g: jax.Array, leaf: layout.Leaf, denominator: Any) -> jax.Array:
+        """The average over all devices, at the sharding in which the inner optimizer takes it."""
+        cuts, done = self.engine.config.cuts, set()
+        if leaf.dims and cuts.state:
+            done = {axis for _, axes in leaf.dims for axis in axes}
+            if not cuts.accumulators:
+                g = collectives.scatter_sum(g, leaf.dims)
+        g = collectives.total(g, [axis for axis in self._summed_axes() if axis not in done])
+        return (g / denominator).astype(self.engine.config.master_dtype or leaf.dtype)
+
+    def _summed_axes(self) -> list[str]:
+        """Checked types want the sum over axes of size 1 too; it costs nothing."""
+        return [a for a in self.engine.batch_axes if self.options.checked or self.engine.sizes[a] > 1]
+
+    def _reduced(self, losses: Any, weights: Any, auxes: Any) -> tuple[Any, Any]:
+        """((loss, aux) over the whole batch, what gradients are divided by)."""
+        axes = self._summed_axes()
+        if self.options.weighted:
+            denominator = collectives.total(weights.sum(0), axes)
+            denominator = jnp.where(denominator == 0, jnp.ones_like(denominator), denominator)
+        else:
+            denominator = self.options.microbatches * self.engine.num_batch_shards
+
+        def average(x):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x[-1]
+            if self.options.weighted:
+                x = x * weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
+            return collectives.total(x.sum(0), axes) / denominator
+
+        loss = collectives.total(losses.sum(0), axes) / denominator
+        return (loss, jax.tree.map(average, auxes)), denominator
+
+
+def _varying(x: jax.ShapeDtypeStruct) -> frozenset[str]:
+    kind = getattr(x, "manual_axis_type", None)
+    return kind.varying if kind is not None else frozenset()

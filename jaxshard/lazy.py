@@ -1,0 +1,184 @@
+"""`unshard`: which parameters are gathered where the loss needs them, and which at the start.
+
+The loss is traced once with whole, abstract parameters, so that whatever it reads of them (shapes, sizes, structure) is
+as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches marks only, through nothing but `scan`, `jit`
+and `jax.checkpoint`, is lazy: the traced program is then run with the leaf's shard in its place, and gathers at the mark.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from jaxshard import collectives
+
+_MARK = "jaxshard.unshard"
+_INLINED = {"jit", "pjit", "closed_call", "core_call"}
+_REMAT = {"remat", "remat2", "checkpoint"}
+
+
+def unshard(tree: Any) -> Any:
+    """Inside a loss function: these parameters, whole, here.
+
+    Called at the start of each layer, also in the body of a `lax.scan` over stacked layers, it makes gathers (ZeRO-3)
+    and reduce-scatters of gradients (ZeRO-2, ZeRO-3) happen layer by layer, so that whole gradients never exist. Put
+    it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
+
+    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf arrives whole
+    anyway. So results never depend on it. Outside of `value_and_grad` and `evaluate` it is the identity.
+
+    Args:
+      tree: any part of the parameters, or a slice of stacked ones, as the loss function got it.
+
+    Returns:
+      The same tree.
+
+    >>> import jax.numpy as jnp
+    >>> unshard({"w": jnp.ones(2)})
+    {'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda x: checkpoint_name(x, _MARK) if isinstance(x, jax.core.Tracer) else x, tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A parameter that is not yet whole: its shard (or, `is_shard=False`, a whole copy that only its gradient's cut)."""
+
+    local: jax.Array
+    stand_in: jax.Array
+    dims: collectives.Dims = dataclasses.field(metadata={"static": True})
+    is_shard: bool = dataclasses.field(metadata={"static": True})
+
+    def whole(self) -> jax.Array:
+        return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
+
+
+def why_not_lazy(jaxpr: Any, index: int, dims: collectives.Dims) -> str | None:
+    """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
+    jaxpr = _open(jaxpr)
+    var = jaxpr.invars[index]
+    if any(out is var for out in jaxpr.outvars):
+        return "returned or carried through a scan"
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is var and (reason := _other_use(eqn, position, dims)):
+                return reason
+    return None
+
+
+def _other_use(eqn: Any, position: int, dims: collectives.Dims) -> str | None:
+    name = eqn.primitive.name
+    if name == "name" and eqn.params["name"] == _MARK:
+        return None
+    if name in _INLINED or name in _REMAT:
+        return why_not_lazy(_inner(eqn), position, dims)
+    if name != "scan":
+        return f"used by {name}"
+    num_consts, num_carry = _scan_split(eqn)
+    if num_consts <= position < num_consts + num_carry:
+        return "carried through a scan"
+    if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in dims):
+        return "cut on the dim that a scan runs over"
+    return why_not_lazy(_inner(eqn), position, dims)
+
+
+def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced program, of whose inputs some are `Sharded`, gathering those at their marks."""
+    jaxpr = _open(closed)
+    if not any(isinstance(value, Sharded) for value in values):
+        return list(core.jaxpr_as_fun(_closed(closed))(*values))
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    plain: list[Any] = []  # equations since the last one that met a Sharded
+    for eqn in jaxpr.eqns:
+        operands = [None if isinstance(v, core.Literal) else env.get(v) for v in eqn.invars]
+        if any(isinstance(value, Sharded) for value in operands):
+            _run_plain(jaxpr, plain, env)
+            plain = []
+            outs = _run_sharded(eqn, [_read(env, v) for v in eqn.invars])
+            env |= dict(zip(eqn.outvars, outs, strict=True))
+        else:
+            plain.append(eqn)
+    _run_plain(jaxpr, plain, env)
+    return [_read(env, v) for v in jaxpr.outvars]
+
+
+def _run_plain(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+    """Runs equations that no Sharded enters, as one piece, so that JAX's own evaluation keeps names and contexts."""
+    if not eqns:
+        return
+    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core.DropVar)]
+    own = set(outs)
+    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, core.Literal) and v not in own))
+    piece = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=_debug_info(jaxpr, ins, outs))
+    results = core.jaxpr_as_fun(core.ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
+    env |= dict(zip(outs, results, strict=True))
+
+
+def _debug_info(jaxpr: Any, ins: list[Any], outs: list[Any]) -> Any:
+    info = jaxpr.debug_info
+    return info._replace(arg_names=("",) * len(ins), result_paths=("",) * len(outs))
+
+
+def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name == "name":
+        return [checkpoint_name(values[0].whole(), _MARK)]
+    if name == "scan":
+        return _run_scan(eqn, values)
+    if name in _REMAT:
+        again = jax.checkpoint(
+            lambda *inner: run(_inner(eqn), inner), policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
+        )
+        return again(*values)
+    assert name in _INLINED, name
+    return run(_inner(eqn), values)
+
+
+def _run_scan(eqn: Any, values: list[Any]) -> list[Any]:
+    num_consts, num_carry = _scan_split(eqn)
+    consts = values[:num_consts]
+
+    def body(carry, xs):
+        outs = run(_inner(eqn), [*consts, *carry, *xs])
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, stacked = lax.scan(
+        body,
+        values[num_consts : num_consts + num_carry],
+        values[num_consts + num_carry :],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _scan_split(eqn: Any) -> tuple[int, int]:
+    """(number of constants, number of carries), read off the ranks: what is scanned over has one dim more outside."""
+    inner = _open(_inner(eqn))
+    num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
+    num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
+    return len(eqn.invars) - num_scanned - num_carry, num_carry
+
+
+def _inner(eqn: Any) -> Any:
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def _open(jaxpr: Any) -> Any:
+    """The plain jaxpr; up to jax 0.11 a closed one holds it, later they are one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def _read(env: dict[Any, Any], v: Any) -> Any:
+    return v.val if isinstance(v, core.Literal) else env[v]

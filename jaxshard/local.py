@@ -1,0 +1,110 @@
+"""The local view: `update` inside a user's own `jax.shard_map` over the data axes."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxshard import collectives, elementwise, layout
+from jaxshard.layout import Layout
+
+
+def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+    """Averages and scatters this device's gradients, updates its shard, gathers the updates.
+
+    Raises:
+      TypeError: gradients (or params, or extra arguments) of a type that cannot be right.
+      ValueError: a strategy, an optimizer or a shard_map that the local view cannot serve.
+    """
+    _check_boundary(engine)
+    _check_types(engine, updates, params, extra)
+    found = layout.layout_params(engine.config, updates, engine.sizes)
+    dims = [leaf.dims if engine.config.cuts.state else () for leaf in found.params]
+    treedef = jax.tree.structure(updates)
+    grads = [_average(g, d, engine) for g, d in zip(jax.tree.leaves(updates), dims, strict=True)]
+    grads = jax.tree.unflatten(treedef, grads)
+    mine = None
+    if params is not None:
+        parts = [collectives.own_part(p, d, engine.sizes) for p, d in zip(jax.tree.leaves(params), dims, strict=True)]
+        mine = jax.tree.unflatten(treedef, parts)
+    _check_elementwise(engine, found, updates, (grads, state, mine, extra))
+    out, state = engine.shard_step(grads, state, mine, extra)
+    out = [collectives.gather(u, d, invarying=True) for u, d in zip(jax.tree.leaves(out), dims, strict=True)]
+    out = jax.tree.unflatten(treedef, out)
+    return engine.as_updates(out, params), state
+
+
+def _average(g: jax.Array, dims: collectives.Dims, engine: Any) -> jax.Array:
+    dtype = g.dtype
+    g = collectives.scatter_sum(g.astype(engine.config.reduce_dtype or dtype), dims)
+    done = {axis for _, axes in dims for axis in axes}
+    rest = [axis for axis in engine.batch_axes if axis not in done and axis in collectives.varying(g)]
+    return (collectives.total(g, rest) / engine.num_batch_shards).astype(dtype)
+
+
+def _check_boundary(engine: Any) -> None:
+    name, axes = engine.config.strategy, engine.batch_axes
+    if engine.config.cuts.params:
+        raise ValueError(
+            f"{name}: the params themselves are cut, so a plain shard_map cannot hold them; use "
+            "jaxshard.value_and_grad (or zero2) and call update outside shard_map"
+        )
+    missing = [axis for axis in axes if axis not in collectives.manual_axes() and engine.sizes[axis] > 1]
+    if missing:
+        raise ValueError(f"{name}: update inside a shard_map that leaves {missing} out; make all of {axes} manual")
+    if not collectives.varying(lax.axis_index(axes)):
+        raise ValueError(
+            f"{name}: under shard_map(check_vma=False) nothing says whether gradients were already averaged; "
+            "use check_vma=True (the default), or call update outside shard_map"
+        )
+    used = {a for spec in _specs(engine) for entry in spec for a in layout.axes_in(entry)} & collectives.manual_axes()
+    if any(engine.sizes[axis] > 1 for axis in used):
+        raise ValueError(f"{name}: specs over the manual axes {sorted(used)}: call update outside shard_map")
+
+
+def _specs(engine: Any) -> list[Any]:
+    specs = engine.config.specs
+    if layout.is_rules(specs):
+        return [spec for _, spec in specs]
+    return [x for x in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.P)) if isinstance(x, jax.P)]
+
+
+def _check_types(engine: Any, updates: Any, params: Any, extra: dict[str, Any]) -> None:
+    axes = {axis for axis in engine.batch_axes if engine.sizes[axis] > 1}
+    for names, g in layout.named_leaves(updates):
+        if missing := sorted(axes - collectives.varying(g)):
+            raise TypeError(
+                f"{engine.config.strategy}: the gradient of {layout.path_of(names)} does not vary over {missing}: it "
+                "was already reduced, as a sum or as a mean, which no type tells. Either cast the params before "
+                f"differentiating, jax.lax.pcast(params, {tuple(engine.batch_axes)}, to='varying'), and pass the "
+                "partial gradients; or average them yourself and call update outside shard_map"
+            )
+    for what, tree in (("params", params), ("extra argument", extra)):
+        for names, x in layout.named_leaves(tree):
+            if isinstance(x, jax.Array) and (wrong := sorted(axes & collectives.varying(x))):
+                raise TypeError(
+                    f"{engine.config.strategy}: {what} {layout.path_of(names)} varies over {wrong}; pass params as they "
+                    "came in, not their cast, and reduce other values first (jax.lax.pmean)"
+                )
+
+
+def _check_elementwise(engine: Any, found: Layout, updates: Any, args: tuple[Any, Any, Any, Any]) -> None:
+    if not any(leaf.dims for leaf in found.params) or not engine.config.cuts.state:
+        return
+    grads, state, mine, extra = args
+    whole = engine.layout(updates)
+    of_params = [leaf.path if leaf.dims else "*" for leaf in found.params]
+    of_state = [leaf.path if leaf.dims else "*" for leaf in whole.state]
+    arrays = jax.tree.leaves((grads, state, mine))
+    labels = of_params + of_state + (of_params if mine is not None else [])
+    treedef = jax.tree.structure((grads, state, mine))
+    jaxpr = jax.make_jaxpr(lambda leaves: engine.shard_step(*jax.tree.unflatten(treedef, leaves), extra))(arrays)
+    try:
+        elementwise.check_elementwise(jaxpr, labels)
+    except elementwise.NotElementwise as error:
+        raise ValueError(
+            f"{engine.config.strategy}: the inner optimizer is not element-wise: it applies `{error.operation}` to "
+            f"{error.path}, of which each device holds a part here, so the result would be wrong. Call update outside "
+            "shard_map (jaxshard.value_and_grad gives it the gradients), where every optax optimizer is exact; or use "
+            "ddp; or keep such leaves whole with min_shard_size"
+        ) from None

@@ -1,0 +1,267 @@
+"""`ShardedOptimizer`, and the strategies side by side."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import layout
+from jaxshard.engine import Engine
+from jaxshard.layout import Config, Layout, Shardings
+from jaxshard.mesh import REPLICA_AXIS
+
+
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer whose state (and gradients, and params) are cut over a mesh; the training result is the same.
+
+    A `GradientTransformationExtraArgs`, so it goes wherever optax takes one. Make it with `zero2` and its siblings.
+
+    * `init(params)`: the state of `inner`, the same pytree, sharded from the start. NumPy, placed and abstract params
+      all work; abstract ones give abstract state with its shardings.
+    * `update(updates, state, params=None, **extra)`: global arrays under any sharding; the updates come back as the
+      params lie. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
+    """
+
+    @property
+    def _engine(self) -> Engine:
+        return self.init.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+    @property
+    def inner(self) -> optax.GradientTransformation:
+        """The optax optimizer inside."""
+        return self._engine.inner
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._engine.mesh
+
+    @property
+    def config(self) -> Config:
+        """The strategy and its options."""
+        return self._engine.config
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices in the mesh."""
+        return self.mesh.size
+
+    @property
+    def rank(self) -> int:
+        """The mesh index of this process's first device."""
+        here = jax.process_index()
+        return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
+
+    def shardings(self, params: Any) -> Shardings:
+        """Where params, grads (as `value_and_grad` returns them) and state live; `.specs` has the PartitionSpecs.
+
+        Args:
+          params: arrays or `ShapeDtypeStruct`s.
+
+        Raises:
+          TypeError: a leaf that is not floating.
+          ValueError: specs that do not fit, or match nothing.
+        """
+        return self._engine.shardings(params)
+
+    def layout(self, params: Any) -> Layout:
+        """Where each leaf lives, with the reason and its bytes per device; print it."""
+        return self._engine.layout(params, strict=True)
+
+    def place(self, params: Any) -> Any:
+        """A copy of the params at rest on the mesh; never an alias, so a donating step leaves the caller's alive.
+
+        Raises:
+          TypeError: a leaf that is not floating.
+          ValueError: specs that do not fit, or match nothing.
+        """
+        return self._engine.place(params)
+
+    def synchronize(self, tree: Any) -> Any:
+        """Makes the copies of each array, on devices along the axes it is replicated over, equal: to the first's bits.
+
+        Args:
+          tree: params, state or any tree of arrays on the mesh.
+
+        Raises:
+          ValueError: an array that is not laid out over a mesh.
+        """
+        return self._engine.synchronize(tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedOptimizer) and self._engine == other._engine
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._engine)
+
+    def __repr__(self) -> str:
+        shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
+        return f"{self.config.strategy}({type(self.inner).__name__}, {shape})"
+
+
+def engine_of(opt: Any, who: str) -> Engine:
+    if not isinstance(opt, ShardedOptimizer):
+        raise TypeError(
+            f"{who} needs a ShardedOptimizer, got {type(opt).__name__}; put the chain inside: "
+            "jaxshard.zero2(optax.chain(...), mesh)"
+        )
+    return opt._engine
+
+
+def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimizer:
+    if not (isinstance(inner, tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"{strategy}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
+    known = {field.name for field in dataclasses.fields(Config)} - {"strategy"}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{strategy}: no option {name!r}; there are {sorted(known)}")
+    axes = options.get("data_axes", ("data",))
+    options["data_axes"] = (axes,) if isinstance(axes, str) else tuple(axes)
+    config = Config(strategy, **options)
+    _check_mesh(mesh, config)
+    return ShardedOptimizer(*_methods(Engine(inner, mesh, config)))
+
+
+def _methods(engine: Engine) -> tuple[Any, Any]:
+    return engine.init, engine.update
+
+
+def _check_mesh(mesh: Mesh, config: Config) -> None:
+    needed = (*config.data_axes, *((REPLICA_AXIS,) if config.strategy == "hsdp" else ()))
+    for axis in needed:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{config.strategy}: needs the mesh axis {axis!r}; the mesh has {tuple(mesh.axis_names)}. "
+                "Make one with jaxshard.make_mesh, or name yours with data_axes="
+            )
+    if not config.data_axes or len(set(config.data_axes)) < len(config.data_axes) or REPLICA_AXIS in config.data_axes:
+        raise ValueError(
+            f"{config.strategy}: data_axes {config.data_axes} must name at least one axis, each once, and not "
+            f"{REPLICA_AXIS!r}, which is never cut over"
+        )
+    kinds = {str(kind) for kind in mesh.axis_types}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{config.strategy}: the mesh mixes axis types {sorted(kinds)}; make all Auto, or all Explicit"
+        )
+    if not isinstance(config.min_shard_size, int) or config.min_shard_size < 0:
+        raise ValueError(
+            f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
+        )
+    for name in ("reduce_dtype", "master_dtype"):
+        dtype = getattr(config, name)
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{config.strategy}: {name} {dtype!r} must be a floating dtype, such as jnp.float32")
+
+
+_OPTIONS = """
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes.
+      specs: how the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or
+        rules [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None: they do not.
+      data_axes: the mesh axes that state, gradients and params are cut over, outermost first. The batch is split over
+        these and over "replica", where the mesh has it.
+      min_shard_size: leaves of fewer elements stay whole.
+      reduce_dtype: the dtype in which gradients are summed over microbatches and devices; None: their own.
+      master_dtype: keeps masters of the params in this dtype in the state, cut like it; the params are their roundings.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+"""
+
+
+def ddp(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
+    """Data parallel: all whole on each device; gradients are all-reduced once per step (Li et al. 2020)."""
+    return _make("ddp", inner, mesh, **options)
+
+
+def zero1(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
+    """ZeRO-1: the state is cut 1/N; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, section 5.1)."""
+    return _make("zero1", inner, mesh, **options)
+
+
+def zero2(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
+    """ZeRO-2: state and gradients are cut 1/N; a reduce-scatter per microbatch (Rajbhandari et al. 2020, section 5.2)."""
+    return _make("zero2", inner, mesh, **options)
+
+
+def zero3(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
+    """ZeRO-3 = FSDP: params too are cut 1/N, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023)."""
+    return _make("zero3", inner, mesh, **options)
+
+
+def hsdp(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
+    """Hybrid sharded: as zero3 over the data axes, copies over "replica", whose shards are all-reduced once per step."""
+    return _make("hsdp", inner, mesh, **options)
+
+
+fsdp = zero3
+for _strategy in (ddp, zero1, zero2, zero3, hsdp):
+    _strategy.__doc__ = (_strategy.__doc__ or "") + "\n" + _OPTIONS
+
+
+def specs_of(params: Any, data_axes: tuple[str, ...] = ("data",)) -> Any:
+    """The PartitionSpecs that arrays carry now, data axes and "replica" left out: what to give as `specs=`.
+
+    Args:
+      params: arrays; those that lie on no mesh (NumPy, one device) have `PartitionSpec()`.
+      data_axes: the axes to leave out.
+
+    >>> specs_of({"w": jnp.ones((4, 4))})
+    {'w': PartitionSpec()}
+    """
+    return jax.tree.map(lambda x: _model_spec(x, (*data_axes, REPLICA_AXIS)), params)
+
+
+def _model_spec(x: Any, left_out: tuple[str, ...]) -> P:
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return P()
+    return layout.canonical(tuple(a for a in layout.axes_in(e) if a not in left_out) for e in sharding.spec)
+
+
+def shard_batch(batch: Any, opt: ShardedOptimizer) -> Any:
+    """This process's rows -> global arrays, split over the optimizer's batch axes.
+
+    Args:
+      batch: a pytree of arrays (rows of this process, ...); with one process, the whole batch.
+      opt: says which mesh, and how it is split.
+
+    Returns:
+      Arrays of (rows of all processes, ...), each device holding its own rows.
+
+    Raises:
+      ValueError: rows that do not divide over this process's devices, named by leaf.
+    """
+    engine = engine_of(opt, "shard_batch")
+    count = jax.process_count()
+    for names, leaf in layout.named_leaves(batch):
+        rows = np.shape(leaf)[:1]
+        if not rows or (rows[0] * count) % engine.num_batch_shards:
+            raise ValueError(
+                f"shard_batch: {layout.path_of(names)} has shape {np.shape(leaf)}; its first dim x {count} processes "
+                f"must be divisible by {engine.num_batch_shards} (the devices over {engine.batch_axes})"
+            )
+    sharding = NamedSharding(engine.mesh, P(engine.batch_axes))
+    return jax.tree.map(lambda x: _from_local(x, sharding), batch)
+
+
+def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _from_local(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x))

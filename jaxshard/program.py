@@ -1,0 +1,127 @@
+"""The loss function as a traced program, checked before anything runs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxshard import layout, lazy
+from jaxshard.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    loss_fn: Callable[..., Any]
+    engine: Engine
+    has_aux: bool
+    microbatches: int
+    weighted: bool
+    fold_keys: bool
+    differentiate: bool
+
+    @property
+    def checked(self) -> bool:
+        """Whether types are checked: only the data axes may do without, since the boundary over them is ours."""
+        sizes = self.engine.sizes
+        return any(size > 1 for axis, size in sizes.items() if axis not in self.engine.batch_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The loss as traced: flat inputs (params, batch, args), flat outputs (loss, weight, aux)."""
+
+    jaxpr: Any
+    out_tree: Any
+
+    @classmethod
+    def trace(cls, options: Options, treedef: Any, whole: list[Any], batch: Any, args: Any) -> "Program":
+        def flat(leaves, batch, args):
+            return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
+
+        try:
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args)
+        except TypeError as error:
+            raise _explained(error, options) from error
+        differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
+        differs += [options.fold_keys and _is_key(x) for x in jax.tree.leaves(args)]
+        _check_aux(jaxpr, shapes, differs, options)
+        return cls(jaxpr, jax.tree.structure(shapes))
+
+    def run(self, values: list[Any], batch: Any, args: Any) -> tuple[Any, Any, Any]:
+        flat = [*values, *jax.tree.leaves(batch), *jax.tree.leaves(args)]
+        return jax.tree.unflatten(self.out_tree, lazy.run(self.jaxpr, flat))
+
+
+def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
+    """(loss, weight, aux) from whatever form `loss_fn` returns."""
+    aux = ()
+    if options.has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: has_aux=True needs (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    weight = jnp.ones(())
+    if options.weighted:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {type(out).__name__}")
+        out, weight = out
+        weight = lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
+        if weight.shape:
+            raise TypeError(f"loss_fn: the weight must be a scalar, got shape {weight.shape}; sum it over the rows")
+    if isinstance(out, tuple | list | dict):
+        raise TypeError(f"loss_fn: returned a {type(out).__name__}, not a scalar; set has_aux or weighted")
+    loss = jnp.asarray(out)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )
+    return loss, weight, jax.tree.map(jnp.asarray, aux)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _explained(error: TypeError, options: Options) -> TypeError:
+    """JAX's complaint about varying types, with the cure."""
+    text = str(error)
+    if not options.checked or not any(word in text for word in ("varying", "vma", "manual ax", "{V:")):
+        return error
+    return TypeError(
+        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed: most often "
+        "a lax.scan or while_loop whose carry starts as a constant. Cast the start of the carry to what it becomes: "
+        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+    )
+
+
+def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:
+    """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
+    outs = _depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
+    for (names, leaf), depends in zip(layout.named_leaves(shapes), outs, strict=True):
+        if names[0] == "2" and depends and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"loss_fn: aux leaf {layout.path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
+                "differs between devices and has no average; cast it to a floating dtype, to be averaged"
+            )
+
+
+def _depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None) -> list[bool]:
+    """Which outputs may differ between devices; a psum over all of the axes `summed` ends that."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [not isinstance(v, core.Literal) and env[v] for v in eqn.invars]
+        env |= dict(zip(eqn.outvars, _eqn_depends(eqn, found, summed), strict=True))
+    return [not isinstance(v, core.Literal) and env[v] for v in jaxpr.outvars]
+
+
+def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
+    name = eqn.primitive.name
+    if name in ("jit", "pjit", "closed_call"):
+        return _depends(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), found, summed)
+    if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
+        return [False] * len(eqn.outvars)
+    return [any(found) or name == "axis_index"] * len(eqn.outvars)
