@@ -148,86 +148,72 @@ def check_batch(batch: Any, options: Options) -> None:
 
 
 class _Device:
-    """One device's part of the work, inside shard_map."""
+    """One device's part of the work, inside shard_map. `shards` are its params as they lie at rest."""
 
     def __init__(self, options: Options, found: Layout, params: Any, batch: Any, args: Any, reasons: Any):
-        self.options, self.engine, self.found = options, options.engine, found
-        self.treedef = jax.tree.structure(params)
-        self.args = args
-        self.locals = jax.tree.leaves(params)
+        self.options, self.engine, self.leaves, self.args = options, options.engine, found.params, args
+        self.shards = jax.tree.leaves(params)
         if options.checked:
-            self.locals = [collectives.vary(x, self.engine.batch_axes) for x in self.locals]
+            self.shards = [collectives.vary(x, self.engine.batch_axes) for x in self.shards]
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
-        self.program = self._trace()
-        self.lazy = [lazy.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(found.params)]
+        self.program = self._trace(jax.tree.structure(params))
+        self.reasons = [lazy.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
         if reasons is not None:
-            reasons[:] = self.lazy
+            reasons[:] = self.reasons
 
     def run(self) -> Any:
+        """((loss, aux), gradients of this device's shards)."""
         if not self.options.differentiate:
-            loss, weight, aux = self._loss(self._diff(), self._microbatch(0), 0)
-            return self._reduced(loss[None], weight[None], jax.tree.map(lambda x: x[None], aux))[0], ()
-        grads, (losses, weights, auxes) = self._accumulated()
-        value, denominator = self._reduced(losses, weights, auxes)
-        return value, tuple(
-            self._finish(g, leaf, denominator) for g, leaf in zip(grads, self.found.params, strict=True)
-        )
+            outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
+            return self._reduced(*jax.tree.map(lambda x: x[None], outs))[0], ()
+        grads, outs = self._accumulated()
+        value, denominator = self._reduced(*outs)
+        return value, tuple(self._finish(g, leaf, denominator) for g, leaf in zip(grads, self.leaves, strict=True))
 
-    # The loss, traced once.
+    # The loss.
 
-    def _trace(self) -> "Program":
-        whole = jax.eval_shape(lambda: self._whole_values(self._diff()))
-        args = jax.eval_shape(lambda: self._folded(0))
-        batch = jax.eval_shape(lambda: self._microbatch(0))
-        return Program.trace(self.options, self.treedef, whole, batch, args)
+    def _trace(self, treedef: Any) -> Program:
+        whole = jax.eval_shape(lambda: [_whole(x) for x in self._values(self.shards, self._differentiated())])
+        batch, args = jax.eval_shape(lambda: (self._microbatch(0), self._folded(0)))
+        return Program.trace(self.options, treedef, whole, batch, args)
 
     def _is_cut(self, leaf: layout.Leaf) -> bool:
         """Whether its gradient is scattered where the leaf is gathered, microbatch by microbatch."""
         return bool(leaf.dims) and self.engine.config.cuts.accumulators
 
-    def _diff(self) -> list[jax.Array]:
-        """What is differentiated: whole leaves themselves, and stand-ins of the shards of cut ones."""
-        return [
-            self._stand_in(x, leaf) if self._is_cut(leaf) else x
-            for x, leaf in zip(self.locals, self.found.params, strict=True)
-        ]
+    def _differentiated(self) -> list[jax.Array]:
+        """What gradients are taken of: whole leaves themselves, and zeros standing in for the shards of cut ones."""
+        pairs = zip(self.shards, self.leaves, strict=True)
+        return [self._stand_in(x, leaf) if self._is_cut(leaf) else x for x, leaf in pairs]
 
     def _stand_in(self, x: jax.Array, leaf: layout.Leaf) -> jax.Array:
-        sizes = self.engine.sizes
         shape = list(x.shape)
         for dim, axes in () if self.engine.config.cuts.params else leaf.dims:
-            shape[dim] //= math.prod(sizes[axis] for axis in axes)
-        zeros = jnp.zeros(shape, self._sum_dtype(leaf))
-        return collectives.vary(zeros, tuple(collectives.varying(x)))
+            shape[dim] //= math.prod(self.engine.sizes[axis] for axis in axes)
+        return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(collectives.varying(x)))
 
     def _sum_dtype(self, leaf: layout.Leaf) -> Any:
         return self.engine.config.reduce_dtype or leaf.dtype
 
-    def _values(self, diff: Sequence[jax.Array]) -> list[Any]:
+    def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Any]:
+        """The loss's parameters, cut ones not yet gathered."""
         is_shard = self.engine.config.cuts.params
         return [
             lazy.Sharded(x, d, leaf.dims, is_shard) if self._is_cut(leaf) else d
-            for x, d, leaf in zip(self.locals, diff, self.found.params, strict=True)
+            for x, d, leaf in zip(shards, diff, self.leaves, strict=True)
         ]
 
-    def _whole_values(self, diff: Sequence[jax.Array]) -> list[jax.Array]:
-        return [value.whole() if isinstance(value, lazy.Sharded) else value for value in self._values(diff)]
-
-    def _loss(self, diff: Sequence[jax.Array], batch: Any, index: Any) -> tuple[Any, Any, Any]:
-        values = [
-            value.whole() if isinstance(value, lazy.Sharded) and reason is not None else value
-            for value, reason in zip(self._values(diff), self.lazy, strict=True)
-        ]
-        loss, weight, aux = self.program.run(values, batch, self._folded(index))
-        if self.options.checked:
-            loss = collectives.vary(loss, self.engine.batch_axes)
-            weight = collectives.vary(weight, self.engine.batch_axes)
-            aux = jax.tree.map(self._varied, aux)
-        return loss, weight, aux
+    def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Any, index: Any) -> Any:
+        """(loss, weight, aux) of one microbatch."""
+        pairs = zip(self._values(shards, diff), self.reasons, strict=True)
+        values = [x if reason is None else _whole(x) for x, reason in pairs]
+        return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index)))
 
     def _varied(self, x: jax.Array) -> jax.Array:
-        return collectives.vary(x, self.engine.batch_axes) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        """A loss that the user already averaged over devices is one mean among equals; its type must say so."""
+        averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
+        return collectives.vary(x, self.engine.batch_axes) if averaged else x
 
     def _microbatch(self, index: Any) -> Any:
         return jax.tree.map(lambda x: x[index], self.batch)
@@ -241,43 +227,51 @@ class _Device:
         def fold(x):
             if not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
                 return x
-            folded = jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1))
-            return folded.reshape(x.shape)
+            return jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1)).reshape(x.shape)
 
         return jax.tree.map(fold, self.args)
 
     # Gradients.
 
-    def _grad(self, diff: Sequence[jax.Array], index: Any, batch: Any) -> tuple[Any, Any]:
-        def loss_of(diff):
-            out = self._loss(diff, batch, index)
-            return out[0], out
+    def _grad(self, shards: Sequence[jax.Array], diff: list[jax.Array], batch: Any, index: Any) -> tuple[Any, Any]:
+        """Gradients of one microbatch's loss, in the dtype they are summed in, and its (loss, weight, aux)."""
 
-        grads, out = jax.grad(loss_of, has_aux=True)(list(diff))
-        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.found.params, strict=True)], out
+        def loss_of(diff):
+            outs = self._loss(shards, diff, batch, index)
+            return outs[0], outs
+
+        grads, outs = jax.grad(loss_of, has_aux=True)(diff)
+        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.leaves, strict=True)], outs
 
     def _accumulated(self) -> tuple[list[jax.Array], Any]:
         """Gradients summed over microbatches, and each microbatch's (loss, weight, aux), stacked."""
-        m, diff = self.options.microbatches, self._diff()
+        m, diff = self.options.microbatches, self._differentiated()
         if m == 1:
-            grads, out = self._grad(diff, 0, self._microbatch(0))
-            return grads, jax.tree.map(lambda x: x[None], out)
-        shapes, _ = jax.eval_shape(lambda: self._grad(diff, 0, self._microbatch(0)))
-        zeros = [collectives.vary(jnp.zeros(s.shape, s.dtype), tuple(_varying(s))) for s in shapes]
+            grads, outs = self._grad(self.shards, diff, self._microbatch(0), 0)
+            return grads, jax.tree.map(lambda x: x[None], outs)
+        shapes, _ = jax.eval_shape(lambda: self._grad(self.shards, diff, self._microbatch(0), 0))
+        zeros = [collectives.vary(jnp.zeros(x.shape, x.dtype), tuple(_varying(x))) for x in shapes]
 
         def step(sums, indexed):
-            grads, out = self._grad(diff, *indexed)
-            return [s + g for s, g in zip(sums, grads, strict=True)], out
+            index, batch = indexed
+            grads, outs = self._grad(self._bound_to(index), diff, batch, index)
+            return [s + g for s, g in zip(sums, grads, strict=True)], outs
 
         return lax.scan(step, zeros, (jnp.arange(m), self.batch))
 
+    def _bound_to(self, index: jax.Array) -> list[jax.Array]:
+        """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""
+        if not self.engine.config.cuts.params:
+            return self.shards
+        pairs = zip(self.shards, self.leaves, strict=True)
+        return [lax.optimization_barrier((x, index))[0] if leaf.dims else x for x, leaf in pairs]
+
     def _finish(self, g: jax.Array, leaf: layout.Leaf, denominator: Any) -> jax.Array:
-        """The average over all devices, at the sharding in which the inner optimizer takes it."""
+        """The average over all devices, as the inner optimizer takes it: cut, if the state is."""
         cuts, done = self.engine.config.cuts, set()
         if leaf.dims and cuts.state:
             done = {axis for _, axes in leaf.dims for axis in axes}
-            if not cuts.accumulators:
-                g = collectives.scatter_sum(g, leaf.dims)
+            g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
         g = collectives.total(g, [axis for axis in self._summed_axes() if axis not in done])
         return (g / denominator).astype(self.engine.config.master_dtype or leaf.dtype)
 
@@ -288,11 +282,10 @@ class _Device:
     def _reduced(self, losses: Any, weights: Any, auxes: Any) -> tuple[Any, Any]:
         """((loss, aux) over the whole batch, what gradients are divided by)."""
         axes = self._summed_axes()
+        denominator: Any = self.options.microbatches * self.engine.num_batch_shards
         if self.options.weighted:
             denominator = collectives.total(weights.sum(0), axes)
             denominator = jnp.where(denominator == 0, jnp.ones_like(denominator), denominator)
-        else:
-            denominator = self.options.microbatches * self.engine.num_batch_shards
 
         def average(x):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -301,8 +294,11 @@ class _Device:
                 x = x * weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
             return collectives.total(x.sum(0), axes) / denominator
 
-        loss = collectives.total(losses.sum(0), axes) / denominator
-        return (loss, jax.tree.map(average, auxes)), denominator
+        return (collectives.total(losses.sum(0), axes) / denominator, jax.tree.map(average, auxes)), denominator
+
+
+def _whole(x: Any) -> jax.Array:
+    return x.whole() if isinstance(x, lazy.Sharded) else x
 
 
 def _varying(x: jax.ShapeDtypeStruct) -> frozenset[str]:

@@ -78,6 +78,7 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
         raise TypeError(
             f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
         )
+    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # summed over devices: not in bf16
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 

@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"jaxshard: no command {command!r}; there is {', '.join(_COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)
         return 2
-    from jaxshard.cli import train
-
+    try:
+        from jaxshard.cli import train
+    except ModuleNotFoundError as error:
+        print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
+        return 2
     return train.command(rest)

@@ -96,7 +96,7 @@ class ShardingConfig:
 class TrainConfig:
     """How long, how often."""
 
-    steps: int = 600
+    steps: int = 400
     """Optimizer steps of the whole run."""
     rows: int = 16
     """Sequences per step, over all devices and microbatches."""

@@ -164,7 +164,7 @@ def _introduce(console: Console, job: Job) -> None:
     console.print(f"{num_params:,} parameters, {strategy} on {run.opt.mesh.size} x {kind} ({mesh})")
     console.print(memory_table(strategy, *run.bytes_per_device()))
     console.print("the compiled step\n" + str(job.report))
-    console.print("\n".join(_marks(run)) + "\n")
+    console.print("\n".join(_marks(run)) + "\n", soft_wrap=True)
 
 
 def _marks(run: Run) -> Iterator[str]:
