@@ -123,10 +123,29 @@ def _at(x: Any, sharding: NamedSharding) -> Any:
     if not isinstance(x, jax.core.Tracer):
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
-        return jax.device_put(x, sharding, may_alias=False)
+        return copy_to(x, sharding)
     if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
+
+
+def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`x` under `sharding`, in buffers of its own, so that donating it takes nothing from the caller.
+
+    `jax.device_put(..., may_alias=False)` alone still shares the first device's buffer when it replicates (jax 0.12).
+    """
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    placed = jax.device_put(x, sharding, may_alias=False)
+    shared = isinstance(x, jax.Array) and (x.size == 0 or buffers(x) & buffers(placed))
+    return jnp.copy(placed) if shared else placed
+
+
+def buffers(x: jax.Array) -> set[int]:
+    """The addresses of this process's buffers of `x`."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
 
 
 def gather_all(leaves: Sequence[jax.Array], mesh: Mesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]):

@@ -81,7 +81,7 @@ class Engine:
             return collectives.at(params, self.mesh, rest)
         layout.warn_if_awkward(found)
         check_alive("place: params", params)
-        return jax.tree.map(lambda x, sharding: jax.device_put(x, sharding, may_alias=False), params, self._named(rest))
+        return jax.tree.map(collectives.copy_to, params, self._named(rest))
 
     def synchronize(self, tree: Any) -> Any:
         for names, leaf in layout.named_leaves(tree):
@@ -119,8 +119,8 @@ class Engine:
         check_alive("init: params", params)
         params = collectives.at(params, self.mesh, specs.params)
         run = jax.jit(self.globally(self._plain_init, specs.state), out_shardings=self._named(specs.state))
-        taken = {_buffer(leaf) for leaf in jax.tree.leaves(params)}
-        return jax.tree.map(lambda x: jnp.copy(x) if _buffer(x) in taken else x, run(params))
+        taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
+        return jax.tree.map(lambda x: jnp.copy(x) if collectives.buffers(x) & taken else x, run(params))
 
     # Updates.
 
@@ -207,14 +207,6 @@ def _abstract_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _unflatten(like: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _buffer(x: Any) -> Any:
-    if not isinstance(x, jax.Array) or not x.addressable_shards or x.size == 0:
-        return object()
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return x.addressable_shards[0].data.unsafe_buffer_pointer()
 
 
 def check_alive(what: str, tree: Any) -> None:

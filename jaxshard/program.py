@@ -53,7 +53,7 @@ class Program:
 
     def run(self, values: list[Any], batch: Any, args: Any) -> tuple[Any, Any, Any]:
         flat = [*values, *jax.tree.leaves(batch), *jax.tree.leaves(args)]
-        return jax.tree.unflatten(self.out_tree, lazy.run(self.jaxpr, flat))
+        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in lazy.run(self.jaxpr, flat)])
 
 
 def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import layout
+from jaxshard import collectives, layout
 from jaxshard.engine import check_alive
 from jaxshard.gradients import LossFunction, check_batch, value_and_grad
 from jaxshard.layout import Layout
@@ -76,7 +76,10 @@ class TrainStep:
 
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
-        return self._program(params, state, batch).run.lower(params, state, batch, *args)
+        program = self._program(params, state, batch)
+        params, state = _abstract(params, program.params), _abstract(state, program.state)
+        batch = jax.tree.map(lambda x: _abstract_leaf(x, program.batch), batch)
+        return program.run.lower(params, state, batch, *args)
 
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
         """Where every leaf lives and is gathered, and why; compiles nothing."""
@@ -106,7 +109,7 @@ class TrainStep:
         engine = self.loss.options.engine
         value, grads = self.loss(params, batch, *args)
         loss, aux = value if self.loss.options.has_aux else (value, None)
-        norm = engine.globally(optax.global_norm, P())(grads)
+        norm = engine.globally(optax.tree.norm, P())(grads)
         further = {"value": loss, "grad": grads} | (self.extra(params, batch) if self.extra else {})
         params, state = engine.advance(grads, state, params, further, want="params")
         metrics = {"loss": loss, "grad_norm": norm}
@@ -127,7 +130,15 @@ def _placed(tree: Any, shardings: Any) -> Any:
 
 def _placed_leaf(x: Any, sharding: NamedSharding) -> Any:
     """`x` itself where it lies right, else a copy: so that only what we may take is donated."""
-    return x if isinstance(x, jax.Array) and x.sharding == sharding else jax.device_put(x, sharding, may_alias=False)
+    return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(_abstract_leaf, tree, shardings)
+
+
+def _abstract_leaf(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
 
 
 def _check_state(state: Any, wanted: Any) -> None:

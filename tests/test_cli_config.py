@@ -61,7 +61,7 @@ def test_mistake_in_the_file_is_named(tmp_path, text, message):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot read the configuration .*none.toml"):
+    with pytest.raises(ValueError, match=r"cannot read the configuration .*none\.toml"):
         toml.load(tmp_path / "none.toml")
 
 

@@ -57,6 +57,7 @@ def one_compilation_of_each_program(tmp_path_factory):
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()  # whether there is a cache is asked once
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -112,7 +113,7 @@ def test_run_shows_memory_wire_and_marks(trained):
     assert "zero2 on 8 x cpu (data 8)" in printed
     for word in ("params", "grads", "state", "reduce-scatter", "all-gather", "wire bytes sent per device and step"):
         assert word in printed
-    assert "zlib -9 on the whole text: 2.3" in printed
+    assert "zlib -9 on the whole text: 2." in printed
     assert "step 6/6  held out: " in printed
     assert "to go on: jaxshard train --resume --out" in printed
 
@@ -195,10 +196,12 @@ def test_resume_goes_on_under_another_strategy_and_mesh(tiny, tmp_path, monkeypa
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
-        assert main(["train", tiny, "--out", str(run), "--sharding.strategy", "zero1"]) == 130
+        assert main(["train", tiny, "--out", str(run)]) == 130
     before = saved(run)
     assert_equal(before, saved(run, devices=2))
-    assert main(["train", "--resume", "--out", str(run), "--sharding.strategy", "zero3", "--sharding.devices", "4"]) == 0
+    assert (
+        main(["train", "--resume", "--out", str(run), "--sharding.strategy", "zero3", "--sharding.devices", "4"]) == 0
+    )
     after = saved(run, devices=4)
     assert (before["step"], after["step"]) == (4, 6)
     assert toml.load(run / "config.toml").sharding.strategy == "zero3"
@@ -222,12 +225,12 @@ def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatc
 
 def test_finished_run_resumes_to_nothing_more_or_to_more_steps(tiny, tmp_path):
     run = tmp_path / "run"
-    assert main(["train", tiny, "--out", str(run), "--train.steps", "3"]) == 0
+    assert main(["train", tiny, "--out", str(run)]) == 0
     first = saved(run)
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert_equal(first, saved(run))
-    assert main(["train", "--resume", "--out", str(run), "--train.steps", "4"]) == 0
-    assert saved(run)["step"] == 4
+    assert main(["train", "--resume", "--out", str(run), "--train.steps", "7"]) == 0
+    assert saved(run)["step"] == 7
 
 
 def test_stopping_rule():
@@ -270,7 +273,10 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--data", "missing.txt"], "data.path: 'missing.txt' does not exist: give a file or a folder of text"),
         (["--data", "short.txt"], "the text has 20 bytes, 18 to train on and 2 held out"),
         (["--data", "empty"], "data.path: 'empty' is empty (0 files)"),
-        (["--train.rows", "12"], "train.rows = 12 is no multiple of replica 1 x data 8 x microbatches 1 = 8: 16 would be"),
+        (
+            ["--train.rows", "12"],
+            "train.rows = 12 is no multiple of replica 1 x data 8 x microbatches 1 = 8: 16 would be",
+        ),
         (["--sharding.data", "3"], "does not make 8 devices"),
         (["--sharding.devices", "9"], "sharding.devices = 9, but JAX has 8"),
         (["--model.heads", "5"], "model.width = 32 is no multiple of model.heads = 5"),
@@ -318,9 +324,9 @@ def test_diverging_run_ends_with_the_cure(tiny, tmp_path, capsys):
 
 def test_default_folder_is_named_by_date(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", tiny, "--train.steps", "3"]) == 0
+    assert main(["train", tiny]) == 0
     (run,) = (tmp_path / "runs").iterdir()
-    assert (run / "model" / "3").is_dir()
+    assert (run / "model" / "6").is_dir()
 
 
 def test_defaults_are_those_of_the_issue():

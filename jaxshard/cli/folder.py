@@ -140,8 +140,8 @@ def restore(folder: RunFolder, template: Snapshot) -> Snapshot:
 
 
 def _checkpointer(folder: RunFolder) -> ocp.training.Checkpointer:
-    newest = ocp.training.preservation_policies.LatestN(_KEPT_SAVES)
-    return ocp.training.Checkpointer(folder.model.absolute(), preservation_policy=newest)
+    newest: Any = ocp.training.preservation_policies.LatestN(_KEPT_SAVES)
+    return ocp.training.Checkpointer(str(folder.model.absolute()), preservation_policy=newest)
 
 
 def _to_tree(snapshot: Snapshot) -> dict[str, Any]:

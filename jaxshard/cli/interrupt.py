@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 
 
 class Interrupt:
-    """While entered, the first Ctrl-C makes `asked` true; the second one raises KeyboardInterrupt.
+    """While entered, the first Ctrl-C makes `asked` true and says so by `say`; the second one raises KeyboardInterrupt.
 
     With several processes Ctrl-C stays what it was: they could not agree on a step, and saving takes all of them.
     """
 
-    def __init__(self):
+    def __init__(self, say: Callable[[str], None]):
         self.asked = False
+        self._say = say
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -32,3 +34,4 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self._say("interrupted: after this step the model is saved (Ctrl-C again: it is not)")

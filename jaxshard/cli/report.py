@@ -31,14 +31,14 @@ def megabytes(num_bytes: float) -> str:
 
 
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
-    """Bytes at rest per device, beside what DDP holds.
+    """Bytes per device, beside what DDP holds.
 
     Args:
       strategy: its name.
       held: bytes per device of each kind (params, grads, state) under the strategy.
       whole: the same under DDP.
     """
-    table = Table(title="bytes per device at rest")
+    table = Table(title="bytes per device")
     for heading in ("", strategy, "ddp", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     for kind in held:

@@ -90,12 +90,13 @@ class Run:
         return mean_loss
 
     def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of params, grads and state at rest on each device: of the strategy, and of DDP."""
+        """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
         params, state = self.template.params, self.template.state
         shardings = self.opt.shardings(params)
+        summed_in_shards = self.opt.config.cuts.accumulators
         held = {
             "params": _num_bytes(params, shardings.params),
-            "grads": _num_bytes(params, shardings.grads),
+            "grads": _num_bytes(params, shardings.grads if summed_in_shards else None),
             "state": _num_bytes(state, shardings.state),
         }
         whole = {"params": _num_bytes(params), "grads": _num_bytes(params), "state": _num_bytes(state)}

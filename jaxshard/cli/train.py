@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,24 @@ _ZLIB_BYTES = 2**24  # a second of work
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """A run that can start: everything is checked and compiled, nothing is written."""
+    """A run whose every option was checked; nothing is compiled or written."""
 
     run: Run
     folder: RunFolder
     resume: bool
-    step: Any
-    report: jaxshard.inspect.Report
 
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
     try:
         job = make_job(parse(arguments))
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
-        return _fail("interrupted before the first step; nothing was written", 130)
+        return _fail("interrupted; nothing was written", 130)
     console = make_console()
-    _introduce(console, job)
     try:
-        snapshot, interrupted = execute(job, console)
+        snapshot, interrupted = execute(job, compile_step(job, console), console)
     except FloatingPointError as error:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", 1)
     except KeyboardInterrupt:
@@ -85,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def make_job(given: Arguments) -> Job:
-    """Reads, lays out, checks and compiles.
+    """Reads the text, lays everything out and looks at the folder.
 
     Raises:
       ValueError: what was asked for cannot be.
@@ -94,13 +91,20 @@ def make_job(given: Arguments) -> Job:
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
     _agree(lambda: _check_same_model(folder, config) if given.resume else folder.check_free())
-    template = run.template
-    lowered = run.make_step().lower(template.params, template.state, run.batch(0), *run.keys(0))
-    compiled = lowered.compile()
-    return Job(run, folder, given.resume, compiled, jaxshard.inspect.report(compiled))
+    return Job(run, folder, given.resume)
 
 
-def execute(job: Job, console: Console) -> tuple[Snapshot, bool]:
+def compile_step(job: Job, console: Console) -> Any:
+    """The compiled step; shows what it holds and moves."""
+    run = job.run
+    _introduce(console, run)
+    params, state = run.template.params, run.template.state
+    compiled = run.make_step().lower(params, state, run.batch(0), *run.keys(0)).compile()
+    console.print(f"the compiled step\n{jaxshard.inspect.report(compiled)}\n")
+    return compiled
+
+
+def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
     """Trains and saves; returns what was saved last, and whether Ctrl-C ended it."""
     run, folder = job.run, job.folder
     writes = jax.process_index() == 0
@@ -110,9 +114,9 @@ def execute(job: Job, console: Console) -> tuple[Snapshot, bool]:
     with (
         Recorder(folder, snapshot.step, writes) as recorder,
         Display(console, snapshot.step, run.config.train.steps) as display,
-        Interrupt() as interrupt,
+        Interrupt(console.print) as interrupt,
     ):
-        hooks = Hooks(job.step, run.make_evaluate(), lambda saved: folders.save(folder, saved), lambda: interrupt.asked)
+        hooks = Hooks(step, run.make_evaluate(), lambda saved: folders.save(folder, saved), lambda: interrupt.asked)
         snapshot = fit(run, snapshot, hooks, Meter(run, recorder, display))
         folders.save(folder, snapshot)
     if writes:
@@ -141,7 +145,7 @@ def _check_same_model(folder: RunFolder, config: Config) -> None:
         raise ValueError(f"--resume: the model saved in {folder.path} is another one: {changes}; leave these as saved")
 
 
-def _agree(check_folder: Any) -> None:
+def _agree(check_folder: Callable[[], None]) -> None:
     """The first process checks the folder, before any other can see what the first one makes there."""
     error = None
     if jax.process_index() == 0:
@@ -156,15 +160,14 @@ def _agree(check_folder: Any) -> None:
         raise error or ValueError("the first process refused the folder of the run; its message says why")
 
 
-def _introduce(console: Console, job: Job) -> None:
-    run, strategy = job.run, job.run.config.sharding.strategy
+def _introduce(console: Console, run: Run) -> None:
+    strategy = run.config.sharding.strategy
     num_params = sum(leaf.size for leaf in jax.tree.leaves(run.template.params))
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.opt.mesh.shape.items() if size > 1) or "one device"
     kind = run.opt.mesh.devices.flat[0].device_kind
     console.print(f"{num_params:,} parameters, {strategy} on {run.opt.mesh.size} x {kind} ({mesh})")
-    console.print(memory_table(strategy, *run.bytes_per_device()))
-    console.print("the compiled step\n" + str(job.report))
     console.print("\n".join(_marks(run)) + "\n", soft_wrap=True)
+    console.print(memory_table(strategy, *run.bytes_per_device()))
 
 
 def _marks(run: Run) -> Iterator[str]:
