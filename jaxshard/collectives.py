@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.tree import is_key, is_traced
+
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
@@ -87,7 +89,7 @@ def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The bits that the first device along `axes` holds, on all of them."""
     if not axes:
         return x
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = first_copy(jax.random.key_data(x), axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -120,7 +122,7 @@ def at(tree: Any, mesh: Mesh, specs: Any) -> Any:
 
 
 def _at(x: Any, sharding: NamedSharding) -> Any:
-    if not isinstance(x, jax.core.Tracer):
+    if not is_traced(x):
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
         return copy_to(x, sharding)
@@ -134,7 +136,7 @@ def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
     `jax.device_put(..., may_alias=False)` alone still shares the first device's buffer when it replicates (jax 0.12).
     """
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_key(x):
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     placed = jax.device_put(x, sharding, may_alias=False)
     shared = isinstance(x, jax.Array) and (x.size == 0 or buffers(x) & buffers(placed))
@@ -143,13 +145,13 @@ def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def buffers(x: jax.Array) -> set[int]:
     """The addresses of this process's buffers of `x`."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
 
 
 def gather_all(leaves: Sequence[jax.Array], mesh: Mesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]):
-    """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`: one all-gather for each leaf that is cut."""
+    """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`; one all-gather for each cut leaf."""
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:
         return list(leaves)

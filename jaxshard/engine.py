@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxshard import collectives, layout, local, precision
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
+from jaxshard.specs import axes_in
+from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +79,19 @@ class Engine:
     def place(self, params: Any) -> Any:
         found = layout.layout_params(self.config, params, self.sizes, strict=True)
         rest = self.rest(found, params)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+        if is_traced(params):
             return collectives.at(params, self.mesh, rest)
         layout.warn_if_awkward(found)
         check_alive("place: params", params)
         return jax.tree.map(collectives.copy_to, params, self._named(rest))
 
     def synchronize(self, tree: Any) -> Any:
-        for names, leaf in layout.named_leaves(tree):
+        for names, leaf in named_leaves(tree):
             if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-                raise ValueError(
-                    f"synchronize: {layout.path_of(names)} does not lie on a mesh; call `place` or `init` first"
-                )
+                raise ValueError(f"synchronize: {path_of(names)} does not lie on a mesh; call `place` or `init` first")
         check_alive("synchronize", tree)
         specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree))
-        named = [{axis for entry in spec for axis in layout.axes_in(entry)} for spec in specs]
+        named = [{axis for entry in spec for axis in axes_in(entry)} for spec in specs]
         copied = [tuple(axis for axis in self.mesh.axis_names if axis not in axes) for axes in named]
 
         def body(*shards):
@@ -112,7 +112,7 @@ class Engine:
         leaves, specs = jax.tree.leaves(params), self.trees(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return jax.tree.map(_abstract_at, self._abstract_state(params), self._named(specs.state))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if is_traced(params):
             params = collectives.at(params, self.mesh, specs.grads)
             return self.globally(self._plain_init, specs.state)(params)
         layout.warn_if_awkward(layout.layout_params(self.config, params, self.sizes))
@@ -130,7 +130,7 @@ class Engine:
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is not None:
-            layout.check_same_structure("update: the gradients", updates, params)
+            check_same_structure("update: the gradients", updates, params)
         elif self.config.master_dtype is not None:
             raise ValueError("update: master weights (master_dtype) need the params: update(updates, state, params)")
         if self.is_local():
@@ -149,7 +149,9 @@ class Engine:
         out = self._gathered(found, out)
         if want == "updates":
             return self.as_updates(out, params), state
-        return (out if new or self.config.master_dtype is not None else optax.apply_updates(params, out)), state
+        if not new and self.config.master_dtype is None:
+            out = optax.apply_updates(cast(Any, params), out)
+        return out, state
 
     def shard_step(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, new: bool = False) -> Any:
         """(updates, state), before anything is gathered; with `new`, or with masters, (new params, state)."""
@@ -175,7 +177,7 @@ class Engine:
         return jax.sharding.auto_axes(fn, axes=self.mesh.axis_names, out_sharding=self._named(out_specs))
 
     def _with_extra(self, step: Any, extra: dict[str, Any], out_specs: Any) -> Any:
-        """`step` in the global view; arrays among `extra` go through its boundary, functions and constants around it."""
+        """`step` in the global view; arrays in `extra` go through its boundary, functions and constants around it."""
         leaves, treedef = jax.tree.flatten(extra)
         is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
@@ -207,16 +209,6 @@ def _abstract_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _unflatten(like: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def check_alive(what: str, tree: Any) -> None:
-    """Raises for donated and deleted arrays, on which jax 0.10 crashes the process."""
-    for names, leaf in layout.named_leaves(tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            raise ValueError(
-                f"{what}: {layout.path_of(names)} was donated to an earlier step and is gone; use that step's "
-                "result, or build the step with donate=False"
-            )
 
 
 def _rebuild(inner: Any, mesh: tuple[Any, Any, Any], config: Config) -> Engine:

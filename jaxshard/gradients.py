@@ -12,10 +12,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives, layout, lazy
-from jaxshard.engine import Engine, check_alive
+from jaxshard.engine import Engine
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.program import Options, Program
+from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of
 
 
 def value_and_grad(
@@ -77,7 +78,7 @@ class LossFunction:
         engine = self.options.engine
         found = layout.layout_params(engine.config, params, engine.sizes)
         check_batch(batch, self.options)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch, args))):
+        if is_traced(params, batch, args):
             return self._traced(params, batch, *args)
         check_alive("params", params)
         check_alive("batch", batch)
@@ -134,14 +135,14 @@ def _how_gathered(leaf: layout.Leaf, reason: str | None, engine: Engine) -> str:
 
 def check_batch(batch: Any, options: Options) -> None:
     shards, m = options.engine.num_batch_shards, options.microbatches
-    leaves = layout.named_leaves(batch)
+    leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("batch: it has no leaves; give at least one array of (rows, ...)")
     for names, leaf in leaves:
         rows = np.shape(leaf)[:1]
         if not rows or rows[0] % (shards * m) or rows[0] == 0:
             raise ValueError(
-                f"batch: {layout.path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
+                f"batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
                 f"{shards * m} = {shards} data shards x {m} microbatches: give a multiple of {shards * m} rows, or "
                 "change microbatches"
             )
@@ -225,7 +226,7 @@ class _Device:
         shard = lax.axis_index(self.engine.batch_axes) * self.options.microbatches + index
 
         def fold(x):
-            if not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            if not is_key(x):
                 return x
             return jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1)).reshape(x.shape)
 

@@ -4,23 +4,19 @@ Nothing here touches an array or a device, so everything can be asked before any
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
-import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.mesh import REPLICA_AXIS
-
-Names = tuple[str, ...]
+from jaxshard.specs import canonical, local_shape, model_specs
+from jaxshard.tree import Names, named_leaves, path_of
 
 
 class Cuts(NamedTuple):
@@ -91,56 +87,12 @@ class Shardings(NamedTuple):
         return Shardings(*jax.tree.map(lambda sharding: sharding.spec, tuple(self)))
 
 
-def names_of(path: Iterable[Any]) -> Names:
-    """The names on a key path; the trailing `.value` of nnx variables and boxed linen params is dropped.
-
-    >>> names_of(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
-    ('a', '0')
-    """
-    path = tuple(path)
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def path_of(names: Names) -> str:
-    return "/".join(names) or "(the whole tree)"
-
-
-def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
-    return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
+# The rule: where one leaf is cut.
 
 
 def _plain(dtype: Any) -> Any:
     """A NumPy dtype of the same width for PRNG keys, whose own NumPy does not know."""
-    return np.dtype(f"V{dtype.itemsize}") if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
-
-
-def axes_in(entry: Any) -> Names:
-    """The axes named by one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
-
-
-def canonical(entries: Iterable[Any]) -> P:
-    """A PartitionSpec without trailing Nones (P("data", None) would cost a second compilation)."""
-    spec = [axes[0] if len(axes) == 1 else axes or None for axes in map(axes_in, entries)]
-    while spec and spec[-1] is None:
-        spec.pop()
-    return P(*spec)
-
-
-def local_shape(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    ways = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
-    return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
-
-
-# The rule: where one leaf is cut.
+    return np.dtype(f"V{dtype.itemsize}") if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype
 
 
 def cut_leaf(
@@ -157,7 +109,7 @@ def cut_leaf(
     whole = Leaf(names, shape, dtype, spec, cut=spec, dims=(), ways=1, reason="")
     if num_shards == 1:
         return dataclasses.replace(whole, reason="one data device")
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dataclasses.replace(whole, reason="a PRNG key")
     if size < max(config.min_shard_size, 1):
         return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
@@ -215,95 +167,6 @@ def _rank(dim: int, ndim: int, shard: int) -> int:
     if dim == -2:
         return 1 if shard % 8 == 0 else 2
     return 3
-
-
-# What the user says about the model's own axes.
-
-
-def model_specs(config: Config, params: Any, sizes: Mapping[str, int], *, strict: bool = False) -> list[P]:
-    """One canonical PartitionSpec per leaf of `params`, from a tree, a prefix or rules; see `Config.specs`.
-
-    With `strict`, a rule or a spec that matches no leaf is an error (a masked tree may lack leaves, a whole one not).
-    """
-    leaves = named_leaves(params)
-    if config.specs is None:
-        return [P()] * len(leaves)
-    specs = _by_rule(config.specs, leaves, strict) if is_rules(config.specs) else _by_tree(config.specs, params, strict)
-    for (names, leaf), spec in zip(leaves, specs, strict=True):
-        _check_spec(path_of(names), tuple(leaf.shape), spec, sizes, config)
-    return [canonical(spec) for spec in specs]
-
-
-def is_rules(specs: Any) -> bool:
-    """Whether `specs` is a list of (regex, PartitionSpec) pairs."""
-    return isinstance(specs, list | tuple) and all(
-        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], P)
-        for rule in specs
-    )
-
-
-def _by_rule(rules: Any, leaves: list[tuple[Names, Any]], strict: bool) -> list[P]:
-    paths = ["/".join(names) for names, _ in leaves]
-    for pattern, _ in rules if strict else ():
-        if not any(re.search(pattern, path) for path in paths):
-            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            raise ValueError(
-                f"specs: the rule {pattern!r} matches no parameter; mend or drop it. The nearest paths: {near}"
-            )
-    return [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths]
-
-
-def _by_tree(specs: Any, params: Any, strict: bool) -> list[P]:
-    """Matches by key path, so that boxes and metadata around either tree do not matter."""
-
-    def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, P) or _is_masked(x)
-
-    given: dict[Names, Any] = {}
-    for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
-        if not is_spec(spec):
-            raise TypeError(
-                f"specs: {path_of(names_of(path))} is a {type(spec).__name__}; give a PartitionSpec, or rules "
-                "[(regex, PartitionSpec), ...]"
-            )
-        given[names_of(path)] = spec if isinstance(spec, P) else P()
-    found, used = [], set()
-    for names, _ in named_leaves(params):
-        prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None)
-        if prefix is None:
-            raise ValueError(f"specs: nothing is given for the parameter {path_of(names)}; add a PartitionSpec for it")
-        used.add(prefix)
-        found.append(given[prefix])
-    unused = [names for names in given if names not in used]
-    if strict and unused:
-        raise ValueError(f"specs: {path_of(unused[0])} is no parameter; drop it, or mend its path")
-    return found
-
-
-def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: Mapping[str, int], config: Config) -> None:
-    used = [axis for entry in spec for axis in axes_in(entry)]
-    for axis in used:
-        if axis not in sizes:
-            near = difflib.get_close_matches(axis, sizes, n=1, cutoff=0.0)
-            raise ValueError(
-                f"specs: {path} names the axis {axis!r}; the mesh has {tuple(sizes)}" + f" (did you mean {near[0]!r}?)"
-            )
-        if axis in (*config.data_axes, REPLICA_AXIS):
-            raise ValueError(
-                f"specs: {path} has {spec}, but {axis!r} is the strategy's own: it cuts by it where it should; "
-                "name only the model's axes (tensor, pipeline)"
-            )
-    if len(set(used)) < len(used):
-        raise ValueError(f"specs: {path} has {spec}, which uses an axis twice; use each axis once")
-    if len(spec) > len(shape):
-        raise ValueError(f"specs: {path} has {spec} for {len(shape)} dims {shape}; give at most one entry per dim")
-    for dim, entry in enumerate(spec):
-        ways = math.prod(sizes[axis] for axis in axes_in(entry))
-        if shape[dim] % ways:
-            raise ValueError(
-                f"specs: {path} has {spec} for shape {shape}: dim {dim} of {shape[dim]} is not divisible by "
-                f"{ways} ({entry!r}); pad it to {-(-shape[dim] // ways) * ways}, or cut another dim"
-            )
 
 
 # Whole trees.
@@ -381,9 +244,9 @@ def layout_state(params: Layout, state: Any) -> Layout:
     for names, leaf in named_leaves(state):
         suffixes = (names[start:] for start in range(len(names) + 1))
         owner = next((specs[suffix] for suffix in suffixes if suffix in specs), None)
-        shape = tuple(jnp.shape(leaf))
+        shape = tuple(leaf.shape)
         spec = owner.spec if owner is not None and owner.shape == shape else P()
-        leaves.append(cut_leaf(names, shape, jnp.result_type(leaf), spec, params.sizes, params.config))
+        leaves.append(cut_leaf(names, shape, leaf.dtype, spec, params.sizes, params.config))
     return dataclasses.replace(params, state=tuple(leaves))
 
 
@@ -392,24 +255,11 @@ def check_floating(params: Any) -> None:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
             raise TypeError(f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array")
-        if not jax.dtypes.issubdtype(dtype, np.inexact):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"params: {path_of(names)} has dtype {dtype}, which has no gradient; keep it out of the params "
                 "(pass it as a further argument of the loss), or cast it to a floating dtype"
             )
-
-
-def check_same_structure(what: str, given: Any, params: Any) -> None:
-    """Raises a ValueError that names the first difference between two trees' leaves and shapes."""
-    one = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(given)}
-    two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(params)}
-    for names in [*two, *one]:
-        if names not in one:
-            raise ValueError(f"{what}: {path_of(names)} is missing; give one leaf for each parameter")
-        if names not in two:
-            raise ValueError(f"{what}: {path_of(names)} is no parameter; give one leaf for each parameter")
-        if one[names] != two[names]:
-            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, its parameter has {two[names]}")
 
 
 def warn_if_awkward(layout: Layout) -> None:

@@ -1,8 +1,9 @@
 """`unshard`: which parameters are gathered where the loss needs them, and which at the start.
 
-The loss is traced once with whole, abstract parameters, so that whatever it reads of them (shapes, sizes, structure) is
-as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches marks only, through nothing but `scan`, `jit`
-and `jax.checkpoint`, is lazy: the traced program is then run with the leaf's shard in its place, and gathers at the mark.
+The loss is traced once with whole, abstract parameters, so that whatever it reads of them (shapes, sizes, structure)
+is as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches marks only, through nothing but `scan`,
+`jit` and `jax.checkpoint`, is lazy: the traced program is then run with the leaf's shard in its place, and gathers at
+the mark.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxshard import collectives
+from jaxshard.tree import is_traced
 
 _MARK = "jaxshard.unshard"
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
@@ -41,13 +43,13 @@ def unshard(tree: Any) -> Any:
     >>> unshard({"w": jnp.ones(2)})
     {'w': Array([1., 1.], dtype=float32)}
     """
-    return jax.tree.map(lambda x: checkpoint_name(x, _MARK) if isinstance(x, jax.core.Tracer) else x, tree)
+    return jax.tree.map(lambda x: checkpoint_name(x, _MARK) if is_traced(x) else x, tree)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A parameter that is not yet whole: its shard (or, `is_shard=False`, a whole copy that only its gradient's cut)."""
+    """A parameter not yet whole: its shard (or, unless `is_shard`, a whole copy of which only the gradient is cut)."""
 
     local: jax.Array
     stand_in: jax.Array

@@ -7,6 +7,8 @@ from jax import lax
 
 from jaxshard import collectives, elementwise, layout
 from jaxshard.layout import Layout
+from jaxshard.specs import axes_in, is_rules
+from jaxshard.tree import named_leaves, path_of
 
 
 def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
@@ -57,34 +59,34 @@ def _check_boundary(engine: Any) -> None:
             f"{name}: under shard_map(check_vma=False) nothing says whether gradients were already averaged; "
             "use check_vma=True (the default), or call update outside shard_map"
         )
-    used = {a for spec in _specs(engine) for entry in spec for a in layout.axes_in(entry)} & collectives.manual_axes()
+    used = {a for spec in _specs(engine) for entry in spec for a in axes_in(entry)} & collectives.manual_axes()
     if any(engine.sizes[axis] > 1 for axis in used):
         raise ValueError(f"{name}: specs over the manual axes {sorted(used)}: call update outside shard_map")
 
 
 def _specs(engine: Any) -> list[Any]:
     specs = engine.config.specs
-    if layout.is_rules(specs):
+    if is_rules(specs):
         return [spec for _, spec in specs]
     return [x for x in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.P)) if isinstance(x, jax.P)]
 
 
 def _check_types(engine: Any, updates: Any, params: Any, extra: dict[str, Any]) -> None:
     axes = {axis for axis in engine.batch_axes if engine.sizes[axis] > 1}
-    for names, g in layout.named_leaves(updates):
+    for names, g in named_leaves(updates):
         if missing := sorted(axes - collectives.varying(g)):
             raise TypeError(
-                f"{engine.config.strategy}: the gradient of {layout.path_of(names)} does not vary over {missing}: it "
+                f"{engine.config.strategy}: the gradient of {path_of(names)} does not vary over {missing}: it "
                 "was already reduced, as a sum or as a mean, which no type tells. Either cast the params before "
                 f"differentiating, jax.lax.pcast(params, {tuple(engine.batch_axes)}, to='varying'), and pass the "
                 "partial gradients; or average them yourself and call update outside shard_map"
             )
     for what, tree in (("params", params), ("extra argument", extra)):
-        for names, x in layout.named_leaves(tree):
+        for names, x in named_leaves(tree):
             if isinstance(x, jax.Array) and (wrong := sorted(axes & collectives.varying(x))):
                 raise TypeError(
-                    f"{engine.config.strategy}: {what} {layout.path_of(names)} varies over {wrong}; pass params as they "
-                    "came in, not their cast, and reduce other values first (jax.lax.pmean)"
+                    f"{engine.config.strategy}: {what} {path_of(names)} varies over {wrong}; pass params as "
+                    "they came in, not their cast, and reduce other values first (jax.lax.pmean)"
                 )
 
 

@@ -10,10 +10,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import layout
 from jaxshard.engine import Engine
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
+from jaxshard.specs import axes_in, canonical
+from jaxshard.tree import is_key, is_traced, named_leaves, path_of
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
@@ -29,7 +30,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def _engine(self) -> Engine:
-        return self.init.__self__  # pyright: ignore[reportFunctionMemberAccess]
+        return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def inner(self) -> optax.GradientTransformation:
@@ -128,11 +129,8 @@ def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimi
     options["data_axes"] = (axes,) if isinstance(axes, str) else tuple(axes)
     config = Config(strategy, **options)
     _check_mesh(mesh, config)
-    return ShardedOptimizer(*_methods(Engine(inner, mesh, config)))
-
-
-def _methods(engine: Engine) -> tuple[Any, Any]:
-    return engine.init, engine.update
+    engine = Engine(inner, mesh, config)  # pyright: ignore[reportArgumentType]
+    return ShardedOptimizer(engine.init, engine.update)  # pyright: ignore[reportArgumentType]
 
 
 def _check_mesh(mesh: Mesh, config: Config) -> None:
@@ -190,12 +188,12 @@ def ddp(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> Shar
 
 
 def zero1(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
-    """ZeRO-1: the state is cut 1/N; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, section 5.1)."""
+    """ZeRO-1: the state is cut 1/N; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1)."""
     return _make("zero1", inner, mesh, **options)
 
 
 def zero2(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
-    """ZeRO-2: state and gradients are cut 1/N; a reduce-scatter per microbatch (Rajbhandari et al. 2020, section 5.2)."""
+    """ZeRO-2: state and gradients are cut 1/N; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2)."""
     return _make("zero2", inner, mesh, **options)
 
 
@@ -205,7 +203,7 @@ def zero3(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> Sh
 
 
 def hsdp(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> ShardedOptimizer:
-    """Hybrid sharded: as zero3 over the data axes, copies over "replica", whose shards are all-reduced once per step."""
+    """Hybrid sharded: as zero3 over the data axes; copies over "replica" all-reduce their shards once per step."""
     return _make("hsdp", inner, mesh, **options)
 
 
@@ -228,10 +226,10 @@ def specs_of(params: Any, data_axes: tuple[str, ...] = ("data",)) -> Any:
 
 
 def _model_spec(x: Any, left_out: tuple[str, ...]) -> P:
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return P()
-    return layout.canonical(tuple(a for a in layout.axes_in(e) if a not in left_out) for e in sharding.spec)
+    return canonical(tuple(a for a in axes_in(e) if a not in left_out) for e in sharding.spec)
 
 
 def shard_batch(batch: Any, opt: ShardedOptimizer) -> Any:
@@ -249,11 +247,11 @@ def shard_batch(batch: Any, opt: ShardedOptimizer) -> Any:
     """
     engine = engine_of(opt, "shard_batch")
     count = jax.process_count()
-    for names, leaf in layout.named_leaves(batch):
+    for names, leaf in named_leaves(batch):
         rows = np.shape(leaf)[:1]
         if not rows or (rows[0] * count) % engine.num_batch_shards:
             raise ValueError(
-                f"shard_batch: {layout.path_of(names)} has shape {np.shape(leaf)}; its first dim x {count} processes "
+                f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim x {count} processes "
                 f"must be divisible by {engine.num_batch_shards} (the devices over {engine.batch_axes})"
             )
     sharding = NamedSharding(engine.mesh, P(engine.batch_axes))
@@ -261,7 +259,7 @@ def shard_batch(batch: Any, opt: ShardedOptimizer) -> Any:
 
 
 def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_key(x):
         data = _from_local(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxshard import layout, lazy
+from jaxshard import lazy
 from jaxshard.engine import Engine
+from jaxshard.tree import is_key, named_leaves, path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Program:
         except TypeError as error:
             raise _explained(error, options) from error
         differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
-        differs += [options.fold_keys and _is_key(x) for x in jax.tree.leaves(args)]
+        differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)]
         _check_aux(jaxpr, shapes, differs, options)
         return cls(jaxpr, jax.tree.structure(shapes))
 
@@ -82,18 +83,14 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _explained(error: TypeError, options: Options) -> TypeError:
     """JAX's complaint about varying types, with the cure."""
     text = str(error)
     if not options.checked or not any(word in text for word in ("varying", "vma", "manual ax", "{V:")):
         return error
     return TypeError(
-        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed: most often "
-        "a lax.scan or while_loop whose carry starts as a constant. Cast the start of the carry to what it becomes: "
+        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
+        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
         f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
     )
 
@@ -101,10 +98,10 @@ def _explained(error: TypeError, options: Options) -> TypeError:
 def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:
     """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
     outs = _depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
-    for (names, leaf), depends in zip(layout.named_leaves(shapes), outs, strict=True):
+    for (names, leaf), depends in zip(named_leaves(shapes), outs, strict=True):
         if names[0] == "2" and depends and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"loss_fn: aux leaf {layout.path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
+                f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 "differs between devices and has no average; cast it to a floating dtype, to be averaged"
             )
 

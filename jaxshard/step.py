@@ -9,11 +9,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, layout
-from jaxshard.engine import check_alive
+from jaxshard import collectives
 from jaxshard.gradients import LossFunction, check_batch, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
+from jaxshard.tree import check_alive, is_traced, named_leaves, path_of
 
 
 def train_step(
@@ -64,7 +64,7 @@ class TrainStep:
 
     def __call__(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
         program = self._program(params, state, batch)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, state, batch, args))):
+        if is_traced(params, state, batch, args):
             return self._step(params, state, batch, *args)
         for what, tree in (("params", params), ("state", state), ("batch", batch)):
             check_alive(f"train_step: {what}", tree)
@@ -151,9 +151,9 @@ def _check_state(state: Any, wanted: Any) -> None:
 
 def _check_global(batch: Any) -> None:
     """With several processes, JAX would take one process's rows for the whole batch, and mix them silently."""
-    for names, leaf in layout.named_leaves(batch):
+    for names, leaf in named_leaves(batch):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             raise ValueError(
-                f"train_step: batch leaf {layout.path_of(names)} holds this process's rows only; make global arrays "
+                f"train_step: batch leaf {path_of(names)} holds this process's rows only; make global arrays "
                 "with jaxshard.shard_batch(batch, opt)"
             )

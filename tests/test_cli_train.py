@@ -192,18 +192,16 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, monkeypatch, c
     assert [record["step"] for record in records(parts)] == [2, 3, 4, 6, 6]
 
 
-def test_resume_goes_on_under_another_strategy_and_mesh(tiny, tmp_path, monkeypatch):
+def test_resume_goes_on_under_another_strategy_and_mesh_and_longer(tiny, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
         assert main(["train", tiny, "--out", str(run)]) == 130
     before = saved(run)
     assert_equal(before, saved(run, devices=2))
-    assert (
-        main(["train", "--resume", "--out", str(run), "--sharding.strategy", "zero3", "--sharding.devices", "4"]) == 0
-    )
-    after = saved(run, devices=4)
-    assert (before["step"], after["step"]) == (4, 6)
+    other = ["--sharding.strategy", "zero3", "--sharding.devices", "4", "--train.steps", "7"]
+    assert main(["train", "--resume", "--out", str(run), *other]) == 0
+    assert (before["step"], saved(run, devices=4)["step"]) == (4, 7)
     assert toml.load(run / "config.toml").sharding.strategy == "zero3"
 
 
@@ -223,14 +221,12 @@ def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatc
     assert [record["step"] for record in records(run)] == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
-def test_finished_run_resumes_to_nothing_more_or_to_more_steps(tiny, tmp_path):
+def test_finished_run_resumes_to_nothing_more(tiny, tmp_path):
     run = tmp_path / "run"
     assert main(["train", tiny, "--out", str(run)]) == 0
     first = saved(run)
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert_equal(first, saved(run))
-    assert main(["train", "--resume", "--out", str(run), "--train.steps", "7"]) == 0
-    assert saved(run)["step"] == 7
 
 
 def test_stopping_rule():
@@ -260,7 +256,17 @@ def test_run_stops_early_and_remembers_it(tiny, tmp_path, capsys):
 
 def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
     run = tmp_path / "run"
-    model = ["--model.dtype", "bfloat16", "--model.positions", "learned", "--model.mlp", "gelu", "--model.tied"]
+    model = [
+        "--sharding.devices",
+        "2",
+        "--model.dtype",
+        "bfloat16",
+        "--model.positions",
+        "learned",
+        "--model.mlp",
+        "gelu",
+        "--model.tied",
+    ]
     assert main(["train", tiny, "--out", str(run), *model, "--model.no-remat", "--model.vocabulary", "300"]) == 0
     losses = [record["loss"] for record in records(run) if "loss" in record]
     assert losses[-1] < losses[0]

@@ -1,0 +1,63 @@
+"""Paths of leaves, by name, and what is asked of whole trees."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+Names = tuple[str, ...]
+
+
+def names_of(path: Iterable[Any]) -> Names:
+    """The names on a key path; the trailing `.value` of nnx variables and boxed linen params is dropped.
+
+    >>> names_of(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
+    ('a', '0')
+    """
+    path = tuple(path)
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def path_of(names: Names) -> str:
+    return "/".join(names) or "(the whole tree)"
+
+
+def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
+    return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def is_traced(*trees: Any) -> bool:
+    """Whether any leaf is being traced, under `jit` or another transformation."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def is_key(x: Any) -> bool:
+    """Whether this is an array of typed PRNG keys."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def check_alive(what: str, tree: Any) -> None:
+    """Raises for donated and deleted arrays, on which jax 0.10 crashes the process."""
+    for names, leaf in named_leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                f"{what}: {path_of(names)} was donated to an earlier step and is gone; use that step's "
+                "result, or build the step with donate=False"
+            )
+
+
+def check_same_structure(what: str, given: Any, params: Any) -> None:
+    """Raises a ValueError that names the first difference between two trees' leaves and shapes."""
+    one = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(given)}
+    two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(params)}
+    for names in [*two, *one]:
+        if names not in one:
+            raise ValueError(f"{what}: {path_of(names)} is missing; give one leaf for each parameter")
+        if names not in two:
+            raise ValueError(f"{what}: {path_of(names)} is no parameter; give one leaf for each parameter")
+        if one[names] != two[names]:
+            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, its parameter has {two[names]}")
