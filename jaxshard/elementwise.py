@@ -10,92 +10,16 @@ devices hold, and is refused.
 
 from typing import Any
 
-from jax.extend import core
+from jaxshard.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 
 _FILL, _WHOLE = "", "*"
 
 _POINTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "complex",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "le_to",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "lt_to",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pcast",
-        "population_count",
-        "pow",
-        "pvary",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "optimization_barrier",
-    ]
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or pcast
+    population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor optimization_barrier""".split()
 )
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -115,12 +39,12 @@ def check_elementwise(jaxpr: Any, labels: list[str]) -> list[str]:
     Raises:
       NotElementwise: the computation is not element-wise in its shards.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = open_jaxpr(jaxpr)
     env: dict[Any, str] = {v: _label(v, _WHOLE) for v in jaxpr.constvars}
     env |= {v: label if _is_shard(label) else _label(v, label) for v, label in zip(jaxpr.invars, labels, strict=True)}
 
     def read(v: Any) -> str:
-        return _label(v, _WHOLE) if isinstance(v, core.Literal) else env[v]
+        return _label(v, _WHOLE) if is_literal(v) else env[v]
 
     for eqn in jaxpr.eqns:
         found = [read(v) for v in eqn.invars]
@@ -147,8 +71,7 @@ def _without_shards(eqn: Any, labels: list[str]) -> list[str]:
 def _through(eqn: Any, labels: list[str]) -> list[str]:
     name = eqn.primitive.name
     if name in _CALLS:
-        inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-        return check_elementwise(inner, labels)
+        return check_elementwise(inner_jaxpr(eqn), labels)
     if name == "cond":
         _refuse_shard(name, labels[0])
         return _join([check_elementwise(branch, labels[1:]) for branch in eqn.params["branches"]])
@@ -179,14 +102,10 @@ def _through_while(eqn: Any, labels: list[str]) -> list[str]:
 
 
 def _through_scan(eqn: Any, labels: list[str]) -> list[str]:
-    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    scanned = [o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True)]
-    for label, over in zip(labels, scanned, strict=True):
-        if over:
-            _refuse_shard("scan", label)
-    num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
-    num_consts = len(labels) - sum(scanned) - num_carry
+    body, (num_consts, num_carry) = inner_jaxpr(eqn), scan_split(eqn)
     consts, xs = labels[:num_consts], labels[num_consts + num_carry :]
+    for label in xs:
+        _refuse_shard("scan", label)
     carry = labels[num_consts : num_consts + num_carry]
     carry = _fixed_point(lambda c: check_elementwise(body, consts + c + xs)[:num_carry], carry)
     stacked = check_elementwise(body, consts + carry + xs)[num_carry:]

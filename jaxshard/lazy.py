@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 
 from jaxshard import collectives
+from jaxshard.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.tree import is_traced
 
 _MARK = "jaxshard.unshard"
@@ -62,7 +62,7 @@ class Sharded:
 
 def why_not_lazy(jaxpr: Any, index: int, dims: collectives.Dims) -> str | None:
     """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
-    jaxpr = _open(jaxpr)
+    jaxpr = open_jaxpr(jaxpr)
     var = jaxpr.invars[index]
     if any(out is var for out in jaxpr.outvars):
         return "returned or carried through a scan"
@@ -78,27 +78,27 @@ def _other_use(eqn: Any, position: int, dims: collectives.Dims) -> str | None:
     if name == "name" and eqn.params["name"] == _MARK:
         return None
     if name in _INLINED or name in _REMAT:
-        return why_not_lazy(_inner(eqn), position, dims)
+        return why_not_lazy(inner_jaxpr(eqn), position, dims)
     if name != "scan":
         return f"used by {name}"
-    num_consts, num_carry = _scan_split(eqn)
+    num_consts, num_carry = scan_split(eqn)
     if num_consts <= position < num_consts + num_carry:
         return "carried through a scan"
     if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in dims):
         return "cut on the dim that a scan runs over"
-    return why_not_lazy(_inner(eqn), position, dims)
+    return why_not_lazy(inner_jaxpr(eqn), position, dims)
 
 
 def run(closed: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluates a traced program, of whose inputs some are `Sharded`, gathering those at their marks."""
-    jaxpr = _open(closed)
+    jaxpr = open_jaxpr(closed)
     if not any(isinstance(value, Sharded) for value in values):
-        return list(core.jaxpr_as_fun(_closed(closed))(*values))
+        return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))
     plain: list[Any] = []  # equations since the last one that met a Sharded
     for eqn in jaxpr.eqns:
-        operands = [None if isinstance(v, core.Literal) else env.get(v) for v in eqn.invars]
+        operands = [None if is_literal(v) else env.get(v) for v in eqn.invars]
         if any(isinstance(value, Sharded) for value in operands):
             _run_plain(jaxpr, plain, env)
             plain = []
@@ -114,11 +114,11 @@ def _run_plain(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     """Runs equations that no Sharded enters, as one piece, so that JAX's own evaluation keeps names and contexts."""
     if not eqns:
         return
-    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core.DropVar)]
+    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
     own = set(outs)
-    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, core.Literal) and v not in own))
+    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not is_literal(v) and v not in own))
     piece = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=_debug_info(jaxpr, ins, outs))
-    results = core.jaxpr_as_fun(core.ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
+    results = core().jaxpr_as_fun(core().ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
     env |= dict(zip(outs, results, strict=True))
 
 
@@ -135,19 +135,21 @@ def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
         return _run_scan(eqn, values)
     if name in _REMAT:
         again = jax.checkpoint(
-            lambda *inner: run(_inner(eqn), inner), policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
+            lambda *inner: run(inner_jaxpr(eqn), inner),
+            policy=eqn.params["policy"],
+            prevent_cse=eqn.params["prevent_cse"],
         )
         return again(*values)
     assert name in _INLINED, name
-    return run(_inner(eqn), values)
+    return run(inner_jaxpr(eqn), values)
 
 
 def _run_scan(eqn: Any, values: list[Any]) -> list[Any]:
-    num_consts, num_carry = _scan_split(eqn)
+    num_consts, num_carry = scan_split(eqn)
     consts = values[:num_consts]
 
     def body(carry, xs):
-        outs = run(_inner(eqn), [*consts, *carry, *xs])
+        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs])
         return outs[:num_carry], outs[num_carry:]
 
     carry, stacked = lax.scan(
@@ -161,26 +163,5 @@ def _run_scan(eqn: Any, values: list[Any]) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _scan_split(eqn: Any) -> tuple[int, int]:
-    """(number of constants, number of carries), read off the ranks: what is scanned over has one dim more outside."""
-    inner = _open(_inner(eqn))
-    num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
-    num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
-    return len(eqn.invars) - num_scanned - num_carry, num_carry
-
-
-def _inner(eqn: Any) -> Any:
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-
-
-def _open(jaxpr: Any) -> Any:
-    """The plain jaxpr; up to jax 0.11 a closed one holds it, later they are one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
-
-
 def _read(env: dict[Any, Any], v: Any) -> Any:
-    return v.val if isinstance(v, core.Literal) else env[v]
+    return v.val if is_literal(v) else env[v]

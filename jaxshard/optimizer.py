@@ -220,7 +220,7 @@ def specs_of(params: Any, data_axes: tuple[str, ...] = ("data",)) -> Any:
       data_axes: the axes to leave out.
 
     >>> specs_of({"w": jnp.ones((4, 4))})
-    {'w': PartitionSpec()}
+    {'w': P()}
     """
     return jax.tree.map(lambda x: _model_spec(x, (*data_axes, REPLICA_AXIS)), params)
 

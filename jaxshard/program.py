@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from jaxshard import lazy
 from jaxshard.engine import Engine
+from jaxshard.jaxprs import inner_jaxpr, is_literal, open_jaxpr
 from jaxshard.tree import is_key, named_leaves, path_of
 
 
@@ -108,18 +108,18 @@ def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -
 
 def _depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None) -> list[bool]:
     """Which outputs may differ between devices; a psum over all of the axes `summed` ends that."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
     for eqn in jaxpr.eqns:
-        found = [not isinstance(v, core.Literal) and env[v] for v in eqn.invars]
+        found = [not is_literal(v) and env[v] for v in eqn.invars]
         env |= dict(zip(eqn.outvars, _eqn_depends(eqn, found, summed), strict=True))
-    return [not isinstance(v, core.Literal) and env[v] for v in jaxpr.outvars]
+    return [not is_literal(v) and env[v] for v in jaxpr.outvars]
 
 
 def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
     name = eqn.primitive.name
     if name in ("jit", "pjit", "closed_call"):
-        return _depends(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), found, summed)
+        return _depends(inner_jaxpr(eqn), found, summed)
     if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
         return [False] * len(eqn.outvars)
     return [any(found) or name == "axis_index"] * len(eqn.outvars)

@@ -72,7 +72,7 @@ def _by_tree(specs: Any, params: Any, strict: bool) -> list[P]:
     """Matches by key path, so that boxes and metadata around either tree do not matter."""
 
     def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, P) or isinstance(x, optax.MaskedNode)
+        return x is None or isinstance(x, P | optax.MaskedNode)
 
     given: dict[Names, Any] = {}
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:

@@ -54,7 +54,7 @@ def model_loss(params, batch):
 
 
 def one_device(loss_fn, tx, params, *runs):
-    """(params, state, losses) of plain optax, jitted, on the whole batch; for several runs of batches a list of them."""
+    """(params, state, losses) of plain optax, jitted, on the whole batch; for several runs a list of them."""
     update = optax.with_extra_args_support(tx).update
 
     @jax.jit

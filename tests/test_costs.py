@@ -203,7 +203,7 @@ def test_import_is_light():
     import sys
 
     heavy = "flax orbax matplotlib tyro rich tensorboardX"
-    code = f"import sys, jax, optax; a = set(sys.modules); import jaxshard; b = set(sys.modules) - a; "
+    code = "import sys, jax, optax; a = set(sys.modules); import jaxshard; b = set(sys.modules) - a; "
     code += f"print([m for m in b if m.split('.')[0] in '{heavy}'.split() or m.startswith('jaxshard.cli')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

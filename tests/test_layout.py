@@ -128,9 +128,11 @@ def test_dims_are_counted_from_the_end():
 def test_each_data_axis_may_cut_a_dim_of_its_own():
     sizes = {"slice": 4, "data": 128}
     leaf = cut((12, 768, 2304), sizes)
-    assert leaf.ways == 512
-    assert local_shape((12, 768, 2304), leaf.cut, sizes) in {(3, 6, 2304), (3, 768, 18)}
-    assert leaf.cut[0] == "slice"
+    assert (leaf.cut, leaf.ways) == (P(None, "slice", "data"), 512)  # the layers' dim is not needed
+    with_tensor = sizes | {"tensor": 2}
+    assert cut((12, 768, 2304), with_tensor, P(None, None, "tensor"), tuple(sizes)).cut == P("slice", "data", "tensor")
+    assert cut((12, 768, 17), sizes).cut == P("slice", "data")
+    assert local_shape((12, 768, 17), P("slice", "data"), sizes) == (3, 6, 17)
     assert cut((2048, 17), sizes).cut == P(("slice", "data"))
     assert cut((128, 12), sizes).cut == P("data", "slice")
     assert cut((12, 17), sizes).cut == P("slice")
@@ -164,19 +166,29 @@ def test_the_shapes_are_those_of_gpt2():
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(gpt2(50257))) == 124_439_808
 
 
-@pytest.mark.parametrize("factors", [(4, 128), (8, 64), (16, 32)])
+@pytest.mark.parametrize(
+    ("factors", "options", "allowed"),
+    [
+        ((4, 128), {"min_shard_size": 2**11}, 1.01),
+        ((4, 128), {}, 1.0001),
+        ((8, 64), {}, 1.01),
+        ((16, 32), {}, 1.011),  # (12, 768) is 32 ways at best: 768 has eight factors of 2, and 12 two
+    ],
+)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_gpt2_over_512_devices_is_cut_within_one_per_cent(factors, strategy):
+def test_gpt2_over_512_devices_is_cut_within_one_per_cent(factors, options, allowed, strategy):
     params, sizes = gpt2(50304), dict(zip(("slice", "data"), factors, strict=True))
-    found = lay(params, sizes, strategy, jax.eval_shape(optax.adamw(1e-3).init, params), data_axes=tuple(sizes))
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    found = lay(params, sizes, strategy, state, data_axes=tuple(sizes), **options)
     whole = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     num_bytes = found.bytes_per_device
-    assert whole / 512 <= num_bytes["grads"] <= 1.01 * whole / 512
-    assert 2 * whole / 512 <= num_bytes["state"] <= 1.01 * (2 * whole / 512 + 4)
+    assert whole / 512 <= num_bytes["grads"] <= allowed * whole / 512
+    assert num_bytes["state"] == 2 * num_bytes["grads"] + 4
     assert num_bytes["params"] == (num_bytes["grads"] if strategy == "zero3" else whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_awkward(found)
+    if allowed <= 1.01:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_if_awkward(found)
 
 
 def test_gpt2_with_its_odd_vocabulary_is_as_the_table_says_with_a_warning():
@@ -268,7 +280,10 @@ def tree():
     [
         (None, [P(), P(), P(), P()]),
         (P("tensor"), [P("tensor")] * 4),
-        ({"attn": P(None, "tensor"), "mlp": [P(), P("tensor")]}, [P(None, "tensor"), P(None, "tensor"), P(), P("tensor")]),
+        (
+            {"attn": P(None, "tensor"), "mlp": [P(), P("tensor")]},
+            [P(None, "tensor"), P(None, "tensor"), P(), P("tensor")],
+        ),
         ({"attn": {"q": P(None, "tensor"), "o": None}, "mlp": P()}, [P(), P(None, "tensor"), P(), P()]),
         ({"attn": P("tensor", None), "mlp": P(None, None)}, [P("tensor"), P("tensor"), P(), P()]),
         ([("attn/q$", P(None, "tensor")), ("attn", P("tensor"))], [P("tensor"), P(None, "tensor"), P(), P()]),
@@ -400,7 +415,7 @@ def test_factored_moments_are_cut_by_their_own_shape():
 def test_muon_follows_inside_its_partition():
     specs = state_specs(optax.contrib.muon(1e-3))
     moments = {shape: spec for (_, shape), spec in specs.items() if shape}
-    assert moments == {(64, 1024): P("tensor", "data"), (1024,): P("data")}
+    assert moments == {(64, 1024): P("tensor", "data"), (1024,): P("data"), (3,): P()}  # and its polynomial
 
 
 def test_keys_in_the_state_stay_whole():
@@ -409,7 +424,9 @@ def test_keys_in_the_state_stay_whole():
 
 
 def test_a_leaf_at_a_parameters_path_but_of_another_shape_does_not_follow():
-    inner = optax.GradientTransformation(lambda p: {"w": jnp.zeros((1024, 64)), "b": jnp.zeros(3)}, lambda g, s, p=None: (g, s))
+    inner = optax.GradientTransformation(
+        lambda p: {"w": jnp.zeros((1024, 64)), "b": jnp.zeros(3)}, lambda g, s, p=None: (g, s)
+    )
     assert state_specs(inner) == {("w", (1024, 64)): P("data"), ("b", (3,)): P()}
 
 
@@ -461,7 +478,7 @@ def test_the_table_lists_every_leaf_with_its_bytes_and_reason():
     lines = str(found).splitlines()
     assert len(lines) == 1 + 3 + 3 + 1
     rows = {(row[0], row[1]): row for row in found.rows()}
-    assert rows["params", "w"][2:6] == ("(32, 128)", "float32", "PartitionSpec('data',)", str(32 * 128 * 4 // 8))
+    assert rows["params", "w"][2:6] == ("(32, 128)", "float32", str(P("data")), str(32 * 128 * 4 // 8))
     assert "dim 0 by data" in rows["params", "w"][6]
     assert rows["params", "odd"][5] == str(17 * 257 * 4)
     assert "divisible by 8" in rows["params", "odd"][6]

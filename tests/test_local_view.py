@@ -167,7 +167,9 @@ ELEMENTWISE = {
     "clip by value": lambda: optax.chain(optax.clip(0.01), optax.sgd(LR)),
     "zero nans": lambda: optax.chain(optax.keep_params_nonnegative(), optax.sgd(LR)),
     "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(LR)),
-    "chain of schedules": lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.scale(-1)),
+    "chain of schedules": lambda: optax.chain(
+        optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.scale(-1)
+    ),
     "masked": lambda: optax.masked(optax.adam(LR), MASK),
     "partition": lambda: optax.partition({"a": optax.adam(LR), "b": optax.sgd(LR)}, LABELS),
     "frozen": lambda: optax.partition({"a": optax.adam(LR), "b": optax.set_to_zero()}, LABELS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -181,14 +182,15 @@ def _marks(run: Run) -> Iterator[str]:
 
 def _conclude(console: Console, job: Job, snapshot: Snapshot, interrupted: bool) -> None:
     config, folder = job.run.config, job.folder
-    best, whole = bits(snapshot.stopping.best), zlib_bits_per_byte(job.run.heldout)
+    best, mark = bits(snapshot.stopping.best), zlib_bits_per_byte(job.run.heldout)
     if interrupted:
         console.print(f"interrupted after step {snapshot.step}; the model is saved")
     elif snapshot.stopping.stopped:
         console.print(
             f"stopped early after step {snapshot.step}: {snapshot.stopping.misses} evaluations without improvement"
         )
-    console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {whole:.2f})")
+    if math.isfinite(best):
+        console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
     console.print(f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
     more = "" if interrupted else f" --train.steps {2 * config.train.steps}"
     console.print(f"to go on: jaxshard train --resume --out {folder.path}{more}", soft_wrap=True)
