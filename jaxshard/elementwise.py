@@ -15,11 +15,87 @@ from jaxshard.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 _FILL, _WHOLE = "", "*"
 
 _POINTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or pcast
-    population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor optimization_barrier""".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "complex",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "le_to",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "lt_to",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pcast",
+        "population_count",
+        "pow",
+        "pvary",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "optimization_barrier",
+    ]
 )
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -53,6 +129,31 @@ def check_elementwise(jaxpr: Any, labels: list[str]) -> list[str]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def check_same_numbers(on_shards: Any, on_whole: Any) -> None:
+    """Compares the program traced on shards with itself traced on whole leaves: no number may come from a shape.
+
+    Raises:
+      NotElementwise: a constant, such as a leaf's size, differs.
+    """
+    one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
+    if [e.primitive.name for e in one.eqns] != [e.primitive.name for e in two.eqns]:
+        raise NotElementwise("a computation that depends on shapes", "some leaf")
+    for a, b in zip(one.eqns, two.eqns, strict=True):
+        for v, w in zip(a.invars, b.invars, strict=True):
+            if is_literal(v) and is_literal(w) and v.val != w.val:
+                raise NotElementwise(f"{a.primitive.name} with a number taken from the shape", _shape_of(a))
+        for key, inner in a.params.items():
+            if hasattr(open_jaxpr(inner), "eqns"):
+                check_same_numbers(inner, b.params[key])
+            elif key == "branches":
+                for pair in zip(inner, b.params[key], strict=True):
+                    check_same_numbers(*pair)
+
+
+def _shape_of(eqn: Any) -> str:
+    return f"the leaf whose shard has shape {eqn.outvars[0].aval.shape}"
+
+
 def _is_shard(label: str) -> bool:
     return label not in (_FILL, _WHOLE)
 
@@ -63,7 +164,12 @@ def _label(v: Any, default: str) -> str:
 
 
 def _without_shards(eqn: Any, labels: list[str]) -> list[str]:
-    spreads = eqn.primitive.name in _POINTWISE or eqn.primitive.name == "broadcast_in_dim"
+    name = eqn.primitive.name
+    if name.startswith("reduce") and any(
+        label == _FILL and getattr(v.aval, "size", 1) > 1 for v, label in zip(eqn.invars, labels, strict=True)
+    ):
+        raise NotElementwise(name, "a constant of its shape")
+    spreads = name in _POINTWISE or name == "broadcast_in_dim"
     default = _FILL if spreads and all(label == _FILL for label in labels) else _WHOLE
     return [_label(v, default) for v in eqn.outvars]
 

@@ -49,7 +49,7 @@ class Engine:
     def layout(self, params: Any, *, strict: bool = False) -> Layout:
         """The layout of params, and (from `inner.init`, abstractly) of the state."""
         found = layout.layout_params(self.config, params, self.sizes, strict=strict)
-        return layout.layout_state(found, self._abstract_state(params))
+        return layout.layout_state(found, self.abstract_state(params))
 
     def trees(self, params: Any, *, strict: bool = False) -> Shardings:
         """The PartitionSpecs of params, grads and state, as trees."""
@@ -57,7 +57,7 @@ class Engine:
         return Shardings(
             params=self.rest(found, params),
             grads=self.cut(found, params),
-            state=_unflatten(self._abstract_state(params), [found.spec(leaf, cut=cuts.state) for leaf in found.state]),
+            state=_unflatten(self.abstract_state(params), [found.spec(leaf, cut=cuts.state) for leaf in found.state]),
         )
 
     def rest(self, found: Layout, params: Any) -> Any:
@@ -98,12 +98,13 @@ class Engine:
             return tuple(collectives.first_copy(x, axes) for x, axes in zip(shards, copied, strict=True))
 
         same = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False)
-        return _unflatten(tree, jax.jit(same)(*jax.tree.leaves(tree)))
+        out_shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(tree))
+        return _unflatten(tree, jax.jit(same, out_shardings=out_shardings)(*jax.tree.leaves(tree)))
 
     def _plain_init(self, params: Any) -> Any:
         return precision.init(self.inner, params, self.config.master_dtype)
 
-    def _abstract_state(self, params: Any) -> Any:
+    def abstract_state(self, params: Any) -> Any:
         return jax.eval_shape(self._plain_init, _abstract(params))
 
     def init(self, params: Any) -> Any:
@@ -111,7 +112,7 @@ class Engine:
             raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
         leaves, specs = jax.tree.leaves(params), self.trees(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return jax.tree.map(_abstract_at, self._abstract_state(params), self._named(specs.state))
+            return jax.tree.map(_abstract_at, self.abstract_state(params), self._named(specs.state))
         if is_traced(params):
             params = collectives.at(params, self.mesh, specs.grads)
             return self.globally(self._plain_init, specs.state)(params)
@@ -133,8 +134,11 @@ class Engine:
             check_same_structure("update: the gradients", updates, params)
         elif self.config.master_dtype is not None:
             raise ValueError("update: master weights (master_dtype) need the params: update(updates, state, params)")
+        for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
+            check_alive(f"update: {what}", tree)
         if self.is_local():
             return local.local_update(self, updates, state, params, extra)
+        check_same_structure("update: the state", state, self.abstract_state(updates))
         return self.advance(updates, state, params, extra, want="updates")
 
     def advance(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, want: str) -> tuple[Any, Any]:
@@ -173,7 +177,7 @@ class Engine:
     def globally(self, fn: Any, out_specs: Any) -> Any:
         """`fn` run in the global view: whole logical arrays, XLA partitions; results laid out by `out_specs`."""
         if not collectives.is_explicit(self.mesh):
-            return lambda *args: collectives.at(fn(*args), self.mesh, out_specs)
+            return lambda *args: collectives.at(fn(*args), self.mesh, out_specs, traced=is_traced(args))
         return jax.sharding.auto_axes(fn, axes=self.mesh.axis_names, out_sharding=self._named(out_specs))
 
     def _with_extra(self, step: Any, extra: dict[str, Any], out_specs: Any) -> Any:

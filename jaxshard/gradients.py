@@ -15,6 +15,7 @@ from jaxshard import collectives, layout, lazy
 from jaxshard.engine import Engine
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
+from jaxshard.precision import like
 from jaxshard.program import Options, Program
 from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of
 
@@ -82,6 +83,7 @@ class LossFunction:
             return self._traced(params, batch, *args)
         check_alive("params", params)
         check_alive("batch", batch)
+        check_alive("argument", args)
         params = collectives.at(params, engine.mesh, engine.rest(found, params))
         batch = collectives.at(batch, engine.mesh, jax.tree.map(lambda _: P(engine.batch_axes), batch))
         return self._jitted(params, batch, *args)
@@ -195,7 +197,7 @@ class _Device:
         return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(collectives.varying(x)))
 
     def _sum_dtype(self, leaf: layout.Leaf) -> Any:
-        return self.engine.config.reduce_dtype or leaf.dtype
+        return like(self.engine.config.reduce_dtype, leaf.dtype)
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Any]:
         """The loss's parameters, cut ones not yet gathered."""
@@ -274,7 +276,7 @@ class _Device:
             done = {axis for _, axes in leaf.dims for axis in axes}
             g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
         g = collectives.total(g, [axis for axis in self._summed_axes() if axis not in done])
-        return (g / denominator).astype(self.engine.config.master_dtype or leaf.dtype)
+        return (g / denominator).astype(like(self.engine.config.master_dtype, leaf.dtype))
 
     def _summed_axes(self) -> list[str]:
         """Checked types want the sum over axes of size 1 too; it costs nothing."""

@@ -7,6 +7,7 @@ from jax import lax
 
 from jaxshard import collectives, elementwise, layout
 from jaxshard.layout import Layout
+from jaxshard.precision import like
 from jaxshard.specs import axes_in, is_rules
 from jaxshard.tree import named_leaves, path_of
 
@@ -38,7 +39,7 @@ def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict
 
 def _average(g: jax.Array, dims: collectives.Dims, engine: Any) -> jax.Array:
     dtype = g.dtype
-    g = collectives.scatter_sum(g.astype(engine.config.reduce_dtype or dtype), dims)
+    g = collectives.scatter_sum(g.astype(like(engine.config.reduce_dtype, dtype)), dims)
     done = {axis for _, axes in dims for axis in axes}
     rest = [axis for axis in engine.batch_axes if axis not in done and axis in collectives.varying(g)]
     return (collectives.total(g, rest) / engine.num_batch_shards).astype(dtype)
@@ -94,19 +95,31 @@ def _check_elementwise(engine: Any, found: Layout, updates: Any, args: tuple[Any
     if not any(leaf.dims for leaf in found.params) or not engine.config.cuts.state:
         return
     grads, state, mine, extra = args
-    whole = engine.layout(updates)
+    whole = layout.layout_state(found, engine.abstract_state(updates))
     of_params = [leaf.path if leaf.dims else "*" for leaf in found.params]
     of_state = [leaf.path if leaf.dims else "*" for leaf in whole.state]
-    arrays = jax.tree.leaves((grads, state, mine))
     labels = of_params + of_state + (of_params if mine is not None else [])
-    treedef = jax.tree.structure((grads, state, mine))
-    jaxpr = jax.make_jaxpr(lambda leaves: engine.shard_step(*jax.tree.unflatten(treedef, leaves), extra))(arrays)
+    on_shards = (grads, state, mine)
+    on_whole = (updates, engine.abstract_state(updates), None if mine is None else updates)
     try:
+        jaxpr = _traced(engine, on_shards, extra)
         elementwise.check_elementwise(jaxpr, labels)
+        elementwise.check_same_numbers(jaxpr, _traced(engine, on_whole, extra))
+        return
     except elementwise.NotElementwise as error:
-        raise ValueError(
-            f"{engine.config.strategy}: the inner optimizer is not element-wise: it applies `{error.operation}` to "
-            f"{error.path}, of which each device holds a part here, so the result would be wrong. Call update outside "
-            "shard_map (jaxshard.value_and_grad gives it the gradients), where every optax optimizer is exact; or use "
-            "ddp; or keep such leaves whole with min_shard_size"
-        ) from None
+        reason = f"it applies `{error.operation}` to {error.path}, of which each device holds a part here"
+    except (TypeError, ValueError) as error:
+        paths = ", ".join(leaf.path for leaf in found.params if leaf.dims)
+        reason = f"it cannot run on the shards of {paths}: {error}"
+    raise ValueError(
+        f"{engine.config.strategy}: the inner optimizer is not element-wise: {reason}, so the result would be wrong. "
+        "Call update outside shard_map (jaxshard.value_and_grad gives it the gradients), where every optax optimizer "
+        "is exact; or use ddp; or keep such leaves whole with min_shard_size"
+    )
+
+
+def _traced(engine: Any, trees: Any, extra: dict[str, Any]) -> Any:
+    """The inner step, traced on plain shapes, so that varying types cannot get in the way."""
+    leaves, treedef = jax.tree.flatten(trees)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    return jax.make_jaxpr(lambda leaves: engine.shard_step(*jax.tree.unflatten(treedef, leaves), extra))(shapes)

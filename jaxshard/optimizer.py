@@ -157,8 +157,15 @@ def _check_mesh(mesh: Mesh, config: Config) -> None:
         )
     for name in ("reduce_dtype", "master_dtype"):
         dtype = getattr(config, name)
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is not None and not _is_floating(dtype):
             raise ValueError(f"{config.strategy}: {name} {dtype!r} must be a floating dtype, such as jnp.float32")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        return False
 
 
 _OPTIONS = """
@@ -262,4 +269,4 @@ def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and is_key(x):
         data = _from_local(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy: loaders use their buffers again

@@ -14,11 +14,18 @@ class ShardedState(NamedTuple):
     extra: dict[str, Any]
 
 
+def like(wanted: Any, dtype: Any) -> Any:
+    """`wanted` (None: `dtype` itself), made complex where `dtype` is."""
+    if wanted is None:
+        return dtype
+    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
+
+
 def init(inner: optax.GradientTransformation, params: Any, master_dtype: Any) -> Any:
     """The state: plain optax's, or with masters beside it."""
     if master_dtype is None:
         return inner.init(params)
-    master = jax.tree.map(lambda p: p.astype(master_dtype), params)
+    master = jax.tree.map(lambda p: p.astype(like(master_dtype, p.dtype)), params)
     return ShardedState(inner.init(master), {"master": master})
 
 

@@ -72,7 +72,7 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
         weight = lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
         if weight.shape:
             raise TypeError(f"loss_fn: the weight must be a scalar, got shape {weight.shape}; sum it over the rows")
-    if isinstance(out, tuple | list | dict):
+    if out is None or isinstance(out, tuple | list | dict):
         raise TypeError(f"loss_fn: returned a {type(out).__name__}, not a scalar; set has_aux or weighted")
     loss = jnp.asarray(out)
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):

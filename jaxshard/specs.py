@@ -59,6 +59,11 @@ def is_rules(specs: Any) -> bool:
 
 def _by_rule(rules: Any, leaves: list[tuple[Names, Any]], strict: bool) -> list[P]:
     paths = ["/".join(names) for names, _ in leaves]
+    for pattern, _ in rules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"specs: the rule {pattern!r} is no regular expression: {error}; mend it") from None
     for pattern, _ in rules if strict else ():
         if not any(re.search(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)

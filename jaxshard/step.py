@@ -13,7 +13,7 @@ from jaxshard import collectives
 from jaxshard.gradients import LossFunction, check_batch, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
-from jaxshard.tree import check_alive, is_traced, named_leaves, path_of
+from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
 
 
 def train_step(
@@ -66,7 +66,7 @@ class TrainStep:
         program = self._program(params, state, batch)
         if is_traced(params, state, batch, args):
             return self._step(params, state, batch, *args)
-        for what, tree in (("params", params), ("state", state), ("batch", batch)):
+        for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         if jax.process_count() > 1:
             _check_global(batch)
@@ -96,7 +96,13 @@ class TrainStep:
     def _build(self, params: Any, state: Any) -> "_Program":
         engine = self.loss.options.engine
         wanted = engine.shardings(params)
-        _check_state(state, wanted.state)
+        expected = engine.abstract_state(params)
+        check_same_structure("train_step: the state", state, expected)
+        if jax.tree.structure(state) != jax.tree.structure(expected):
+            raise ValueError(
+                "train_step: the state has another structure than opt.init(params) makes; was it made by another "
+                f"optimizer? Got {jax.tree.structure(state)}, expected {jax.tree.structure(expected)}"
+            )
         batch = NamedSharding(engine.mesh, P(engine.batch_axes))
         run = jax.jit(
             self._step,
@@ -139,14 +145,6 @@ def _abstract(tree: Any, shardings: Any) -> Any:
 
 def _abstract_leaf(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
-
-
-def _check_state(state: Any, wanted: Any) -> None:
-    if jax.tree.structure(state) != jax.tree.structure(wanted):
-        raise ValueError(
-            "train_step: the state has another structure than opt.init(params) makes; was it made by another "
-            f"optimizer? Got {jax.tree.structure(state)}, expected {jax.tree.structure(wanted)}"
-        )
 
 
 def _check_global(batch: Any) -> None:

@@ -50,14 +50,16 @@ def check_alive(what: str, tree: Any) -> None:
             )
 
 
-def check_same_structure(what: str, given: Any, params: Any) -> None:
+def check_same_structure(what: str, given: Any, wanted: Any) -> None:
     """Raises a ValueError that names the first difference between two trees' leaves and shapes."""
     one = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(given)}
-    two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(params)}
+    two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(wanted)}
     for names in [*two, *one]:
         if names not in one:
-            raise ValueError(f"{what}: {path_of(names)} is missing; give one leaf for each parameter")
+            raise ValueError(f"{what}: {path_of(names)} is missing; it must match the params leaf by leaf")
         if names not in two:
-            raise ValueError(f"{what}: {path_of(names)} is no parameter; give one leaf for each parameter")
+            raise ValueError(
+                f"{what}: {path_of(names)} belongs to nothing there; it must match the params leaf by leaf"
+            )
         if one[names] != two[names]:
-            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, its parameter has {two[names]}")
+            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, the params make it {two[names]}")

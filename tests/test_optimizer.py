@@ -750,3 +750,75 @@ def test_params_of_several_container_types():
     grads = jax.jit(jax.grad(loss))(tree, batches()[0])
     assert_close(params, jax.tree.map(lambda p, g: p - LR * g, tree, grads))
     assert jax.tree.structure(state) == jax.tree.structure(optax.sgd(LR).init(tree))
+
+
+# What users of `value_and_grad`, `evaluate` and `train_step` also do.
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_differentiating_through_evaluate_and_through_the_loss(strategy):
+    """Gradients of a stand-in alone would be zero here, silently."""
+    opt, batch = make(strategy, PICKLABLE), batches()[0]
+
+    def loss(params, batch):
+        return loss_fn(jaxshard.unshard(params), batch)
+
+    want = jax.grad(loss_fn)(some_params(), batch)
+    assert_close(jax.grad(lambda p: jaxshard.evaluate(loss, opt)(p, batch))(some_params()), want)
+    assert_close(jax.grad(lambda p: jaxshard.value_and_grad(loss, opt)(p, batch)[0])(some_params()), want)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_python_numbers_in_aux(microbatches):
+    def loss(params, batch):
+        return loss_fn(params, batch), {"float": 2.5, "int": 3, "numpy": np.ones(2, np.float32), "none": None}
+
+    fn = jaxshard.value_and_grad(loss, make("zero2", PICKLABLE), has_aux=True, microbatches=microbatches)
+    (_, aux), _ = fn(some_params(), batches()[0])
+    assert (float(aux["float"]), int(aux["int"]), aux["numpy"].tolist(), aux["none"]) == (2.5, 3, [1, 1], None)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_aux_keeps_its_dtype_and_is_summed_in_a_wider_one(weighted, dtype):
+    """2048 on one device, 8 on the others: the bf16 sum of two loses the 8."""
+    values = np.ones((8, 1), np.float32)
+    values[0] = 257
+
+    def loss(params, batch):
+        value = jnp.sum(params["w"]) * jnp.mean(batch["x"])
+        return ((value, 1.0) if weighted else value), batch["x"][0, 0].astype(jnp.bfloat16).astype(dtype)
+
+    fn = jaxshard.value_and_grad(loss, make("zero2", PICKLABLE), has_aux=True, weighted=weighted)
+    (_, aux), _ = fn({"w": np.ones(16, np.float32)}, {"x": values * 8})
+    assert aux.dtype == dtype
+    assert abs(float(aux) - 8 * (256 + 7) / 8) <= 1
+
+
+def test_a_further_argument_that_lies_on_one_device():
+    """Such as a table that was put on the first device, or a metric of another computation."""
+    opt, factor = make("zero2", PICKLABLE), jax.device_put(jnp.float32(2.0), jax.devices()[3])
+
+    def loss(params, batch, factor):
+        return factor * loss_fn(params, batch)
+
+    got, _ = jaxshard.value_and_grad(loss, opt)(some_params(), batches()[0], factor)
+    assert_close(got, 2 * loss_fn(some_params(), batches()[0]))
+    params, state = opt.place(some_params()), opt.init(some_params())
+    _, _, metrics = jaxshard.train_step(loss, opt)(params, state, batches()[0], factor)
+    assert_close(metrics["loss"], 2 * loss_fn(some_params(), batches()[0]))
+
+
+def test_one_placed_array_as_two_leaves():
+    """Tied by the user after `place`: donated twice, which jax 0.10.2 answers with a crash."""
+    opt = make("zero2", optax.sgd(LR))
+    w = opt.place({"w": normal(1, 16, 24)})["w"]
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["one"] - batch["x"] @ params["two"] * 2) ** 2)
+
+    params = {"one": w, "two": w}
+    grads = jax.grad(loss)(jax.tree.map(np.asarray, params), batches()[0])
+    want = jax.tree.map(lambda p, g: np.asarray(p) - LR * g, params, grads)
+    got, _, _ = jaxshard.train_step(loss, opt)(params, opt.init(params), batches()[0])
+    assert_close(got, want)
