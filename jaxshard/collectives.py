@@ -67,8 +67,9 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
     """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
 
-    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2), and gets no gradient of its own.
-    `stand_in` (zeros of the shard's shape) carries the dtype in which gradients are reduced and accumulated.
+    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2). Its own gradient is for those who
+    differentiate through us; else it is never computed. `stand_in` (zeros of the shard's shape) carries the dtype in
+    which gradients are reduced and accumulated.
     """
     del stand_in
     return gather(local, dims) if is_shard else local
@@ -79,8 +80,8 @@ def _whole_forward(local, stand_in, dims, is_shard):
 
 
 def _whole_backward(dims, is_shard, stand_in, cotangent):
-    del is_shard
-    return None, scatter_sum(cotangent.astype(stand_in.dtype), dims)
+    scattered = scatter_sum(cotangent.astype(stand_in.dtype), dims)
+    return scattered.astype(cotangent.dtype) if is_shard else cotangent, scattered
 
 
 whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
@@ -142,11 +143,16 @@ def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     placed = jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array):
-        return jnp.copy(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
+        return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
     start = np.asarray(x).ctypes.data
     if any(start <= address < start + placed.nbytes for address in buffers(placed)):
-        placed = jax.block_until_ready(jnp.copy(placed))  # before the caller writes there again
+        placed = jax.block_until_ready(copied(placed))  # before the caller writes there again
     return placed
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """A true copy; under Explicit axes `jnp.copy` alone spells the sharding's trailing Nones out."""
+    return jax.device_put(jnp.copy(x), x.sharding)
 
 
 def buffers(x: jax.Array) -> set[int]:

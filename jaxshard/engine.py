@@ -5,10 +5,10 @@ import math
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives, layout, local, precision
 from jaxshard.layout import Config, Layout, Shardings
@@ -85,6 +85,16 @@ class Engine:
         check_alive("place: params", params)
         return jax.tree.map(collectives.copy_to, params, self._named(rest))
 
+    def within_reach(self, args: Any) -> Any:
+        """Further arguments; arrays on other devices than the mesh's (say, the first alone) copied to all of these."""
+        devices, everywhere = set(self.mesh.devices.flat), NamedSharding(self.mesh, P())
+
+        def move(x: Any) -> Any:
+            away = isinstance(x, jax.Array) and x.committed and x.sharding.device_set != devices
+            return collectives.copy_to(x, everywhere) if away else x
+
+        return jax.tree.map(move, args)
+
     def synchronize(self, tree: Any) -> Any:
         for names, leaf in named_leaves(tree):
             if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -121,7 +131,7 @@ class Engine:
         params = collectives.at(params, self.mesh, specs.params)
         run = jax.jit(self.globally(self._plain_init, specs.state), out_shardings=self._named(specs.state))
         taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
-        return jax.tree.map(lambda x: jnp.copy(x) if collectives.buffers(x) & taken else x, run(params))
+        return jax.tree.map(lambda x: collectives.copied(x) if collectives.buffers(x) & taken else x, run(params))
 
     # Updates.
 
@@ -131,14 +141,14 @@ class Engine:
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is not None:
-            check_same_structure("update: the gradients", updates, params)
+            check_same_structure("update: the gradients", updates, params, "parameter")
         elif self.config.master_dtype is not None:
             raise ValueError("update: master weights (master_dtype) need the params: update(updates, state, params)")
         for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
             check_alive(f"update: {what}", tree)
         if self.is_local():
             return local.local_update(self, updates, state, params, extra)
-        check_same_structure("update: the state", state, self.abstract_state(updates))
+        check_same_structure("update: the state", state, self.abstract_state(updates), "part of opt.init(params)")
         return self.advance(updates, state, params, extra, want="updates")
 
     def advance(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, want: str) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ class LossFunction:
         check_alive("argument", args)
         params = collectives.at(params, engine.mesh, engine.rest(found, params))
         batch = collectives.at(batch, engine.mesh, jax.tree.map(lambda _: P(engine.batch_axes), batch))
-        return self._jitted(params, batch, *args)
+        return self._jitted(params, batch, *engine.within_reach(args))
 
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
         """The layout, with where each parameter is gathered and why; traces the loss, compiles nothing.
@@ -293,9 +293,10 @@ class _Device:
         def average(x):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             if self.options.weighted:
-                x = x * weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
-            return collectives.total(x.sum(0), axes) / denominator
+                wide = wide * weights.reshape(-1, *(1,) * (x.ndim - 1))
+            return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
 
         return (collectives.total(losses.sum(0), axes) / denominator, jax.tree.map(average, auxes)), denominator
 

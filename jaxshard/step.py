@@ -70,9 +70,9 @@ class TrainStep:
             check_alive(f"train_step: {what}", tree)
         if jax.process_count() > 1:
             _check_global(batch)
-        params, state = _placed(params, program.params), _placed(state, program.state)
+        params, state = _placed((params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
-        return program.run(params, state, batch, *args)
+        return program.run(params, state, batch, *self.loss.options.engine.within_reach(args))
 
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
@@ -97,7 +97,7 @@ class TrainStep:
         engine = self.loss.options.engine
         wanted = engine.shardings(params)
         expected = engine.abstract_state(params)
-        check_same_structure("train_step: the state", state, expected)
+        check_same_structure("train_step: the state", state, expected, "part of opt.init(params)")
         if jax.tree.structure(state) != jax.tree.structure(expected):
             raise ValueError(
                 "train_step: the state has another structure than opt.init(params) makes; was it made by another "
@@ -131,7 +131,17 @@ class _Program:
 
 
 def _placed(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(_placed_leaf, tree, shardings)
+    """The tree where it must lie; an array that is two leaves is copied, for it cannot be donated twice."""
+    taken: set[int] = set()
+
+    def place(x: Any, sharding: NamedSharding) -> Any:
+        placed = _placed_leaf(x, sharding)
+        if id(placed) in taken:
+            placed = collectives.copied(placed)
+        taken.add(id(placed))
+        return placed
+
+    return jax.tree.map(place, tree, shardings)
 
 
 def _placed_leaf(x: Any, sharding: NamedSharding) -> Any:

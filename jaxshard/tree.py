@@ -50,16 +50,17 @@ def check_alive(what: str, tree: Any) -> None:
             )
 
 
-def check_same_structure(what: str, given: Any, wanted: Any) -> None:
-    """Raises a ValueError that names the first difference between two trees' leaves and shapes."""
+def check_same_structure(what: str, given: Any, wanted: Any, noun: str) -> None:
+    """Raises a ValueError that names the first difference between two trees' leaves and shapes.
+
+    `what` is given, and each leaf that is wanted is a `noun`.
+    """
     one = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(given)}
     two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(wanted)}
     for names in [*two, *one]:
         if names not in one:
-            raise ValueError(f"{what}: {path_of(names)} is missing; it must match the params leaf by leaf")
+            raise ValueError(f"{what}: {path_of(names)} is missing; give every {noun}")
         if names not in two:
-            raise ValueError(
-                f"{what}: {path_of(names)} belongs to nothing there; it must match the params leaf by leaf"
-            )
+            raise ValueError(f"{what}: {path_of(names)} is no {noun}; give those alone")
         if one[names] != two[names]:
-            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, the params make it {two[names]}")
+            raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, but that {noun} has {two[names]}")

@@ -264,7 +264,7 @@ def test_gradients_of_another_structure(refused, mesh):
     state = opt.init(params)
     for grads, words in [
         ({"w": np.ones((4, 16), np.float32)}, ("inside/b", "missing")),
-        (params_numpy() | {"more": np.ones(3, np.float32)}, ("more", "no parameter")),
+        (params_numpy() | {"more": np.ones(3, np.float32)}, ("more",)),
         (params_numpy() | {"w": np.ones((16, 4), np.float32)}, ("w", "(16, 4)", "(4, 16)")),
     ]:
         refused(ValueError, lambda: opt.update(grads, state, params), "gradients", *words)
@@ -275,7 +275,7 @@ def test_a_state_of_another_optimizer(refused, mesh):
     params = opt.place(params_numpy())
     state = other.init(params)
     step = jaxshard.train_step(loss_fn, opt)
-    refused(ValueError, lambda: step(params, state, batch_of(8)), "state", "opt.init(params)")
+    refused(ValueError, lambda: step(params, state, batch_of(8)), "state", "0/count")
 
 
 def test_a_state_of_other_params(refused, mesh):
@@ -283,8 +283,8 @@ def test_a_state_of_other_params(refused, mesh):
     params = opt.place(params_numpy())
     state = opt.init({"w": np.ones((4, 32), np.float32), "inside": {"b": np.ones(32, np.float32)}})
     step = jaxshard.train_step(loss_fn, opt)
-    refused(ValueError, lambda: step(params, state, batch_of(8)), "state", "(4, 32)", "(4, 16)")
-    refused(ValueError, lambda: opt.update(params, state, params), "state", "(4, 32)", "(4, 16)")
+    refused(ValueError, lambda: step(params, state, batch_of(8)), "state", "mu/inside/b", "(32,)", "(16,)")
+    refused(ValueError, lambda: opt.update(params, state, params), "state", "mu/inside/b", "(32,)", "(16,)")
 
 
 def test_a_plain_optimizer_where_a_sharded_one_is_needed(refused, mesh):

@@ -159,7 +159,6 @@ def test_equality_is_by_value(opt):
     ]
     for other in different:
         assert opt != other
-        assert not opt == other
 
 
 def test_repr_names_strategy_and_mesh(opt):
@@ -202,8 +201,10 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
-@pytest.mark.parametrize("name", list(WRAPPERS))
+CASES = [(name, True) for name in WRAPPERS] + [(name, False) for name in ("alone", "multi_steps", "inject")]
+
+
+@pytest.mark.parametrize(("name", "jitted"), CASES)
 def test_inside_other_transformations(name, jitted):
     """Different gradients at each step, and steps enough for MultiSteps to update twice."""
     strategy = "zero3" if name in ("chain", "masked") else "zero2"
@@ -539,13 +540,11 @@ def test_masters(strategy):
     assert isinstance(state, jaxshard.ShardedState)
     plain = jax.eval_shape(optax.adamw(1e-3).init, some_params())
     step = jaxshard.train_step(loss_fn, opt, microbatches=2)
-    before = params
     for batch in batches():
         params, state, _ = step(params, state, batch)
         for p, m in zip(jax.tree.leaves(params), jax.tree.leaves(state.extra["master"]), strict=True):
             assert (p.dtype, m.dtype) == (jnp.bfloat16, jnp.float32)
             np.testing.assert_array_equal(_bits(p), _bits(np.asarray(m).astype(jnp.bfloat16)))
-    del before
     assert jax.tree.structure(state.inner) == jax.tree.structure(plain)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state.inner) == jax.tree.map(lambda x: (x.shape, x.dtype), plain)
     assert_at(state.extra["master"], opt.shardings(params).state.extra["master"])
@@ -606,7 +605,7 @@ def test_complex_params_keep_their_imaginary_part(option):
     assert_close_complex(grads["w"], jax.grad(loss)(params, batch)["w"])
     step = jaxshard.train_step(loss, opt)
     got, _, _ = step(params, opt.init(params), batch)
-    assert_close_complex(got["w"], params["w"] - 0.1 * jnp.conj(jax.grad(loss)(params, batch)["w"]).conj())
+    assert_close_complex(got["w"], params["w"] - 0.1 * jax.grad(loss)(params, batch)["w"])
 
 
 def assert_close_complex(got, want):
@@ -637,7 +636,7 @@ def whole_loss(params, batch):
 
 @pytest.fixture(scope="module")
 def mlp_oracle():
-    """10 steps of AdamW after SGD-like scale: params and state on one device."""
+    """Five steps on one device, of an optimizer that sees the gradients' scale and needs their whole norm."""
     tx = optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(LR, momentum=0.9))
     params = jax.tree.map(jnp.array, mlp_params())
     state = tx.init(params)
@@ -697,9 +696,10 @@ def test_specs_of_leaves_the_data_axes_out():
 # Meshes of other kinds.
 
 
-@pytest.mark.parametrize("in_context", [False, True], ids=["plain", "set_mesh"])
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "explicit", "in_context"),
+    [("zero1", True, False), ("zero1", True, True), ("zero3", True, True), ("zero3", False, True)],
+)
 def test_auto_and_explicit_meshes(strategy, explicit, in_context):
     """Muon's matrix products raise on an Explicit mesh unless the update runs with its axes made Auto."""
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.contrib.muon(LR))
