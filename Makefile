@@ -28,6 +28,11 @@ test-newest:
 nightly: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 -m nightly --timeout=3600 $(ARGS)
 
+# Runs the notebooks again, from their .py halves, and keeps what they show.
+notebooks: $(STAMP)
+	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
+	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/step_time.py $(ARGS)
 

@@ -11,9 +11,6 @@ import statistics
 import time
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -54,6 +51,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
 
     mesh = jaxshard.make_mesh()
     tx = optax.adamw(3e-4)

@@ -174,7 +174,10 @@ class Engine:
 
     def as_updates(self, out: Any, params: Any) -> Any:
         """What `shard_step` gave, gathered, as updates: with masters, new params came, in their own dtype."""
-        return out if self.config.master_dtype is None else jax.tree.map(precision.difference, out, params)
+        master_dtype = self.config.master_dtype
+        if master_dtype is None:
+            return out
+        return jax.tree.map(lambda new, old: precision.difference(new, old, master_dtype), out, params)
 
     def _gathers_updates(self) -> bool:
         """Whether updates are gathered, not new params; peak MB by compiler: TPU 1896 and 2782, H100 2124 and 1981."""

@@ -84,6 +84,7 @@ class LossFunction:
         check_alive("params", params)
         check_alive("batch", batch)
         check_alive("argument", args)
+        check_global(batch)
         params = collectives.at(params, engine.mesh, engine.rest(found, params))
         batch = collectives.at(batch, engine.mesh, jax.tree.map(lambda _: P(engine.batch_axes), batch))
         return self._jitted(params, batch, *engine.within_reach(args))
@@ -150,6 +151,16 @@ def check_batch(batch: Any, options: Options) -> None:
             )
 
 
+def check_global(batch: Any) -> None:
+    """With several processes, JAX would take one process's rows for the whole batch, and mix them silently."""
+    for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            raise ValueError(
+                f"batch: {path_of(names)} holds this process's rows only; make global arrays with "
+                "jaxshard.shard_batch(batch, opt)"
+            )
+
+
 class _Device:
     """One device's part of the work, inside shard_map. `shards` are its params as they lie at rest."""
 
@@ -201,9 +212,9 @@ class _Device:
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Any]:
         """The loss's parameters, cut ones not yet gathered."""
-        is_shard = self.engine.config.cuts.params
+        is_shard, differentiate = self.engine.config.cuts.params, self.options.differentiate
         return [
-            lazy.Sharded(x, d, leaf.dims, is_shard) if self._is_cut(leaf) else d
+            lazy.Sharded(x, d if differentiate else None, leaf.dims, is_shard) if self._is_cut(leaf) else d
             for x, d, leaf in zip(shards, diff, self.leaves, strict=True)
         ]
 

@@ -120,7 +120,7 @@ def cut_leaf(
     ways = math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
     if ways == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in data_sizes.values())}"
-        return dataclasses.replace(whole, reason=why, awkward=True)
+        return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
     entries = list(spec) + [None] * (len(shape) - len(spec))
     for dim, axes in best.items():
         entries[dim] = axes

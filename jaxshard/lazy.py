@@ -52,11 +52,13 @@ class Sharded:
     """A parameter not yet whole: its shard (or, unless `is_shard`, a whole copy of which only the gradient is cut)."""
 
     local: jax.Array
-    stand_in: jax.Array
+    stand_in: jax.Array | None  # None: nothing is differentiated with respect to this shard
     dims: collectives.Dims = dataclasses.field(metadata={"static": True})
     is_shard: bool = dataclasses.field(metadata={"static": True})
 
     def whole(self) -> jax.Array:
+        if self.stand_in is None:
+            return collectives.gather(self.local, self.dims) if self.is_shard else self.local
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 

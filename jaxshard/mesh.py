@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("pipeline", "replica", "data", "tensor")
@@ -36,6 +37,8 @@ def make_mesh(
     {'pipeline': 1, 'replica': 1, 'data': 4, 'tensor': 2}
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("make_mesh: there are 0 devices; give at least one in devices=, or leave it out for all")
     given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
     sizes = _inferred(given, len(devices))
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
@@ -45,7 +48,7 @@ def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
     """The sizes with the one -1 replaced; raises with the whole equation."""
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
     for axis, size in given.items():
-        if not isinstance(size, int) or size < -1 or size == 0:
+        if not isinstance(size, int | np.integer) or size < -1 or size == 0:
             raise ValueError(f"make_mesh: {axis}={size!r} is no size; give a positive whole number, or -1 to infer it")
     unknown = [axis for axis, size in given.items() if size == -1]
     if len(unknown) > 1:
@@ -59,7 +62,7 @@ def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
             f"make_mesh: {equation} does not make {num_devices} devices (the given sizes multiply to {known}); "
             "change a size, or pass the devices to use as `devices=`"
         )
-    return {axis: num_devices // known if size == -1 else size for axis, size in given.items()}
+    return {axis: num_devices // known if size == -1 else int(size) for axis, size in given.items()}
 
 
 def initialize(

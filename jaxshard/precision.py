@@ -47,10 +47,12 @@ def new_params(inner: optax.GradientTransformation, grads: Any, state: Any, para
     return rounded, ShardedState(inner_state, {**state.extra, "master": master})
 
 
-def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+def difference(new: jax.Array, old: jax.Array, master_dtype: Any) -> jax.Array:
     """The update that takes `old` to `new`, in a dtype wide enough that `optax.apply_updates` lands on `new`.
 
-    Exact unless `new` is smaller than `old` by a factor of 2**16 (bf16) or 2**13 (fp16); the masters never drift.
+    Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or
+    2**13 (fp16). Params as wide as their masters may land one rounding beside; `train_step` has no such limits, and
+    the masters never drift.
     """
-    wide = jnp.promote_types(new.dtype, jnp.float32)
+    wide = like(jnp.promote_types(master_dtype, jnp.float32), new.dtype)
     return new.astype(wide) - old.astype(wide)

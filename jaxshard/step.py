@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.gradients import LossFunction, check_batch, value_and_grad
+from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
-from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
+from jaxshard.tree import check_alive, check_same_structure, is_traced
 
 
 def train_step(
@@ -60,7 +60,7 @@ class TrainStep:
     loss: LossFunction
     donate: bool
     extra: Callable[[Any, Any], dict[str, Any]] | None
-    _programs: dict[Any, "_Program"] = dataclasses.field(default_factory=dict)
+    _programs: dict[Any, "_Program"] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
         program = self._program(params, state, batch)
@@ -68,8 +68,7 @@ class TrainStep:
             return self._step(params, state, batch, *args)
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
-        if jax.process_count() > 1:
-            _check_global(batch)
+        check_global(batch)
         params, state = _placed((params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
         return program.run(params, state, batch, *self.loss.options.engine.within_reach(args))
@@ -155,13 +154,3 @@ def _abstract(tree: Any, shardings: Any) -> Any:
 
 def _abstract_leaf(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
-
-
-def _check_global(batch: Any) -> None:
-    """With several processes, JAX would take one process's rows for the whole batch, and mix them silently."""
-    for names, leaf in named_leaves(batch):
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            raise ValueError(
-                f"train_step: batch leaf {path_of(names)} holds this process's rows only; make global arrays "
-                "with jaxshard.shard_batch(batch, opt)"
-            )
