@@ -132,7 +132,7 @@ def cut_leaf(
         dims=dims,
         ways=ways,
         reason=where if ways == num_shards else f"{where}: only {ways} of {num_shards} ways",
-        awkward=ways < num_shards,
+        awkward=ways < num_shards <= size,
     )
 
 

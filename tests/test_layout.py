@@ -266,7 +266,7 @@ def test_every_cut_is_valid_and_as_fine_as_can_be(shape, data_sizes, tensor, spe
     assert num_parts == leaf.ways * (tensor if specced else 1)
     if math.prod(shape):
         assert leaf.ways == _most_ways(shape, {spec_dim} if specced else (), data_sizes)
-    assert leaf.awkward == (math.prod(shape) > 0 and leaf.ways < math.prod(data_sizes))
+    assert leaf.awkward == (math.prod(shape) >= math.prod(data_sizes) and leaf.ways < math.prod(data_sizes))
 
 
 # Specs: trees, prefixes and rules.
