@@ -394,3 +394,15 @@ def test_whole_number_aux_that_depends_on_the_batch(refused, mesh):
 
     fn = jaxshard.value_and_grad(loss, zero2(mesh), has_aux=True)
     refused(TypeError, lambda: jax.eval_shape(fn, params_numpy(), batch_of(8)), "right", "int32", "floating")
+
+
+def test_a_scan_whose_carry_starts_as_a_constant_beside_a_tensor_axis(refused):
+    """There types are checked; what JAX says of it names no cure."""
+    opt = zero2(jaxshard.make_mesh(tensor=2))
+
+    def loss(params, batch):
+        carry, _ = jax.lax.scan(lambda c, x: (c + jnp.sum(x @ params["w"]), None), jnp.zeros(()), batch["x"])
+        return carry
+
+    fn = jaxshard.value_and_grad(loss, opt)
+    refused(TypeError, lambda: jax.eval_shape(fn, params_numpy(), batch_of(8)), "loss_fn", "carry", "jax.lax.pcast")
