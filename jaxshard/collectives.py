@@ -1,7 +1,8 @@
 """The only place where params, grads and state move between devices.
 
 A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), so that they stay right for a slice of a
-stacked leaf. In the local view (inside `jax.shard_map`) functions take this device's part; `at` and `relay` are global.
+stacked leaf. In the local view (inside `jax.shard_map`) functions take this device's part, in the global one whole
+arrays.
 """
 
 import functools

@@ -10,7 +10,7 @@ devices hold, and is refused.
 
 from typing import Any
 
-from jaxshard.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
 
 _FILL, _WHOLE = "", "*"
 
@@ -22,8 +22,7 @@ _POINTWISE_NAMES = """
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor optimization_barrier
 """
 _POINTWISE = frozenset(_POINTWISE_NAMES.split())
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 class NotElementwise(Exception):

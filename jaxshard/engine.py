@@ -53,12 +53,9 @@ class Engine:
 
     def trees(self, params: Any, *, strict: bool = False) -> Shardings:
         """The PartitionSpecs of params, grads and state, as trees."""
-        found, cuts = self.layout(params, strict=strict), self.config.cuts
-        return Shardings(
-            params=self.rest(found, params),
-            grads=self.cut(found, params),
-            state=_unflatten(self.abstract_state(params), [found.spec(leaf, cut=cuts.state) for leaf in found.state]),
-        )
+        found = layout.layout_params(self.config, params, self.sizes, strict=strict)
+        state = self._state_specs(found, self.abstract_state(params))
+        return Shardings(params=self.rest(found, params), grads=self.cut(found, params), state=state)
 
     def rest(self, found: Layout, params: Any) -> Any:
         """The params' PartitionSpecs at rest, as a tree."""
@@ -122,7 +119,7 @@ class Engine:
             raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
         leaves, specs = jax.tree.leaves(params), self.trees(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return jax.tree.map(_abstract_at, self.abstract_state(params), self._named(specs.state))
+            return jax.tree.map(abstract_at, self.abstract_state(params), self._named(specs.state))
         if is_traced(params):
             params = collectives.at(params, self.mesh, specs.grads)
             return self.globally(self._plain_init, specs.state)(params)
@@ -220,8 +217,11 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _abstract_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def abstract_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape of `x`, in the dtype that it has on a device, lying under `sharding`."""
+    return jax.ShapeDtypeStruct(
+        x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding=sharding
+    )
 
 
 def _unflatten(like: Any, leaves: Any) -> Any:

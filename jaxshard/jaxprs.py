@@ -2,6 +2,9 @@
 
 from typing import Any
 
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})  # calls that are what they call
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+
 
 def core() -> Any:
     """`jax.extend.core`, on first use: importing it takes 70 ms, most of it Pallas."""

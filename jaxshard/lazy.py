@@ -15,12 +15,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard import collectives
-from jaxshard.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.jaxprs import INLINED, REMAT, closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.tree import is_traced
 
 _MARK = "jaxshard.unshard"
-_INLINED = {"jit", "pjit", "closed_call", "core_call"}
-_REMAT = {"remat", "remat2", "checkpoint"}
 
 
 def unshard(tree: Any) -> Any:
@@ -79,7 +77,7 @@ def _other_use(eqn: Any, position: int, dims: collectives.Dims) -> str | None:
     name = eqn.primitive.name
     if name == "name" and eqn.params["name"] == _MARK:
         return None
-    if name in _INLINED or name in _REMAT:
+    if name in INLINED or name in REMAT:
         return why_not_lazy(inner_jaxpr(eqn), position, dims)
     if name != "scan":
         return f"used by {name}"
@@ -135,14 +133,14 @@ def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
         return [checkpoint_name(values[0].whole(), _MARK)]
     if name == "scan":
         return _run_scan(eqn, values)
-    if name in _REMAT:
+    if name in REMAT:
         again = jax.checkpoint(
             lambda *inner: run(inner_jaxpr(eqn), inner),
             policy=eqn.params["policy"],
             prevent_cse=eqn.params["prevent_cse"],
         )
         return again(*values)
-    assert name in _INLINED, name
+    assert name in INLINED, name
     return run(inner_jaxpr(eqn), values)
 
 

@@ -95,12 +95,12 @@ def _check_elementwise(engine: Any, found: Layout, updates: Any, args: tuple[Any
     if not any(leaf.dims for leaf in found.params) or not engine.config.cuts.state:
         return
     grads, state, mine, extra = args
-    whole = layout.layout_state(found, engine.abstract_state(updates))
+    whole_state = engine.abstract_state(updates)
     of_params = [leaf.path if leaf.dims else "*" for leaf in found.params]
-    of_state = [leaf.path if leaf.dims else "*" for leaf in whole.state]
+    of_state = [leaf.path if leaf.dims else "*" for leaf in layout.layout_state(found, whole_state).state]
     labels = of_params + of_state + (of_params if mine is not None else [])
     on_shards = (grads, state, mine)
-    on_whole = (updates, engine.abstract_state(updates), None if mine is None else updates)
+    on_whole = (updates, whole_state, None if mine is None else updates)
     try:
         jaxpr = _traced(engine, on_shards, extra)
         elementwise.check_elementwise(jaxpr, labels)

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxshard import lazy
 from jaxshard.engine import Engine
-from jaxshard.jaxprs import inner_jaxpr, is_literal, open_jaxpr
+from jaxshard.jaxprs import INLINED, inner_jaxpr, is_literal, open_jaxpr
 from jaxshard.tree import is_key, named_leaves, path_of
 
 
@@ -118,7 +118,7 @@ def _depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None) -> 
 
 def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
     name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call"):
+    if name in INLINED:
         return _depends(inner_jaxpr(eqn), found, summed)
     if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
         return [False] * len(eqn.outvars)

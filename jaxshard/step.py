@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
+from jaxshard.engine import abstract_at
 from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
@@ -76,8 +77,8 @@ class TrainStep:
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
         program = self._program(params, state, batch)
-        params, state = _abstract(params, program.params), _abstract(state, program.state)
-        batch = jax.tree.map(lambda x: _abstract_leaf(x, program.batch), batch)
+        params, state = jax.tree.map(abstract_at, (params, state), (program.params, program.state))
+        batch = jax.tree.map(lambda x: abstract_at(x, program.batch), batch)
         return program.run.lower(params, state, batch, *args)
 
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
@@ -146,11 +147,3 @@ def _placed(tree: Any, shardings: Any) -> Any:
 def _placed_leaf(x: Any, sharding: NamedSharding) -> Any:
     """`x` itself where it lies right, else a copy: so that only what we may take is donated."""
     return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)
-
-
-def _abstract(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(_abstract_leaf, tree, shardings)
-
-
-def _abstract_leaf(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)

@@ -42,12 +42,17 @@ def is_key(x: Any) -> bool:
 
 def check_alive(what: str, tree: Any) -> None:
     """Raises for donated and deleted arrays, on which jax 0.10 crashes the process."""
-    for names, leaf in named_leaves(tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(
-                f"{what}: {path_of(names)} was donated to an earlier step and is gone; use that step's "
-                "result, or build the step with donate=False"
-            )
+    if not any(_is_gone(leaf) for leaf in jax.tree.leaves(tree)):
+        return  # asked at every step: names are spelled out only where one is needed
+    names = next(names for names, leaf in named_leaves(tree) if _is_gone(leaf))
+    raise ValueError(
+        f"{what}: {path_of(names)} was donated to an earlier step and is gone; use that step's result, or build the "
+        "step with donate=False"
+    )
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def check_same_structure(what: str, given: Any, wanted: Any, noun: str) -> None:
