@@ -14,7 +14,9 @@ from jaxshard.optimizer import specs_of as specs_of
 from jaxshard.optimizer import zero1 as zero1
 from jaxshard.optimizer import zero2 as zero2
 from jaxshard.optimizer import zero3 as zero3
+from jaxshard.precision import LossScale as LossScale
 from jaxshard.precision import ShardedState as ShardedState
+from jaxshard.step import NonFiniteError as NonFiniteError
 from jaxshard.step import train_step as train_step
 
 __version__ = "0.1.0"

@@ -5,8 +5,10 @@ import math
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -109,7 +111,7 @@ class Engine:
         return _unflatten(tree, jax.jit(same, out_shardings=out_shardings)(*jax.tree.leaves(tree)))
 
     def _plain_init(self, params: Any) -> Any:
-        return precision.init(self.inner, params, self.config.master_dtype)
+        return precision.init(self.inner, params, self.config)
 
     def abstract_state(self, params: Any) -> Any:
         return jax.eval_shape(self._plain_init, _abstract(params))
@@ -139,8 +141,13 @@ class Engine:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is not None:
             check_same_structure("update: the gradients", updates, params, "parameter")
-        elif self.config.master_dtype is not None:
-            raise ValueError("update: master weights (master_dtype) need the params: update(updates, state, params)")
+        elif precision.widens(self.config):
+            raise ValueError(
+                "update: master weights (master_dtype) and stochastic_rounding need the params: "
+                "update(updates, state, params)"
+            )
+        if self.config.loss_scale is not None:
+            raise ValueError("update: the loss is scaled, and the scale kept up, by train_step alone; use that")
         for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
             check_alive(f"update: {what}", tree)
         if self.is_local():
@@ -148,33 +155,48 @@ class Engine:
         check_same_structure("update: the state", state, self.abstract_state(updates), "part of opt.init(params)")
         return self.advance(updates, state, params, extra, want="updates")
 
-    def advance(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, want: str) -> tuple[Any, Any]:
-        """One step in the global view: ("updates" or "params", whichever is wanted, as params lie; the new state)."""
+    def advance(
+        self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, want: str, ok: Any = None
+    ) -> tuple[Any, Any]:
+        """One step in the global view: ("updates" or "params", whichever is wanted, as params lie; the new state).
+
+        With a boolean scalar `ok`, and "params" wanted: where it is False, nothing changes.
+        """
         found = layout.layout_params(self.config, grads, self.sizes)
         cut, state_specs = self.cut(found, grads), self._state_specs(found, state)
         grads = collectives.at(grads, self.mesh, cut)
         mine = None if params is None else collectives.at(params, self.mesh, cut)
-        new = want == "params" and not self._gathers_updates()
+        new = precision.widens(self.config) or (want == "params" and not self._gathers_updates())
         step = self._with_extra(lambda *args: self.shard_step(*args, new=new), extra, (cut, state_specs))
-        out, state = step(grads, state, mine)
+        out, state = step(grads, state, mine, ok)
         out = self._gathered(found, out)
         if want == "updates":
             return self.as_updates(out, params), state
-        if not new and self.config.master_dtype is None:
-            out = optax.apply_updates(cast(Any, params), out)
+        if not new:
+            out = _unless(ok, optax.apply_updates(cast(Any, params), out), params)
         return out, state
 
-    def shard_step(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], *, new: bool = False) -> Any:
-        """(updates, state), before anything is gathered; with `new`, or with masters, (new params, state)."""
-        step = precision.new_params if new or self.config.master_dtype is not None else precision.updates
-        return step(self.inner, grads, state, params, extra)
+    def shard_step(
+        self, grads: Any, state: Any, params: Any, ok: Any, extra: dict[str, Any], *, new: bool
+    ) -> tuple[Any, Any]:
+        """(updates, or with `new` the new params, and the state), before anything is gathered.
+
+        Where `ok` is False, params and state stay as they are; None says that it always is.
+        """
+        updates, params_after, state_after = precision.step(self.inner, self.config, grads, state, params, extra)
+        state_after = _unless(ok, state_after, state)
+        if not new:
+            return updates, state_after
+        if params_after is None:
+            params_after = optax.apply_updates(params, updates)
+        return _unless(ok, params_after, params), state_after
 
     def as_updates(self, out: Any, params: Any) -> Any:
-        """What `shard_step` gave, gathered, as updates: with masters, new params came, in their own dtype."""
-        master_dtype = self.config.master_dtype
-        if master_dtype is None:
+        """What `shard_step` gave, gathered, as updates: if params are widened, new ones came, in their own dtype."""
+        if not precision.widens(self.config):
             return out
-        return jax.tree.map(lambda new, old: precision.difference(new, old, master_dtype), out, params)
+        wide = self.config.master_dtype or jnp.float32
+        return jax.tree.map(lambda new, old: precision.difference(new, old, wide), out, params)
 
     def _gathers_updates(self) -> bool:
         """Whether updates are gathered, not new params; peak MB by compiler: TPU 1896 and 2782, H100 2124 and 1981."""
@@ -195,14 +217,14 @@ class Engine:
         leaves, treedef = jax.tree.flatten(extra)
         is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
-        def with_arrays(grads, state, params, arrays):
+        def with_arrays(grads, state, params, ok, arrays):
             filled = iter(arrays)
             whole = [next(filled) if yes else leaf for yes, leaf in zip(is_array, leaves, strict=True)]
-            return step(grads, state, params, jax.tree.unflatten(treedef, whole))
+            return step(grads, state, params, ok, jax.tree.unflatten(treedef, whole))
 
         arrays = [leaf for yes, leaf in zip(is_array, leaves, strict=True) if yes]
         run = self.globally(with_arrays, out_specs)
-        return lambda grads, state, params: run(grads, state, params, arrays)
+        return lambda grads, state, params, ok: run(grads, state, params, ok, arrays)
 
     def _gathered(self, found: Layout, tree: Any) -> Any:
         """From where the state lives to where the params live."""
@@ -211,6 +233,15 @@ class Engine:
         froms, tos = [leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]
         dims = [leaf.dims for leaf in found.params]
         return _unflatten(tree, collectives.gather_all(jax.tree.leaves(tree), self.mesh, froms, tos, dims))
+
+
+def _unless(ok: Any, new: Any, old: Any) -> Any:
+    """`new` where `ok`, else `old`, bit for bit."""
+
+    def choose(n: Any, o: Any) -> Any:
+        return lax.select(ok, n, o if o.dtype == n.dtype else o.astype(n.dtype))
+
+    return new if ok is None else jax.tree.map(choose, new, old)
 
 
 def _abstract(tree: Any) -> Any:

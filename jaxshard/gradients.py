@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxshard import collectives, layout, lazy
 from jaxshard.engine import Engine
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
-from jaxshard.precision import like
+from jaxshard.precision import like, wide
 from jaxshard.program import Options, Program
 from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of
 
@@ -104,6 +104,23 @@ class LossFunction:
         return dataclasses.replace(found, gathers=gathers)
 
     def _traced(self, params: Any, batch: Any, *args: Any, reasons: list[str | None] | None = None) -> Any:
+        found = self.measure(params, batch, args, reasons=reasons)
+        value = (found.loss, found.aux) if self.options.has_aux else found.loss
+        return (value, found.grads) if self.options.differentiate else value
+
+    def measure(
+        self,
+        params: Any,
+        batch: Any,
+        args: tuple[Any, ...],
+        *,
+        scale: Any = None,
+        reasons: list[str | None] | None = None,
+    ) -> "Measured":
+        """Loss, aux, weight and gradients, inside a trace.
+
+        With `scale`, a scalar, the loss is multiplied by it for the backward pass, and the reduced gradients divided.
+        """
         engine, options = self.options.engine, self.options
         found = layout.layout_params(engine.config, params, engine.sizes)
         rest = engine.rest(found, params)
@@ -112,20 +129,28 @@ class LossFunction:
         batch = collectives.at(batch, engine.mesh, batch_specs)
         grads = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
 
-        def body(params, batch, args):
-            return _Device(options, found, params, batch, args, reasons).run()
+        def body(params, batch, args, scale):
+            return _Device(options, found, params, batch, args, scale, reasons).run()
 
-        (loss, aux), grads = jax.shard_map(
+        whole, grads = jax.shard_map(
             body,
             mesh=engine.mesh,
-            in_specs=(rest, P(engine.batch_axes), P()),
-            out_specs=((P(), P()), grads if options.differentiate else P()),
+            in_specs=(rest, P(engine.batch_axes), P(), P()),
+            out_specs=(P(), grads if options.differentiate else P()),
             check_vma=options.checked,
-        )(params, batch, args)
-        value = (loss, aux) if options.has_aux else loss
-        if not options.differentiate:
-            return value
-        return value, jax.tree.unflatten(jax.tree.structure(params), grads)
+        )(params, batch, args, scale)
+        if options.differentiate:
+            grads = jax.tree.unflatten(jax.tree.structure(params), grads)
+        return Measured(*whole, grads=grads)
+
+
+class Measured(NamedTuple):
+    """Over the whole batch: the loss, aux, weight (1 unless weighted), and the gradients."""
+
+    loss: Any
+    aux: Any
+    weight: Any
+    grads: Any
 
 
 def _how_gathered(leaf: layout.Leaf, reason: str | None, engine: Engine) -> str:
@@ -164,8 +189,9 @@ def check_global(batch: Any) -> None:
 class _Device:
     """One device's part of the work, inside shard_map. `shards` are its params as they lie at rest."""
 
-    def __init__(self, options: Options, found: Layout, params: Any, batch: Any, args: Any, reasons: Any):
+    def __init__(self, options: Options, found: Layout, params: Any, batch: Any, args: Any, scale: Any, reasons: Any):
         self.options, self.engine, self.leaves, self.args = options, options.engine, found.params, args
+        self.scale = scale
         self.shards = jax.tree.leaves(params)
         if options.checked:
             self.shards = [collectives.vary(x, self.engine.batch_axes) for x in self.shards]
@@ -177,7 +203,7 @@ class _Device:
             reasons[:] = self.reasons
 
     def run(self) -> Any:
-        """((loss, aux), gradients of this device's shards)."""
+        """((loss, aux, weight), gradients of this device's shards)."""
         if not self.options.differentiate:
             outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
             return self._reduced(*jax.tree.map(lambda x: x[None], outs))[0], ()
@@ -252,7 +278,7 @@ class _Device:
 
         def loss_of(diff):
             outs = self._loss(shards, diff, batch, index)
-            return outs[0], outs
+            return outs[0] if self.scale is None else outs[0] * self.scale, outs
 
         grads, outs = jax.grad(loss_of, has_aux=True)(diff)
         return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.leaves, strict=True)], outs
@@ -287,19 +313,22 @@ class _Device:
             done = {axis for _, axes in leaf.dims for axis in axes}
             g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
         g = collectives.total(g, [axis for axis in self._summed_axes() if axis not in done])
-        return (g / denominator).astype(like(self.engine.config.master_dtype, leaf.dtype))
+        if self.scale is not None:
+            g, denominator = g.astype(jnp.promote_types(g.dtype, jnp.float32)), denominator * self.scale
+        return (g / denominator).astype(wide(self.engine.config, leaf.dtype))
 
     def _summed_axes(self) -> list[str]:
         """Checked types want the sum over axes of size 1 too; it costs nothing."""
         return [a for a in self.engine.batch_axes if self.options.checked or self.engine.sizes[a] > 1]
 
     def _reduced(self, losses: Any, weights: Any, auxes: Any) -> tuple[Any, Any]:
-        """((loss, aux) over the whole batch, what gradients are divided by)."""
+        """((loss, aux, weight) over the whole batch, what gradients are divided by)."""
         axes = self._summed_axes()
         denominator: Any = self.options.microbatches * self.engine.num_batch_shards
+        weight = jnp.ones(())
         if self.options.weighted:
-            denominator = collectives.total(weights.sum(0), axes)
-            denominator = jnp.where(denominator == 0, jnp.ones_like(denominator), denominator)
+            weight = collectives.total(weights.sum(0), axes)
+            denominator = jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
         def average(x):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -309,7 +338,8 @@ class _Device:
                 wide = wide * weights.reshape(-1, *(1,) * (x.ndim - 1))
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
 
-        return (collectives.total(losses.sum(0), axes) / denominator, jax.tree.map(average, auxes)), denominator
+        loss = collectives.total(losses.sum(0), axes) / denominator
+        return (loss, jax.tree.map(average, auxes), weight), denominator
 
 
 def _whole(x: Any) -> jax.Array:

@@ -37,3 +37,22 @@ def scan_split(eqn: Any) -> tuple[int, int]:
     num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
     num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
     return len(eqn.invars) - num_scanned - num_carry, num_carry
+
+
+def depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
+    """Which outputs depend on inputs marked in `differs`; a psum over all of the axes `summed` ends that."""
+    jaxpr = open_jaxpr(jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [not is_literal(v) and env[v] for v in eqn.invars]
+        env |= dict(zip(eqn.outvars, _eqn_depends(eqn, found, summed), strict=True))
+    return [not is_literal(v) and env[v] for v in jaxpr.outvars]
+
+
+def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
+    name = eqn.primitive.name
+    if name in INLINED:
+        return depends(inner_jaxpr(eqn), found, summed)
+    if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
+        return [False] * len(eqn.outvars)
+    return [any(found) or name == "axis_index"] * len(eqn.outvars)

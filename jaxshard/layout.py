@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.specs import canonical, local_shape, model_specs
-from jaxshard.tree import Names, named_leaves, path_of
+from jaxshard.tree import Names, named_leaves, owner_of, path_of
 
 
 class Cuts(NamedTuple):
@@ -46,6 +46,9 @@ class Config:
     min_shard_size: int = 2**11
     reduce_dtype: Any = None
     master_dtype: Any = None
+    moment_dtype: Any = None
+    stochastic_rounding: bool = False
+    loss_scale: Any = None
 
     @property
     def cuts(self) -> Cuts:
@@ -242,8 +245,7 @@ def layout_state(params: Layout, state: Any) -> Layout:
     specs = {leaf.names: leaf for leaf in params.params}
     leaves = []
     for names, leaf in named_leaves(state):
-        suffixes = (names[start:] for start in range(len(names) + 1))
-        owner = next((specs[suffix] for suffix in suffixes if suffix in specs), None)
+        owner = owner_of(names, specs)
         shape = tuple(leaf.shape)
         spec = owner.spec if owner is not None and owner.shape == shape else P()
         leaves.append(cut_leaf(names, shape, leaf.dtype, spec, params.sizes, params.config))

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxshard import collectives, elementwise, layout
+from jaxshard import collectives, elementwise, layout, precision
 from jaxshard.layout import Layout
 from jaxshard.precision import like
 from jaxshard.specs import axes_in, is_rules
@@ -31,7 +31,7 @@ def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict
         parts = [collectives.own_part(p, d, engine.sizes) for p, d in zip(jax.tree.leaves(params), dims, strict=True)]
         mine = jax.tree.unflatten(treedef, parts)
     _check_elementwise(engine, found, updates, (grads, state, mine, extra))
-    out, state = engine.shard_step(grads, state, mine, extra)
+    out, state = engine.shard_step(grads, state, mine, None, extra, new=precision.widens(engine.config))
     out = [collectives.gather(u, d, invarying=True) for u, d in zip(jax.tree.leaves(out), dims, strict=True)]
     out = jax.tree.unflatten(treedef, out)
     return engine.as_updates(out, params), state
@@ -47,6 +47,12 @@ def _average(g: jax.Array, dims: collectives.Dims, engine: Any) -> jax.Array:
 
 def _check_boundary(engine: Any) -> None:
     name, axes = engine.config.strategy, engine.batch_axes
+    for option in ("stochastic_rounding", "moment_dtype"):
+        if getattr(engine.config, option):
+            raise ValueError(
+                f"{name}: {option} rounds by an array's place in the whole leaf, which a shard does not know; call "
+                "update outside shard_map"
+            )
     if engine.config.cuts.params:
         raise ValueError(
             f"{name}: the params themselves are cut, so a plain shard_map cannot hold them; use "
@@ -122,4 +128,9 @@ def _traced(engine: Any, trees: Any, extra: dict[str, Any]) -> Any:
     """The inner step, traced on plain shapes, so that varying types cannot get in the way."""
     leaves, treedef = jax.tree.flatten(trees)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    return jax.make_jaxpr(lambda leaves: engine.shard_step(*jax.tree.unflatten(treedef, leaves), extra))(shapes)
+    new = precision.widens(engine.config)
+
+    def step(leaves):
+        return engine.shard_step(*jax.tree.unflatten(treedef, leaves), None, extra, new=new)
+
+    return jax.make_jaxpr(step)(shapes)

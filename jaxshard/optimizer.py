@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.engine import Engine
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
+from jaxshard.precision import LossScale
 from jaxshard.specs import axes_in, canonical
 from jaxshard.tree import is_key, is_traced, named_leaves, path_of
 
@@ -155,10 +156,27 @@ def _check_mesh(mesh: Mesh, config: Config) -> None:
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
         )
+    _check_precision(config)
+
+
+def _check_precision(config: Config) -> None:
     for name in ("reduce_dtype", "master_dtype"):
         dtype = getattr(config, name)
         if dtype is not None and not _is_floating(dtype):
             raise ValueError(f"{config.strategy}: {name} {dtype!r} must be a floating dtype, such as jnp.float32")
+    if config.moment_dtype is not None and config.moment_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{config.strategy}: moment_dtype {config.moment_dtype!r} must be jnp.bfloat16, the one narrow dtype with "
+            "the range that second moments need; or leave it out"
+        )
+    if config.stochastic_rounding and config.master_dtype is not None:
+        raise ValueError(
+            f"{config.strategy}: stochastic_rounding is for params without masters; drop it, or drop master_dtype"
+        )
+    if config.loss_scale is not None and not isinstance(config.loss_scale, LossScale):
+        raise TypeError(
+            f"{config.strategy}: loss_scale must be a jaxshard.LossScale, got {type(config.loss_scale).__name__}"
+        )
 
 
 def _is_floating(dtype: Any) -> bool:
@@ -179,6 +197,10 @@ _OPTIONS = """
       min_shard_size: leaves of fewer elements stay whole.
       reduce_dtype: the dtype in which gradients are summed over microbatches and devices; None: their own.
       master_dtype: keeps masters of the params in this dtype in the state, cut like it; the params are their roundings.
+      moment_dtype: jnp.bfloat16 stores moments (state leaves shaped like a parameter that do not start as its copy: mu
+        and nu) in it, rounded stochastically; the inner optimizer computes with them in its own dtype.
+      stochastic_rounding: bfloat16 params, without masters, are updated in float32 and rounded up or down by chance.
+      loss_scale: a `LossScale`, for float16; works in `train_step` alone.
 
     Returns:
       A `ShardedOptimizer`.

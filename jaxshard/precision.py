@@ -1,17 +1,93 @@
-"""Master weights: params kept in a wider dtype inside the state."""
+"""Narrow params, wide arithmetic: masters, stochastic rounding, bf16 moments, loss scaling.
 
+Whatever these need beyond optax's own state lies in `ShardedState.extra`, cut like the rest.
+"""
+
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+
+from jaxshard.jaxprs import depends
+from jaxshard.tree import named_leaves, owner_of, path_of
 
 
 class ShardedState(NamedTuple):
-    """The state where an option adds to it: `inner` is what plain optax has, `extra` has "master" (`master_dtype`)."""
+    """The state where an option adds to it: `inner` is what plain optax has.
+
+    `extra` has, as options ask: "master" (`master_dtype`), "rounding", the number of updates so far, which seeds the
+    next one's roundings (`stochastic_rounding`, `moment_dtype`), and "loss_scale" (`loss_scale`).
+    """
 
     inner: Any
     extra: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), as `loss_scale=` of a strategy.
+
+    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything looks at
+    them. A step whose gradients overflow is skipped.
+
+    Args:
+      initial: the first scale.
+      growth_interval: after so many good steps in a row the scale grows by `factor`.
+      factor: by which the scale grows and shrinks; a power of two keeps gradients exact.
+      hysteresis: so many overflows, since the scale last grew, until it shrinks.
+      minimum: the scale never shrinks below it.
+      maximum: nor grows above it.
+
+    Raises:
+      ValueError: a value that makes no sense.
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    factor: float = 2.0
+    hysteresis: int = 2
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+    def __post_init__(self):
+        if not 0 < self.minimum <= self.initial <= self.maximum < float("inf"):
+            raise ValueError(
+                "LossScale: needs 0 < minimum <= initial <= maximum, got "
+                f"{self.minimum}, {self.initial}, {self.maximum}"
+            )
+        if self.factor <= 1 or self.growth_interval < 1 or self.hysteresis < 1:
+            raise ValueError(
+                "LossScale: needs factor > 1, growth_interval >= 1 and hysteresis >= 1, got "
+                f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
+            )
+
+    def start(self) -> dict[str, jax.Array]:
+        return {
+            "scale": jnp.float32(self.initial),
+            "good_steps": jnp.int32(0),
+            "hysteresis": jnp.int32(self.hysteresis),
+        }
+
+    def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
+        """The state after a step whose gradients were finite, or had `overflowed`."""
+        scale, hysteresis = state["scale"], state["hysteresis"]
+        good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
+        grows = good_steps >= self.growth_interval
+        hysteresis = jnp.maximum(hysteresis - overflowed.astype(jnp.int32), 0)
+        shrinks = overflowed & (hysteresis == 0)
+        grown = jnp.minimum(scale * self.factor, self.maximum)
+        shrunk = jnp.maximum(scale / self.factor, self.minimum)
+        return {
+            "scale": jnp.where(shrinks, shrunk, jnp.where(grows, grown, scale)),
+            "good_steps": jnp.where(grows, 0, good_steps),
+            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis),
+        }
+
+
+# Which dtype where.
 
 
 def like(wanted: Any, dtype: Any) -> Any:
@@ -21,38 +97,174 @@ def like(wanted: Any, dtype: Any) -> Any:
     return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
-def init(inner: optax.GradientTransformation, params: Any, master_dtype: Any) -> Any:
-    """The state: plain optax's, or with masters beside it."""
-    if master_dtype is None:
-        return inner.init(params)
-    master = jax.tree.map(lambda p: p.astype(like(master_dtype, p.dtype)), params)
-    return ShardedState(inner.init(master), {"master": master})
+def wide(config: Any, dtype: Any) -> Any:
+    """The dtype in which the inner optimizer sees a parameter of `dtype`, and its gradient."""
+    if config.stochastic_rounding and dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.float32)
+    return like(config.master_dtype, dtype)
 
 
-def updates(inner: optax.GradientTransformation, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    """(updates, state) of the inner optimizer."""
+def widens(config: Any) -> bool:
+    """Whether the inner optimizer sees wider params than there are, so that new params are roundings."""
+    return config.master_dtype is not None or config.stochastic_rounding
+
+
+def check_params(config: Any, params: Any) -> None:
+    """Raises a ValueError for an option that these params' dtypes cannot use."""
+    named = named_leaves(params)
+    half = next((path_of(names) for names, leaf in named if leaf.dtype == jnp.float16), None)
+    if half is not None and config.stochastic_rounding:
+        raise ValueError(
+            f"stochastic_rounding: {half} is float16, and only bfloat16 is rounded stochastically; use bfloat16, or "
+            "master_dtype=jnp.float32"
+        )
+    if half is not None and config.loss_scale is not None and config.master_dtype is None:
+        raise ValueError(
+            f"loss_scale: {half} is float16, so its gradient would underflow again once it is unscaled; add "
+            "master_dtype=jnp.float32 (or keep the params in float32, and cast them in the loss function)"
+        )
+    if config.stochastic_rounding and not any(leaf.dtype == jnp.bfloat16 for _, leaf in named):
+        raise ValueError(
+            "stochastic_rounding: no parameter is bfloat16, so there is nothing to round; cast the params, or leave "
+            "the option out"
+        )
+
+
+def _widened(config: Any, params: Any) -> Any:
+    return jax.tree.map(lambda p: p.astype(wide(config, p.dtype)), params)
+
+
+# The state.
+
+
+def init(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+    """The state: plain optax's, or with what options add beside it."""
+    check_params(config, params)
+    wider = _widened(config, params)
+    state = inner.init(wider)
+    extra: dict[str, Any] = {}
+    if config.master_dtype is not None:
+        extra["master"] = wider
+    if config.stochastic_rounding or config.moment_dtype is not None:
+        extra["rounding"] = jnp.uint32(0)
+    if config.loss_scale is not None:
+        extra["loss_scale"] = config.loss_scale.start()
+    if config.moment_dtype is not None:
+        dtypes = _stored_dtypes(inner, wider, config)
+        state = jax.tree.map(lambda x, dtype: x.astype(dtype), state, dtypes)
+    return ShardedState(state, extra) if extra else state
+
+
+def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+    """The dtype at rest of each leaf of the inner state.
+
+    A moment is a floating leaf shaped like its parameter whose start does not depend on the parameter: so `mu` and
+    `nu`, but no copy of params (lookahead's slow ones, the centre of a distance), whose digits all count.
+    """
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
+    copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
+    owners = {names: tuple(leaf.shape) for names, leaf in named_leaves(shapes)}
+    dtypes = [
+        config.moment_dtype if not copy and _is_moment(names, leaf, owners) else leaf.dtype
+        for (names, leaf), copy in zip(named_leaves(state), copies, strict=True)
+    ]
+    if all(dtype == leaf.dtype for dtype, leaf in zip(dtypes, jax.tree.leaves(state), strict=True)):
+        raise ValueError(
+            f"moment_dtype: this optimizer's state has no float32 moments, only {_leaves_in_words(state)}; leave the "
+            "option out"
+        )
+    return jax.tree.unflatten(jax.tree.structure(state), dtypes)
+
+
+def _is_moment(names: Any, leaf: Any, owners: Any) -> bool:
+    wide_enough = leaf.dtype in (jnp.float32, jnp.float64)
+    return wide_enough and bool(leaf.shape) and owner_of(names, owners) == tuple(leaf.shape)
+
+
+def _leaves_in_words(state: Any) -> str:
+    return (
+        ", ".join(f"{path_of(names)} {leaf.dtype}{list(leaf.shape)}" for names, leaf in named_leaves(state)) or "none"
+    )
+
+
+# One step.
+
+
+def step(
+    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """(updates, new params, state) of one step; new params are None where the params are not widened.
+
+    With masters these are updated, and the new params are their roundings, bit for bit.
+    """
+    if not isinstance(state, ShardedState):
+        updates, state = _update(inner, grads, state, params, extra)
+        return updates, None, state
+    added = dict(state.extra)
+    wider = params
+    if params is not None and widens(config):
+        wider = added["master"] if "master" in added else _widened(config, params)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, wider)
+    rounder = Rounder(added["rounding"]) if "rounding" in added else None
+    updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
+    new = None
+    if params is not None and widens(config):
+        wider = optax.apply_updates(wider, updates)
+        new = jax.tree.map(lambda w, p: _rounded(w, p.dtype, config, rounder), wider, params)
+    if "master" in added:
+        added["master"] = wider
+    if "rounding" in added:
+        added["rounding"] += 1
+    return updates, new, ShardedState(inner_state, added)
+
+
+def _update(inner: optax.GradientTransformation, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
     return optax.with_extra_args_support(inner).update(grads, state, params, **extra)
 
 
-def new_params(inner: optax.GradientTransformation, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    """(new params, state); with masters, these are updated, and the params are their roundings, bit for bit."""
-    if not isinstance(state, ShardedState):
-        out, state = updates(inner, grads, state, params, extra)
-        return optax.apply_updates(params, out), state
-    master = state.extra["master"]
-    grads = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, master)
-    out, inner_state = updates(inner, grads, state.inner, master, extra)
-    master = optax.apply_updates(master, out)
-    rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-    return rounded, ShardedState(inner_state, {**state.extra, "master": master})
+def _stored(
+    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: Any, rounder: Any
+) -> Any:
+    """(updates, state) of an inner optimizer whose moments lie at rest in `moment_dtype`."""
+    if config.moment_dtype is None:
+        return _update(inner, grads, state, params, extra)
+    plain = jax.eval_shape(inner.init, grads if params is None else params)
+    updates, new = _update(inner, grads, jax.tree.map(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
+    return updates, jax.tree.map(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
 
 
-def difference(new: jax.Array, old: jax.Array, master_dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: Any, config: Any, rounder: Any) -> jax.Array:
+    stochastic = config.stochastic_rounding and dtype == jnp.bfloat16
+    return rounder(x) if stochastic else x.astype(dtype)
+
+
+class Rounder:
+    """Rounds to bfloat16, up or down by chance, so that the mean is right (Gupta et al. 2015, section 3).
+
+    The chance comes from the number of the update and the array's place in it, never from a device: the roundings are
+    the same on any mesh.
+    """
+
+    def __init__(self, count: jax.Array):
+        self._key, self._calls = jax.random.fold_in(jax.random.key(0), count), 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(...) float32 -> (...) bfloat16."""
+        key, self._calls = jax.random.fold_in(self._key, self._calls), self._calls + 1
+        x = x.astype(jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+        down = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
+
+
+def difference(new: jax.Array, old: jax.Array, wide_dtype: Any) -> jax.Array:
     """The update that takes `old` to `new`, in a dtype wide enough that `optax.apply_updates` lands on `new`.
 
     Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or
     2**13 (fp16). Params as wide as their masters may land one rounding beside; `train_step` has no such limits, and
     the masters never drift.
     """
-    wide = like(jnp.promote_types(master_dtype, jnp.float32), new.dtype)
+    wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
     return new.astype(wide) - old.astype(wide)

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxshard import lazy
 from jaxshard.engine import Engine
-from jaxshard.jaxprs import INLINED, inner_jaxpr, is_literal, open_jaxpr
+from jaxshard.jaxprs import depends
 from jaxshard.tree import is_key, named_leaves, path_of
 
 
@@ -97,29 +97,10 @@ def _explained(error: TypeError, options: Options) -> TypeError:
 
 def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:
     """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
-    outs = _depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
-    for (names, leaf), depends in zip(named_leaves(shapes), outs, strict=True):
-        if names[0] == "2" and depends and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    outs = depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
+    for (names, leaf), varies in zip(named_leaves(shapes), outs, strict=True):
+        if names[0] == "2" and varies and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 "differs between devices and has no average; cast it to a floating dtype, to be averaged"
             )
-
-
-def _depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None) -> list[bool]:
-    """Which outputs may differ between devices; a psum over all of the axes `summed` ends that."""
-    jaxpr = open_jaxpr(jaxpr)
-    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
-    for eqn in jaxpr.eqns:
-        found = [not is_literal(v) and env[v] for v in eqn.invars]
-        env |= dict(zip(eqn.outvars, _eqn_depends(eqn, found, summed), strict=True))
-    return [not is_literal(v) and env[v] for v in jaxpr.outvars]
-
-
-def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
-    name = eqn.primitive.name
-    if name in INLINED:
-        return _depends(inner_jaxpr(eqn), found, summed)
-    if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
-        return [False] * len(eqn.outvars)
-    return [any(found) or name == "axis_index"] * len(eqn.outvars)

@@ -1,11 +1,13 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +16,8 @@ from jaxshard.engine import abstract_at
 from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
-from jaxshard.tree import check_alive, check_same_structure, is_traced
+from jaxshard.precision import LossScale
+from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
 
 
 def train_step(
@@ -27,6 +30,7 @@ def train_step(
     fold_keys: bool = True,
     donate: bool = True,
     extra: Callable[[Any, Any], dict[str, Any]] | None = None,
+    max_skips: int | None = 20,
 ) -> "TrainStep":
     """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
@@ -36,22 +40,47 @@ def train_step(
         lie elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`.
+      max_skips: a step whose loss or gradient is not finite changes nothing, on any device, and warns; after more
+        than so many in a row, the next call but one raises. None: whatever comes goes to the optimizer.
 
     Returns:
-      The step. metrics has "loss" and "grad_norm" (the norm of the whole averaged gradient), both replicated scalars,
-      and "aux" with `has_aux`. `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says
-      where everything lives.
+      The step. metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped", whether
+      params and state stayed as they were, bit for bit; "bad_leaf", the index (in `jax.tree.leaves(params)`) of the
+      first gradient that is not finite, or -1; "loss_scale", the one used, if the optimizer has one; and "aux" with
+      `has_aux`. With `weighted`, a batch of weight 0 is skipped too. `step.lower(...)` is `jax.jit`'s, also for
+      `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
     Raises:
+      NonFiniteError: see `max_skips`; nothing was dispatched, so params and state are still there. Overflows that only
+        lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
       ValueError: arrays that an earlier step took, a batch that does not divide, or (several processes) one that is
         not made of global arrays.
     """
     engine_of(opt, "train_step")
+    if max_skips is not None and (not isinstance(max_skips, int) or max_skips < 0):
+        raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
+    if max_skips is None and opt.config.loss_scale is not None:
+        raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
     loss = value_and_grad(
         loss_fn, opt, has_aux=has_aux, microbatches=microbatches, weighted=weighted, fold_keys=fold_keys
     )
-    return TrainStep(loss, donate, extra)
+    return TrainStep(loss, donate, extra, max_skips)
+
+
+class NonFiniteError(FloatingPointError):
+    """Too many steps in a row had a loss or gradient that is not finite.
+
+    `step` is the last one's number, counted from 1 for the first call of that `train_step`; `leaf` is the path of the
+    first bad gradient ("the loss", if that alone was bad).
+    """
+
+    def __init__(self, step: int, leaf: str, count: int):
+        super().__init__(
+            f"train_step: call {step}: {leaf} is not finite, for the {count}. time in a row. Params and state are as "
+            "the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
+        )
+        self.step, self.leaf = step, leaf
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +90,9 @@ class TrainStep:
     loss: LossFunction
     donate: bool
     extra: Callable[[Any, Any], dict[str, Any]] | None
+    max_skips: int | None
     _programs: dict[Any, "_Program"] = dataclasses.field(default_factory=dict, repr=False)
+    _verdicts: "_Verdicts" = dataclasses.field(default_factory=lambda: _Verdicts(), repr=False)
 
     def __call__(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
         program = self._program(params, state, batch)
@@ -70,9 +101,12 @@ class TrainStep:
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
+        self._verdicts.check(self.max_skips, self.loss.options.engine.config.loss_scale)
         params, state = _placed((params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
-        return program.run(params, state, batch, *self.loss.options.engine.within_reach(args))
+        results = program.run(params, state, batch, *self.loss.options.engine.within_reach(args))
+        self._verdicts.expect(program.names, results[2])
+        return results
 
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
@@ -109,17 +143,88 @@ class TrainStep:
             out_shardings=(wanted.params, wanted.state, NamedSharding(engine.mesh, P())),
             donate_argnums=(0, 1) if self.donate else (),
         )
-        return _Program(run, wanted.params, wanted.state, batch)
+        names = [path_of(names) for names, _ in named_leaves(params)]
+        return _Program(run, wanted.params, wanted.state, batch, names)
 
     def _step(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
-        engine = self.loss.options.engine
-        value, grads = self.loss(params, batch, *args)
-        loss, aux = value if self.loss.options.has_aux else (value, None)
-        norm = engine.globally(optax.tree.norm, P())(grads)
-        further = {"value": loss, "grad": grads} | (self.extra(params, batch) if self.extra else {})
-        params, state = engine.advance(grads, state, params, further, want="params")
-        metrics = {"loss": loss, "grad_norm": norm}
-        return params, state, metrics | ({"aux": aux} if self.loss.options.has_aux else {})
+        engine, scaling = self.loss.options.engine, self.loss.options.engine.config.loss_scale
+        scale = None if scaling is None else state.extra["loss_scale"]["scale"]
+        found = self.loss.measure(params, batch, args, scale=scale)
+        norm, bad_leaf, finite = engine.globally(_judged, (P(), P(), P()))(found.loss, found.grads)
+        ok = found.weight != 0 if self.loss.options.weighted else None
+        if self.max_skips is not None:
+            ok = finite if ok is None else ok & finite
+        further = {"value": found.loss, "grad": found.grads} | (self.extra(params, batch) if self.extra else {})
+        params, after = engine.advance(found.grads, state, params, further, want="params", ok=ok)
+        skipped = jnp.bool_(False) if ok is None else ~ok
+        metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
+        if scaling is not None:
+            metrics["loss_scale"] = scale
+            after = after._replace(
+                extra=after.extra | {"loss_scale": scaling.after(state.extra["loss_scale"], ~finite)}
+            )
+        return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
+
+
+def _judged(loss: jax.Array, grads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(norm of the whole gradient, index of its first leaf that is not finite or -1, whether all is finite).
+
+    A gradient so large that its square overflows is not finite either: it would stay in second moments for ever.
+    """
+    squares = [_sum_of_squares(g) for g in jax.tree.leaves(grads)]
+    if not squares:
+        return jnp.zeros(()), jnp.int32(-1), jnp.isfinite(loss)
+    bad = ~jnp.isfinite(jnp.stack([x.astype(jnp.result_type(*squares)) for x in squares]))
+    first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
+    return jnp.sqrt(sum(squares)), first, jnp.isfinite(loss) & ~bad.any()
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    """In float32 at least: in bf16 a sum of many squares would stop growing."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x))
+
+
+class _Verdicts:
+    """What became of the steps: looked at one call late, so that the devices never wait for the host.
+
+    Always exactly so late, so that several processes raise at the same call.
+    """
+
+    def __init__(self):
+        self._calls, self._bad_in_a_row = 0, 0
+        self._pending: list[tuple[int, list[str], dict[str, Any]]] = []
+
+    def expect(self, names: list[str], metrics: dict[str, Any]) -> None:
+        self._calls += 1
+        kept = {name: metrics[name] for name in ("skipped", "bad_leaf", "loss", "loss_scale") if name in metrics}
+        self._pending.append((self._calls, names, kept))
+
+    def check(self, max_skips: int | None, scaling: LossScale | None) -> None:
+        """Warns of what was skipped, or raises."""
+        while len(self._pending) > 1:
+            call, names, metrics = self._pending.pop(0)
+            if bool(metrics["skipped"]):
+                self._skipped(call, names, metrics, max_skips, scaling)
+            else:
+                self._bad_in_a_row = 0
+
+    def _skipped(self, call: int, names: list[str], metrics: Any, max_skips: int | None, scaling: Any) -> None:
+        bad = int(metrics["bad_leaf"])
+        if bad < 0 and math.isfinite(float(metrics["loss"])):
+            self._warn(call, "the whole batch has weight 0")
+            return
+        if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
+            return  # an overflow, which the scale will answer
+        self._bad_in_a_row += 1
+        leaf = "the loss" if bad < 0 else names[bad]
+        if max_skips is not None and self._bad_in_a_row > max_skips:
+            count, self._bad_in_a_row = self._bad_in_a_row, 0
+            raise NonFiniteError(call, leaf, count)
+        self._warn(call, f"{leaf if bad < 0 else 'the gradient of ' + leaf} is not finite")
+
+    def _warn(self, call: int, why: str) -> None:
+        warnings.warn(f"train_step: call {call} changed nothing: {why}", stacklevel=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +233,7 @@ class _Program:
     params: Any
     state: Any
     batch: NamedSharding
+    names: list[str]
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -1,13 +1,14 @@
 """Paths of leaves, by name, and what is asked of whole trees."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 Names = tuple[str, ...]
+T = TypeVar("T")
 
 
 def names_of(path: Iterable[Any]) -> Names:
@@ -28,6 +29,16 @@ def path_of(names: Names) -> str:
 
 def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
     return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
+    """Whose path is the longest end of this path: of ("0", "mu", "w"), the parameter ("w",).
+
+    >>> owner_of(("0", "mu", "w"), {("w",): "the parameter"})
+    'the parameter'
+    """
+    suffixes = (names[start:] for start in range(len(names) + 1))
+    return next((owners[suffix] for suffix in suffixes if suffix in owners), None)
 
 
 def is_traced(*trees: Any) -> bool:
