@@ -1,0 +1,474 @@
+"""Every gradient transformation of optax, found in its namespace, ready to train; and a tree and a loss to train on.
+
+`cases()` is the list. A callable that is new in optax is in it the day it appears: its required arguments are filled by
+their names from `ARGUMENTS`, and where that does not do, `Case.make` says which table here to add it to.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+# The tree and the loss.
+
+SPECS = [(r"^embed$", P("tensor")), (r"blocks/up", P(None, None, "tensor")), (r"list/1", P("tensor"))]
+CUT = {"embed": 0, "blocks/up": 2, "list/1": 0}  # the dim that SPECS cut over "tensor"
+ROWS = 32
+
+
+def params(dtype: Any) -> Any:
+    """Dims that no N divides, primes, a scalar, stacked layers, a list, a leaf of size 0; all else NumPy."""
+    rng = np.random.default_rng(11)
+    shapes = {
+        "embed": (24, 16),
+        "blocks": {"up": (3, 16, 32), "gain": (3, 16)},
+        "list": [(17, 5), (16,)],
+        "odd": (16, 17),
+        "scalar": (),
+        "empty": (0, 3),
+    }
+    return jax.tree.map(
+        lambda s: np.asarray(0.5 * rng.normal(size=s), dtype), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+
+
+def batches(count: int, dtype: Any, rows: int = ROWS) -> list[Any]:
+    """Different rows everywhere, so that no two devices and no two steps ever see the same data."""
+    rng = np.random.default_rng(12)
+    return [{"x": np.asarray(rng.normal(size=(rows, 2)), dtype)} for _ in range(count)]
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    """Convex; every element's gradient depends on every row, on its own value and, through each row's sum, on all."""
+    return _loss(params, batch, {}, lambda x: x)
+
+
+def tensor_loss(params: Any, batch: Any) -> jax.Array:
+    """The same, written for params that `SPECS` cut over "tensor"."""
+    return _loss(params, batch, CUT, lambda x: lax.psum(x, "tensor"))
+
+
+def _loss(params: Any, batch: Any, cut: dict[str, int], total: Callable[[Any], Any]) -> jax.Array:
+    each_row = jnp.zeros_like(batch["x"][:, 0])
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+        dim = cut.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))
+        term = _leaf_term(leaf, batch["x"], dim, i)
+        each_row = each_row + (term if dim is None else total(term))
+    return jnp.mean(jnp.square(each_row))
+
+
+def _leaf_term(leaf: jax.Array, x: jax.Array, dim: int | None, i: int) -> jax.Array:
+    """(rows,): how far the leaf lies from what the row asks for, a rough |w - target|."""
+    sizes = [n * (2 if d == dim else 1) for d, n in enumerate(leaf.shape)]
+    index = [lax.broadcasted_iota(leaf.dtype, leaf.shape, d) for d in range(leaf.ndim)]
+    if dim is not None:
+        index[dim] = index[dim] + (lax.axis_index("tensor") * leaf.shape[dim]).astype(leaf.dtype)
+    phase = jnp.full(leaf.shape, 1.0 + i, leaf.dtype)
+    for d, number in enumerate(index):
+        phase = 1.7 * phase + (d + 1.3) * number + 0.05 * number * phase
+    a, b = (x[:, k].reshape((-1,) + (1,) * leaf.ndim) for k in (0, 1))
+    away = leaf - (0.6 * a * jnp.sin(phase) + (0.4 * b + 0.3) * jnp.cos(1.3 * phase))
+    rough = away * away / (1 + jnp.sqrt(1 + away * away))
+    return 0.2 * jnp.sum(rough, tuple(range(1, rough.ndim))) / max(np.prod(sizes), 1) ** 0.5
+
+
+# The cases.
+
+Extra = Callable[[Callable[[Any, Any], Any], Any, Any], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One transformation.
+
+    `make()` gives it anew, ready to train. `update` needs `value=` (the loss), `grad=` (the gradients) and what
+    `extra(loss, params, batch)` returns. `place(params)` gives the params that it wants: all but lookahead take any.
+    `without` are leaves of `params` that optax itself fails on, unsharded, and how.
+    """
+
+    name: str
+    make: Callable[[], optax.GradientTransformation]
+    extra: Extra = lambda loss, params, batch: {}
+    place: Callable[[Any], Any] = lambda params: params
+    without: Mapping[str, tuple[type[Exception], str]] = dataclasses.field(default_factory=dict)
+
+    def tree(self, params: Any) -> Any:
+        """The params that it is tried on: all leaves but those that optax cannot hold."""
+        return self.place({name: leaf for name, leaf in params.items() if name not in self.without})
+
+
+RATE = 0.02
+
+# What any factory gets for an argument of this name that has no default.
+ARGUMENTS: dict[str, Callable[[], Any]] = {
+    "learning_rate": lambda: RATE,
+    "inner": lambda: optax.adam(RATE),
+    "optimizer": lambda: optax.adam(RATE),
+    "base_optimizer": lambda: optax.adam(RATE),
+    "tx": lambda: optax.adam(RATE),
+    "fast_optimizer": lambda: optax.adam(RATE),
+    "adv_optimizer": lambda: optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    "transforms": lambda: {"one": optax.adam(RATE), "two": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))},
+    "param_labels": lambda: labels,
+    "mask": lambda: matrices,
+    "freeze_mask": lambda: {name: name in ("embed", "list") for name in params(np.float32)},
+    "should_transform_fn": lambda: lambda step: step % 2 == 0,
+    "step_size": lambda: -RATE,
+    "step_size_fn": lambda: optax.linear_schedule(-RATE, -3 * RATE, 5),
+    "max_consecutive_errors": lambda: 2,
+    "sync_period": lambda: 2,
+    "slow_step_size": lambda: 0.5,
+    "clipping": lambda: 0.05,
+    "max_norm": lambda: 0.1,
+    "max_delta": lambda: 0.01,
+    "threshold": lambda: 0.01,
+    "eta": lambda: 0.01,
+    "gamma": lambda: 0.55,
+    "key": lambda: jax.random.key(3),
+    "seed": lambda: 3,
+    "decay": lambda: 0.9,
+    "l2_norm_clip": lambda: 0.5,
+    "noise_multiplier": lambda: 0.1,
+    "measure_name": lambda: "norm",
+    "measure": lambda: optax.tree.norm,
+    "measures": lambda: {"norm": optax.tree.norm, "ema": optax.measure_with_ema(optax.tree.norm, 0.9)},
+    "max_backtracking_steps": lambda: 8,
+    "max_linesearch_steps": lambda: 8,
+}
+
+# Arguments beside the required ones: so that it really does in five small steps what it is for.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adafactor": {"learning_rate": RATE, "min_dim_size_to_factor": 8, "momentum": 0.9, "weight_decay_rate": 0.01},
+    "adadelta": {"learning_rate": 1.0, "weight_decay": 0.01},
+    "adagrad": {"learning_rate": 0.1},
+    "add_decayed_weights": {"weight_decay": 0.1},
+    "apply_every": {"k": 2},
+    "contrib.dadapt_adamw": {"estim_lr0": 1e-3, "weight_decay": 0.1},
+    "contrib.galore": {"rank": 4, "update_proj_gap": 2},
+    "contrib.mechanize": {"s_init": 1e-2},
+    "contrib.prodigy": {"estim_lr0": 1e-3, "weight_decay": 0.1},
+    "contrib.reduce_on_plateau": {"factor": 0.5, "patience": 1, "rtol": 0.5, "cooldown": 1},
+    "contrib.dog": {"init_step": ("learning_rate", 0.01)},
+    "contrib.scale_by_galore": {"rank": 4, "update_proj_gap": 2, "base_optimizer": optax.scale_by_adam()},
+    "scale_by_distance_over_gradients": {"reps_rel": 0.1},
+    "contrib.scale_by_muon": {"weight_dimension_numbers": lambda params: muon_dims(params)},
+    "contrib.sophia": {"update_interval": 2, "gamma": 1.0},
+    "lars": {"learning_rate": 0.5, "weight_decay": 0.01},
+    "lbfgs": {"memory_size": 3},
+    "rmsprop": {"centered": True, "momentum": 0.9},
+    "scale_by_factored_rms": {"min_dim_size_to_factor": 8},
+    "scale_by_lbfgs": {"memory_size": 3},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "sm3": {"learning_rate": 0.1},
+}
+
+
+def matrices(params: Any) -> Any:
+    """A mask: the leaves of two dims or more."""
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
+
+
+def muon_dims(params: Any) -> Any:
+    """Which dims of each leaf are a matrix's; None, or nothing where a mask left nothing: it is none."""
+
+    def dims(x: Any) -> Any:
+        return {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}.get(x.ndim)
+
+    return jax.tree.map(dims, params)
+
+
+def labels(params: Any) -> Any:
+    return jax.tree.map(lambda x: "one" if x.ndim == 2 else "two", params)
+
+
+# How a callable that is no whole optimizer is put into one: by default `chain(it, scale(-RATE))`.
+SCALES = {
+    "scale": 1,
+    "scale_by_schedule": 1,
+    "scale_by_learning_rate": 1,
+    "scale_by_rprop": -1,
+    "contrib.scale_by_madgrad": 1,
+}
+LAST = {"keep_params_nonnegative", "scale_by_backtracking_linesearch", "scale_by_polyak", "scale_by_zoom_linesearch"}
+WHOLE = {"learning_rate", "inner", "optimizer", "base_optimizer", "tx", "fast_optimizer", "transforms"}
+
+# Callables of which the annotation does not tell, and that make no gradient transformation.
+OTHERS = {
+    "bias_correction",
+    "contrib.schedule_free_eval_params",
+    "matrix_inverse_pth_root",
+    "sigmoid_binary_cross_entropy",
+    "update_infinity_moment",
+    "update_moment",
+    "update_moment_per_elem_norm",
+}
+# Classes that are transformations, or make them, and are in `VARIANTS`; or the bare contract.
+CLASSES = {"GradientTransformation", "GradientTransformationExtraArgs", "MultiSteps"}
+
+
+def _value_fn(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
+    return {"value_fn": lambda params: loss(params, batch)}
+
+
+def _obj_fn(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
+    return {"obj_fn": lambda params: loss(params, batch)}
+
+
+def _grad_fn(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
+    return {"grad_fn": lambda params, step: jax.grad(loss)(params, batch)}
+
+
+def _each_example(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
+    """(rows, *shape): the gradients of each row by itself, 8 rows of the batch."""
+    one = lambda x: jax.grad(loss)(params, {"x": x[None]})  # noqa: E731
+    return {"each_example": jax.vmap(one)(batch["x"][:8])}
+
+
+EXTRA: dict[str, Extra] = {
+    "lbfgs": _value_fn,
+    "scale_by_backtracking_linesearch": _value_fn,
+    "scale_by_zoom_linesearch": _value_fn,
+    "contrib.hutchinson_estimator_diag_hessian": _obj_fn,
+    "contrib.sophia": _obj_fn,
+    "contrib.differentially_private_aggregate": _each_example,
+    "contrib.dpsgd": _each_example,
+}
+
+
+def of_each_example(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """A transformation of per-example gradients, which come as an extra argument: a step has the averaged ones."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, each_example: Any, **extra: Any) -> Any:
+        del updates, extra
+        return tx.update(each_example, state, params)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def of_fast(tx: Any) -> optax.GradientTransformation:
+    """lookahead wants the gradients of the fast params alone; a step has those of both."""
+    return optax.GradientTransformation(
+        tx.init, lambda updates, state, params=None: tx.update(updates.fast, state, params)
+    )
+
+
+def without_extra(tx: Any) -> optax.GradientTransformation:
+    """sam knows no extra arguments but its own, and every step has `value` and `grad`."""
+    return optax.GradientTransformation(tx.init, lambda updates, state, params=None: tx.update(updates, state, params))
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "contrib.differentially_private_aggregate": of_each_example,
+    "contrib.dpsgd": of_each_example,
+    "lookahead": of_fast,
+    "contrib.sam": without_extra,
+    "contrib.scale_by_muon": lambda tx: optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim == 2, params)),
+    "measure_with_ema": lambda tx: optax.monitor({"ema": tx}),
+}
+PLACE = {"lookahead": optax.LookaheadParams.init_synced}
+
+
+def _modules() -> dict[str, Any]:
+    return {"": optax, "contrib.": optax.contrib, "transforms.": optax.transforms}
+
+
+def public() -> dict[str, Any]:
+    """Every public callable of optax, each once."""
+    found: dict[str, Any] = {}
+    for prefix, module in _modules().items():
+        for name in dir(module):
+            value = getattr(module, name)
+            new = not any(value is other for other in found.values())
+            if new and not name.startswith("_") and (inspect.isroutine(value) or inspect.isclass(value)):
+                found[prefix + name] = value
+    return found
+
+
+def factories() -> dict[str, Any]:
+    """Those that make gradient transformations, by their annotation; all that have none but for `OTHERS`."""
+    found = {name: value for name, value in public().items() if inspect.isroutine(value)}
+    returns = {name: inspect.signature(value).return_annotation for name, value in found.items()}
+    unknown = {name for name in found if returns[name] is inspect.Signature.empty} - OTHERS
+    return {name: found[name] for name in found if name in unknown or "GradientTransformation" in str(returns[name])}
+
+
+def arguments(name: str, factory: Any) -> dict[str, Any]:
+    """What to call a factory with.
+
+    Raises:
+      LookupError: an argument of which nothing is known here.
+    """
+    needed = {}
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.default is not parameter.empty and parameter.name != "key":
+            continue
+        if parameter.name not in ARGUMENTS or parameter.kind == parameter.VAR_POSITIONAL:
+            raise LookupError(f"optax.{name}: add its argument {parameter.name!r} to ARGUMENTS in tests/matrix.py")
+        needed[parameter.name] = ARGUMENTS[parameter.name]()
+    return needed | OPTIONS.get(name, {})
+
+
+def build(name: str) -> Any:
+    """The transformation that a factory makes, put into an optimizer where it is none by itself."""
+    factory = public()[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what is deprecated is public still
+        made = factory(**arguments(name, factory))
+    if name in ADAPTERS:
+        made = ADAPTERS[name](made)
+    if name in LAST:
+        return optax.chain(optax.scale(-1.0), made)
+    bare = "scale_by_" in name or not WHOLE & set(inspect.signature(factory).parameters)
+    return optax.chain(made, optax.scale(SCALES.get(name, -RATE))) if bare else made
+
+
+# By hand: what takes no plain arguments, and what people chain.
+
+Sequence = Callable[[], optax.GradientTransformation]
+
+
+def _multi_steps(inner: Sequence, **options: Any) -> Sequence:
+    return lambda: optax.MultiSteps(inner(), 2, **options).gradient_transformation()
+
+
+def _adamw() -> optax.GradientTransformation:
+    return optax.adamw(RATE, weight_decay=0.1)
+
+
+def _skip(limit: float) -> Any:
+    return functools.partial(optax.skip_large_updates, max_squared_norm=limit)
+
+
+def _by_part(tx: Any) -> Any:
+    inner = {"matrices": tx(RATE), "rest": optax.sgd(0.1, momentum=0.9)}
+    return optax.partition(inner, lambda params: jax.tree.map(lambda x: "matrices" if x.ndim >= 2 else "rest", params))
+
+
+def _warm(peak: float) -> Any:
+    return optax.warmup_cosine_decay_schedule(peak / 5, peak, 2, 8)
+
+
+def _deprecated_inject() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return optax.inject_stateful_hyperparams(optax.adamw)(_warm(RATE), weight_decay=0.1)
+
+
+def _poisoned(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """One element of one leaf is not a number in the second step, so that one device sees it."""
+
+    def update(updates: Any, step: Any, params: Any = None) -> Any:
+        bad = updates["odd"].at[13, 2].set(jnp.where(step == 1, jnp.nan, updates["odd"][13, 2]))
+        return updates | {"odd": bad}, step + 1
+
+    return optax.chain(optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update), tx)
+
+
+VARIANTS: dict[str, Sequence] = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(0.1), _adamw()),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.05)), ("lamb", optax.lamb(RATE))),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(_warm(RATE), weight_decay=0.1),
+    "inject_stateful_hyperparams": _deprecated_inject,
+    "stateless": lambda: optax.chain(
+        optax.stateless(lambda g, p: jax.tree.map(lambda a, b: a + 0.1 * jnp.mean(b**2), g, p)), optax.sgd(RATE)
+    ),
+    "stateless_with_tree_map": lambda: optax.chain(
+        optax.stateless_with_tree_map(lambda g, p: g + 0.1 * p), optax.sgd(RATE)
+    ),
+    "inject_hyperparams of clip": lambda: optax.chain(
+        optax.inject_hyperparams(optax.clip_by_global_norm)(_warm(0.2)), optax.sgd(0.1)
+    ),
+    "MultiSteps of adamw": _multi_steps(_adamw),
+    "MultiSteps, sums": _multi_steps(_adamw, use_grad_mean=False),
+    "MultiSteps of MultiSteps": _multi_steps(_multi_steps(_adamw)),
+    "MultiSteps in a chain": lambda: optax.chain(optax.clip_by_global_norm(0.1), _multi_steps(_adamw)()),
+    "MultiSteps, skip_not_finite": _multi_steps(_adamw, should_skip_update_fn=optax.skip_not_finite),
+    "MultiSteps, skip_large_updates": _multi_steps(_adamw, should_skip_update_fn=_skip(2.45)),
+    "MultiSteps, skip_not_finite, a nan": lambda: _poisoned(
+        _multi_steps(_adamw, should_skip_update_fn=optax.skip_not_finite)()
+    ),
+    "apply_if_finite, a nan": lambda: _poisoned(optax.apply_if_finite(optax.adam(RATE), 2)),
+    "apply_if_finite of MultiSteps": lambda: optax.apply_if_finite(_multi_steps(_adamw)(), 2),
+    "zero_nans, a nan": lambda: _poisoned(optax.chain(optax.zero_nans(), optax.adam(RATE))),
+    "partition of muon": lambda: _by_part(optax.contrib.muon),
+    "partition of lamb": lambda: _by_part(optax.lamb),
+    "masked weight decay": lambda: optax.adamw(RATE, weight_decay=0.1, mask=matrices),
+    "masked clip": lambda: optax.chain(optax.masked(optax.clip_by_global_norm(0.1), matrices), optax.sgd(0.1)),
+    "clip, decay, schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1, matrices),
+        optax.scale_by_schedule(lambda step: -_warm(RATE)(step)),
+    ),
+    "schedule_free of clip and adamw": lambda: optax.contrib.schedule_free(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, b1=0.0)), RATE
+    ),
+    "lookahead of lamb": lambda: of_fast(optax.lookahead(optax.lamb(RATE), 2, 0.5, reset_state=True)),
+    "sam, opaque": lambda: opaque(_sam(opaque_mode=True)),
+    "muon, stacked": lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=muon_dims),
+    "adafactor, unfactored": lambda: optax.adafactor(RATE, factored=False),
+    "adam, bfloat16 moments": lambda: optax.adam(RATE, mu_dtype=jnp.bfloat16),
+    "ema of updates": lambda: optax.chain(optax.sgd(RATE), optax.ema(0.9)),
+    "adamw, reduce_on_plateau": lambda: optax.chain(
+        _adamw(), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
+    ),
+    "flatten of adamw": lambda: optax.flatten(_adamw()),
+    "lbfgs, backtracking": lambda: optax.lbfgs(
+        memory_size=3, linesearch=optax.scale_by_backtracking_linesearch(8, store_grad=True)
+    ),
+    "lbfgs, no linesearch": lambda: optax.lbfgs(0.1, memory_size=3, linesearch=None),
+}
+
+
+def _sam(**options: Any) -> Any:
+    return optax.contrib.sam(ARGUMENTS["optimizer"](), ARGUMENTS["adv_optimizer"](), **options)
+
+
+def opaque(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Opaque sam, which knows no extra argument but `grad_fn`."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, grad_fn: Any, **extra: Any) -> Any:
+        del extra
+        return tx.update(updates, state, params, grad_fn=grad_fn)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+EXTRA |= {"sam, opaque": _grad_fn, "lbfgs, backtracking": _value_fn}
+PLACE |= {"lookahead of lamb": PLACE["lookahead"]}
+
+# Leaves that optax itself cannot hold, and how it fails.
+_MUON = {"empty": (ZeroDivisionError, "division by zero")}
+_SM3 = {
+    "scalar": (IndexError, "list index out of range"),
+    "empty": (ValueError, "zero-size array to reduction operation max"),
+}
+WITHOUT: dict[str, Mapping[str, tuple[type[Exception], str]]] = {
+    "contrib.muon": _MUON,
+    "contrib.scale_by_muon": _MUON,
+    "muon, stacked": _MUON,
+    "partition of muon": _MUON,
+    "scale_by_sm3": _SM3,
+    "sm3": _SM3,
+}
+
+
+def cases() -> dict[str, Case]:
+    """All of them, by name."""
+    makes = {name: functools.partial(build, name) for name in factories()} | VARIANTS
+    found = {}
+    for name, make in makes.items():
+        special = {"extra": EXTRA[name]} if name in EXTRA else {}
+        special |= {"place": PLACE[name]} if name in PLACE else {}
+        found[name] = Case(name, make, without=WITHOUT.get(name, {}), **special)
+    return found
