@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, layout, local, precision
+from jaxshard import collectives, dealing, layout, local, precision
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
 from jaxshard.specs import axes_in
@@ -50,12 +50,21 @@ class Engine:
 
     def layout(self, params: Any, *, strict: bool = False) -> Layout:
         """The layout of params, and (from `inner.init`, abstractly) of the state."""
+        return layout.layout_state(self.dealt(params, strict=strict), self.abstract_state(params))
+
+    def dealt(self, params: Any, *, strict: bool = False) -> Layout:
+        """The layout of params, with the homes of those that the inner optimizer takes as whole matrices."""
         found = layout.layout_params(self.config, params, self.sizes, strict=strict)
-        return layout.layout_state(found, self.abstract_state(params))
+        if not self.config.cuts.state or not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
+            return found
+        dims = dealing.batch_dims(self.inner, params)
+        pairs = zip(found.params, dims, strict=True)
+        dealt = tuple(layout.deal_leaf(leaf, batch, self.sizes, self.config) for leaf, batch in pairs)
+        return dataclasses.replace(found, params=dealt)
 
     def trees(self, params: Any, *, strict: bool = False) -> Shardings:
         """The PartitionSpecs of params, grads and state, as trees."""
-        found = layout.layout_params(self.config, params, self.sizes, strict=strict)
+        found = self.dealt(params, strict=strict)
         state = self._state_specs(found, self.abstract_state(params))
         return Shardings(params=self.rest(found, params), grads=self.cut(found, params), state=state)
 
@@ -64,8 +73,12 @@ class Engine:
         return _unflatten(params, [found.spec(leaf, cut=self.config.cuts.params) for leaf in found.params])
 
     def cut(self, found: Layout, params: Any) -> Any:
-        """The PartitionSpecs of what meets the inner optimizer (gradients, params, updates), as a tree."""
+        """The PartitionSpecs of gradients, as a tree."""
         return _unflatten(params, [found.spec(leaf, cut=self.config.cuts.state) for leaf in found.params])
+
+    def home(self, found: Layout, params: Any) -> Any:
+        """The PartitionSpecs of what meets the inner optimizer (gradients, params, updates), as a tree."""
+        return _unflatten(params, [leaf.home or found.spec(leaf, cut=self.config.cuts.state) for leaf in found.params])
 
     def shardings(self, params: Any) -> Shardings:
         return Shardings(*self._named(tuple(self.trees(params, strict=True))))
@@ -162,12 +175,12 @@ class Engine:
 
         With a boolean scalar `ok`, and "params" wanted: where it is False, nothing changes.
         """
-        found = layout.layout_params(self.config, grads, self.sizes)
-        cut, state_specs = self.cut(found, grads), self._state_specs(found, state)
-        grads = collectives.at(grads, self.mesh, cut)
-        mine = None if params is None else collectives.at(params, self.mesh, cut)
+        found = self.dealt(grads)
+        home, state_specs = self.home(found, grads), self._state_specs(found, state)
+        grads = collectives.at(collectives.at(grads, self.mesh, self.cut(found, grads)), self.mesh, home)
+        mine = None if params is None else collectives.at(params, self.mesh, home)
         new = precision.widens(self.config) or (want == "params" and not self._gathers_updates())
-        step = self._with_extra(lambda *args: self.shard_step(*args, new=new), extra, (cut, state_specs))
+        step = self._with_extra(lambda *args: self.shard_step(*args, new=new), extra, (home, state_specs))
         out, state = step(grads, state, mine, ok)
         out = self._gathered(found, out)
         if want == "updates":
@@ -228,10 +241,12 @@ class Engine:
 
     def _gathered(self, found: Layout, tree: Any) -> Any:
         """From where the state lives to where the params live."""
-        if self.config.cuts.params or not self.config.cuts.state:
+        if self.config.cuts.params:
+            return collectives.at(tree, self.mesh, self.rest(found, tree))
+        if not self.config.cuts.state:
             return tree
-        froms, tos = [leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]
-        dims = [leaf.dims for leaf in found.params]
+        froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]
+        dims = [leaf.home_dims if leaf.home else leaf.dims for leaf in found.params]
         return _unflatten(tree, collectives.gather_all(jax.tree.leaves(tree), self.mesh, froms, tos, dims))
 
 

@@ -68,6 +68,9 @@ class Leaf:
     ways: int
     reason: str
     awkward: bool = False  # larger than min_shard_size, and no dims to cut it all N ways
+    home: P | None = None  # where its state lives and its update is made, if elsewhere than `cut`
+    home_dims: tuple[tuple[int, Names], ...] = ()
+    at_home: str = ""  # what to know of its update
 
     @property
     def path(self) -> str:
@@ -116,27 +119,62 @@ def cut_leaf(
         return dataclasses.replace(whole, reason="a PRNG key")
     if size < max(config.min_shard_size, 1):
         return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
-    free = [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
-    assignments = itertools.product([None, *free], repeat=len(data_sizes))
-    candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
-    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes))
-    ways = math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
+    best, ways = _best_cut(shape, _free_dims(shape, spec), data_sizes)
     if ways == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in data_sizes.values())}"
         return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
-    entries = list(spec) + [None] * (len(shape) - len(spec))
-    for dim, axes in best.items():
-        entries[dim] = axes
-    where = " and ".join(f"dim {dim} by {'x'.join(axes)}" for dim, axes in sorted(best.items()))
-    dims = tuple((dim - len(shape), axes) for dim, axes in sorted(best.items()))
+    cut, dims, where = _described(whole, best)
     return dataclasses.replace(
         whole,
-        cut=canonical(entries),
+        cut=cut,
         dims=dims,
         ways=ways,
         reason=where if ways == num_shards else f"{where}: only {ways} of {num_shards} ways",
         awkward=ways < num_shards <= size,
     )
+
+
+def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: Mapping[str, int], config: Config) -> Leaf:
+    """The leaf, its state dealt out by whole matrices: cut along dims over which its update is batched, if N divides.
+
+    Gradients are reduced as before; one all-to-all of 1/N of the leaf takes them there.
+    """
+    if batch_dims is None or not leaf.dims:
+        return leaf
+    data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
+    free = [dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims]
+    best, ways = _best_cut(leaf.shape, free, data_sizes)
+    if ways < math.prod(data_sizes.values()):
+        why = f"no stack of matrices that {'x'.join(data_sizes)} divides: they are multiplied across devices"
+        return dataclasses.replace(leaf, at_home=why)
+    home, home_dims, _ = _described(leaf, best)
+    return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
+
+
+def _free_dims(shape: tuple[int, ...], spec: P) -> list[int]:
+    return [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
+
+
+def _best_cut(shape: tuple[int, ...], free: list[int], data_sizes: Mapping[str, int]) -> tuple[dict[int, Names], int]:
+    """(dim -> data axes that cut it, number of ways), of all that the free dims allow."""
+    assignments = itertools.product([None, *free], repeat=len(data_sizes))
+    candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
+    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes))
+    return best, math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
+
+
+def _described(leaf: Leaf, dims: dict[int, Names]) -> tuple[P, tuple[tuple[int, Names], ...], str]:
+    """(the spec, the dims counted from the end, and in words) of a leaf cut along `dims`."""
+    ndim = len(leaf.shape)
+    entries = list(leaf.spec) + [None] * (ndim - len(leaf.spec))
+    for dim, axes in dims.items():
+        entries[dim] = axes
+    cuts = tuple((dim - ndim, axes) for dim, axes in sorted(dims.items()))
+    return canonical(entries), cuts, _in_words(cuts, ndim)
+
+
+def _in_words(dims: tuple[tuple[int, Names], ...], ndim: int) -> str:
+    return " and ".join(f"dim {dim + ndim} by {'x'.join(axes)}" for dim, axes in dims)
 
 
 def _assign(
@@ -239,17 +277,30 @@ def layout_params(config: Config, params: Any, sizes: Mapping[str, int], *, stri
 def layout_state(params: Layout, state: Any) -> Layout:
     """Adds the leaves of an (abstract) optimizer state.
 
-    A leaf whose path ends in a parameter's path and has its shape follows that parameter's spec; others (counts,
-    factored moments) have none. The data axes then cut each by the same rule, so moments lie beside their parameters.
+    A leaf whose path ends in a parameter's path and has its shape lies beside that parameter; so does one that stacks
+    several of them (L-BFGS's memory), in its last dims. Others (counts, factored moments) have no spec of the model's.
+    The data axes then cut each by the same rule.
     """
-    specs = {leaf.names: leaf for leaf in params.params}
-    leaves = []
-    for names, leaf in named_leaves(state):
-        owner = owner_of(names, specs)
-        shape = tuple(leaf.shape)
-        spec = owner.spec if owner is not None and owner.shape == shape else P()
-        leaves.append(cut_leaf(names, shape, leaf.dtype, spec, params.sizes, params.config))
+    owners = {leaf.names: leaf for leaf in params.params}
+    leaves = (_state_leaf(names, leaf, owner_of(names, owners), params) for names, leaf in named_leaves(state))
     return dataclasses.replace(params, state=tuple(leaves))
+
+
+def _state_leaf(names: Names, leaf: Any, owner: Leaf | None, params: Layout) -> Leaf:
+    shape, spec, who = tuple(leaf.shape), P(), ""
+    extra_dims = len(shape) - len(owner.shape) if owner else 0
+    if owner and shape == owner.shape:
+        spec, who = owner.spec, f"like {owner.path}: "
+    elif owner and owner.shape and shape[extra_dims:] == owner.shape:
+        spec, who = canonical([None] * extra_dims + list(owner.spec)), f"a stack like {owner.path}: "
+    elif owner and owner.shape:
+        who = f"made from {owner.path}, of another shape: "
+    found = cut_leaf(names, shape, leaf.dtype, spec, params.sizes, params.config)
+    if owner and shape == owner.shape and owner.home is not None and found.dims:
+        reason = _in_words(owner.home_dims, len(shape))
+        found = dataclasses.replace(found, cut=owner.home, dims=owner.home_dims, reason=reason)
+    note = f"; {owner.at_home}" if owner and shape == owner.shape and owner.at_home else ""
+    return dataclasses.replace(found, reason=who + found.reason + note)
 
 
 def check_floating(params: Any) -> None:

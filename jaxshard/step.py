@@ -68,6 +68,13 @@ def train_step(
     return TrainStep(loss, donate, extra, max_skips)
 
 
+_LOSS = "the loss"
+
+
+def _what(leaf: str) -> str:
+    return leaf if leaf == _LOSS else f"the gradient of {leaf}"
+
+
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss or gradient that is not finite.
 
@@ -77,7 +84,7 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, step: int, leaf: str, count: int):
         super().__init__(
-            f"train_step: call {step}: {leaf} is not finite, for the {count}. time in a row. Params and state are as "
+            f"train_step: call {step}: {_what(leaf)} is not finite, the {count}. time in a row. Params and state are as "
             "the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
         )
         self.step, self.leaf = step, leaf
@@ -217,11 +224,11 @@ class _Verdicts:
         if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
             return  # an overflow, which the scale will answer
         self._bad_in_a_row += 1
-        leaf = "the loss" if bad < 0 else names[bad]
+        leaf = _LOSS if bad < 0 else names[bad]
         if max_skips is not None and self._bad_in_a_row > max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
             raise NonFiniteError(call, leaf, count)
-        self._warn(call, f"{leaf if bad < 0 else 'the gradient of ' + leaf} is not finite")
+        self._warn(call, f"{_what(leaf)} is not finite")
 
     def _warn(self, call: int, why: str) -> None:
         warnings.warn(f"train_step: call {call} changed nothing: {why}", stacklevel=5)

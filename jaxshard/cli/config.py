@@ -49,7 +49,7 @@ class ModelConfig:
     dropout: float = 0.0
     """Part of each block's output that is dropped in training."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation; parameters, their gradients and the optimizer's state are float32."""
+    """Type of the computation; those of parameters, gradients and state are in [precision]."""
     remat: bool = True
     """Recompute each block in the backward pass instead of keeping what it computed."""
 
@@ -72,6 +72,24 @@ class OptimizerConfig:
     """Decay of the matrices; norms and embeddings are left alone."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Types of what is kept and sent; the computation's is model.dtype."""
+
+    params: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the parameters and their gradients."""
+    masters: bool = False
+    """Keep float32 masters in the state, of which narrower parameters are the roundings."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are kept, if rounded stochastically; it computes with them in float32."""
+    reduce: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Type in which gradients are summed over microbatches and devices; by default the parameters'."""
+    stochastic_rounding: bool = False
+    """Update bfloat16 parameters in float32 and round up or down by chance: masters' work without their memory."""
+    loss_scale: bool = False
+    """Scale the loss so that float16 gradients neither vanish nor overflow; the scale finds itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +130,8 @@ class TrainConfig:
     """An evaluation improves if it is better than the best by more than so many bits per byte."""
     save_every: int = 0
     """Steps between two saves of the model; 0 saves only at the end."""
+    max_skips: int = 20
+    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +141,7 @@ class Config:
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     sharding: ShardingConfig = ShardingConfig()
     train: TrainConfig = TrainConfig()
 
@@ -140,6 +161,7 @@ class Arguments(Config):
 def check(config: Config) -> None:
     """Raises ValueError, naming the option, for a value that no run can have."""
     _check_ranges(config)
+    _check_precision(config.precision)
     model = config.model
     if model.width % model.heads:
         raise ValueError(
@@ -157,6 +179,36 @@ def check(config: Config) -> None:
         )
 
 
+def _check_precision(chosen: PrecisionConfig) -> None:
+    params, widened = chosen.params, chosen.masters or chosen.stochastic_rounding
+    if chosen.masters and params == "float32":
+        raise ValueError(
+            "precision.masters: the parameters are float32 themselves: leave it out, or set precision.params = bfloat16"
+        )
+    if chosen.stochastic_rounding and params != "bfloat16":
+        raise ValueError(
+            f"precision.stochastic_rounding rounds to bfloat16, and precision.params = {params}: leave it out, or set "
+            "precision.params = bfloat16"
+        )
+    if chosen.stochastic_rounding and chosen.masters:
+        raise ValueError("precision.stochastic_rounding does without precision.masters: leave one of them out")
+    if params == "float16" and not chosen.masters:
+        raise ValueError(
+            "precision.params = float16: AdamW's small numbers vanish in it: add precision.masters = true, or set "
+            "precision.params = bfloat16"
+        )
+    if chosen.loss_scale and params != "float16":
+        raise ValueError(
+            f"precision.loss_scale: {params} has the range that gradients need: leave it out; it is for "
+            "precision.params = float16"
+        )
+    if chosen.moments == "bfloat16" and params == "bfloat16" and not widened:
+        raise ValueError(
+            "precision.moments = bfloat16: nothing here is kept wider, so they would be rounded to nearest, and stall: "
+            "add precision.masters or precision.stochastic_rounding, or leave it out"
+        )
+
+
 _POSITIVE = (
     *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
     *("optimizer.learning_rate", "optimizer.clip_norm"),
@@ -165,7 +217,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *("train.seed", "train.patience", "train.min_improvement", "train.save_every"),
+    *("train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
 )
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
 

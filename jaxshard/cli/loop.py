@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxshard import NonFiniteError
 from jaxshard.cli.folder import Snapshot
 from jaxshard.cli.record import Recorder
 from jaxshard.cli.report import Display, bits
-from jaxshard.cli.run import Run
+from jaxshard.cli.run import Run, num_updates
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,12 +28,23 @@ class Hooks:
 
 
 class Meter:
-    """Metrics between two records. A step's are fetched once the next step is dispatched, so devices never wait."""
+    """Metrics between two records. A step's are fetched once the next step is dispatched, so devices never wait.
 
-    def __init__(self, run: Run, recorder: Recorder, display: Display):
+    Args:
+      run, recorder, display: what is measured, and where that goes.
+      first: where the run starts from.
+
+    Attributes:
+      skipped: steps of the whole run, from its first on, that changed nothing: loss or gradient was not finite.
+    """
+
+    def __init__(self, run: Run, recorder: Recorder, display: Display, first: Snapshot):
         self._run, self._recorder, self._display = run, recorder, display
+        self.skipped = first.step - num_updates(first.state)
         self._pending: tuple[int, dict[str, Any]] | None = None
-        self._losses: list[float] = []
+        self._losses: list[float] = []  # of the steps that were not skipped
+        self._grad_norm = 0.0  # of the last of these
+        self._num_steps = 0
         self._clock = time.perf_counter()
         self._seconds = 0.0
 
@@ -46,51 +58,70 @@ class Meter:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        if not math.isfinite(loss + grad_norm):
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: lower optimizer.learning_rate, or warm up longer"
-            )
+        if bool(metrics["skipped"]):
+            self.skipped += 1
+        else:
+            self._losses.append(float(metrics["loss"]))
+            self._grad_norm = float(metrics["grad_norm"])
         now = time.perf_counter()
         self._seconds, self._clock = self._seconds + now - self._clock, now
-        self._losses.append(loss)
+        self._num_steps += 1
         self._display.advance(step)
         if step % self._run.config.train.log_every == 0:
-            self._record(step, grad_norm)
+            self._record(step, {"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {})
 
     def restart_clock(self) -> None:
         """What happened since the last fetch (an evaluation, a save) is no part of a step's time."""
         self._clock = time.perf_counter()
 
     def heldout(self, step: int, loss: float) -> None:
-        """Records an evaluation."""
+        """Records an evaluation; one that is not finite is shown alone."""
         scalars = {"heldout_loss": loss, "heldout_bits_per_byte": bits(loss)}
-        self._recorder.write(step, scalars)
+        if math.isfinite(loss):
+            self._recorder.write(step, scalars)
         self._display.heldout(step, scalars)
 
-    def _record(self, step: int, grad_norm: float) -> None:
-        config, loss = self._run.config, sum(self._losses) / len(self._losses)
-        seconds = self._seconds / len(self._losses)
-        scalars = {
-            "loss": loss,
-            "bits_per_byte": bits(loss),
-            "grad_norm": grad_norm,
-            "learning_rate": float(np.asarray(self._run.schedule(step - 1))),
+    def _record(self, step: int, further: dict[str, float]) -> None:
+        """Records the steps since the last record; without a loss, if all of them were skipped."""
+        config, seconds, scalars = self._run.config, self._seconds / self._num_steps, {}
+        if self._losses:
+            loss = sum(self._losses) / len(self._losses)
+            scalars = {"loss": loss, "bits_per_byte": bits(loss), "grad_norm": self._grad_norm}
+        scalars |= {
+            "learning_rate": float(np.asarray(self._run.schedule(max(0, step - 1 - self.skipped)))),
             "step_seconds": seconds,
             "tokens_per_second": config.train.rows * config.model.sequence_length / seconds,
+            "skipped_steps": self.skipped,
+            **further,
         }
         self._recorder.write(step, scalars)
         self._display.training(step, scalars)
-        self._losses, self._seconds = [], 0.0
+        self._losses, self._num_steps, self._seconds = [], 0, 0.0
+
+
+def _divergence(step: int, leaf: str, max_skips: int) -> str:
+    what = leaf if leaf == "the loss" else f"the gradient of {leaf}"
+    return (
+        f"step {step}: {what} is not finite, and more than train.max_skips = {max_skips} steps in a row were skipped: "
+        "lower optimizer.learning_rate, or warm up longer"
+    )
 
 
 def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
-    """Trains from `snapshot` until the last step, early stopping or an interruption; returns where that was."""
-    train = run.config.train
+    """Trains from `snapshot` until the last step, early stopping or an interruption; returns where that was.
+
+    Raises:
+      FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
+    """
+    train, first = run.config.train, snapshot.step
     meter.restart_clock()
     while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.interrupted():
         batch, keys = run.batch(snapshot.step), run.keys(snapshot.step)
-        params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
+        try:
+            params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
+        except NonFiniteError as error:
+            hooks.save(snapshot)
+            raise FloatingPointError(_divergence(first + error.step, error.leaf, train.max_skips)) from error
         snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1)
         meter.dispatched(snapshot.step, metrics)
         if snapshot.step % train.eval_every == 0 or snapshot.step == train.steps:

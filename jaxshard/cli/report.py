@@ -87,10 +87,10 @@ class Display:
 
     def training(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a record of training."""
-        status = (
-            f"{scalars['bits_per_byte']:.3f} bits/byte  {scalars['tokens_per_second']:,.0f} tokens/s  "
-            f"{1000 * scalars['step_seconds']:.0f} ms/step"
-        )
+        loss = f"{scalars['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in scalars else "no finite loss"
+        status = f"{loss}  {scalars['tokens_per_second']:,.0f} tokens/s  {1000 * scalars['step_seconds']:.0f} ms/step"
+        if scalars["skipped_steps"]:
+            status += f"  {scalars['skipped_steps']} skipped"
         self._bar.update(self._task, status=status)
         if self._bar.disable:
             self._console.print(f"{self._at(step)}  {status}")

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jaxshard
 from jaxshard.cli import data
-from jaxshard.cli.config import Config, OptimizerConfig, ShardingConfig
+from jaxshard.cli.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig
 from jaxshard.cli.folder import Snapshot
 from jaxshard.cli.model import LanguageModel
 from jaxshard.cli.stopping import EarlyStopping
@@ -58,7 +59,8 @@ class Run:
     def start(self) -> Snapshot:
         """Fresh parameters and state, sharded from the start: no device ever holds more than its share."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template.params)
-        params = jax.jit(self.model.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+        init = _initial(self.model, self.config.precision)
+        params = jax.jit(init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
         return dataclasses.replace(self.template, params=params, state=self.opt.init(params))
 
     def batch(self, step: int) -> Any:
@@ -74,7 +76,8 @@ class Run:
 
     def make_step(self) -> Any:
         """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
-        return jaxshard.train_step(self.model.loss, self.opt, microbatches=self.config.sharding.microbatches)
+        microbatches, max_skips = self.config.sharding.microbatches, self.config.train.max_skips
+        return jaxshard.train_step(self.model.loss, self.opt, microbatches=microbatches, max_skips=max_skips)
 
     def make_evaluate(self) -> Callable[[Any], float]:
         """`evaluate(params)` is the mean loss, in nats, over the held-out text."""
@@ -93,13 +96,14 @@ class Run:
         """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
         params, state = self.template.params, self.template.state
         shardings = self.opt.shardings(params)
+        summed = params if not self.config.precision.reduce else _typed(params, self.config.precision.reduce)
         summed_in_shards = self.opt.config.cuts.accumulators
         held = {
             "params": _num_bytes(params, shardings.params),
-            "grads": _num_bytes(params, shardings.grads if summed_in_shards else None),
+            "grads": _num_bytes(summed, shardings.grads if summed_in_shards else None),
             "state": _num_bytes(state, shardings.state),
         }
-        whole = {"params": _num_bytes(params), "grads": _num_bytes(params), "state": _num_bytes(state)}
+        whole = {"params": _num_bytes(params), "grads": _num_bytes(summed), "state": _num_bytes(state)}
         return held, whole
 
 
@@ -114,9 +118,10 @@ def prepare(config: Config) -> Run:
     mesh = make_mesh(config.sharding)
     _check_rows(config, mesh)
     schedule, inner = make_optimizer(config.optimizer, config.train.steps)
-    opt = STRATEGIES[config.sharding.strategy](inner, mesh, min_shard_size=config.sharding.min_shard_size)
+    options = {"min_shard_size": config.sharding.min_shard_size, **precision_options(config.precision)}
+    opt = STRATEGIES[config.sharding.strategy](inner, mesh, **options)
     model = LanguageModel(config.model)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
     params = jax.tree.map(_placed, shapes, opt.shardings(shapes).params)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
@@ -151,6 +156,32 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
     )
     adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_kernels)
     return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def precision_options(config: PrecisionConfig) -> dict[str, Any]:
+    """What a strategy of jaxshard is to be told; nothing for the defaults."""
+    return (
+        ({"master_dtype": jnp.float32} if config.masters else {})
+        | ({"moment_dtype": jnp.bfloat16} if config.moments == "bfloat16" else {})
+        | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
+        | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
+        | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})
+    )
+
+
+def num_updates(state: Any) -> int:
+    """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
+    inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
+    return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
+
+
+def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Any]:
+    """`init(key)`: fresh parameters in their type."""
+    return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
+
+
+def _typed(tree: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
 
 
 def _kernels(params: Any) -> Any:

@@ -96,17 +96,21 @@ def make_job(given: Arguments) -> Job:
 
 
 def compile_step(job: Job, console: Console) -> Any:
-    """The compiled step; shows what it holds and moves."""
+    """The step, which JAX compiles but once; shows what it holds and moves."""
     run = job.run
     _introduce(console, run)
-    params, state = run.template.params, run.template.state
-    compiled = run.make_step().lower(params, state, run.batch(0), *run.keys(0)).compile()
+    params, state, step = run.template.params, run.template.state, run.make_step()
+    compiled = step.lower(params, state, run.batch(0), *run.keys(0)).compile()
     console.print(f"the compiled step\n{jaxshard.inspect.report(compiled)}\n")
-    return compiled
+    return step
 
 
 def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
-    """Trains and saves; returns what was saved last, and whether Ctrl-C ended it."""
+    """Trains and saves; returns what was saved last, and whether Ctrl-C ended it.
+
+    Raises:
+      FloatingPointError: too many steps in a row were skipped.
+    """
     run, folder = job.run, job.folder
     writes = jax.process_index() == 0
     snapshot = folders.restore(folder, run.template) if job.resume else run.start()
@@ -118,8 +122,11 @@ def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
         Interrupt(console.print) as interrupt,
     ):
         hooks = Hooks(step, run.make_evaluate(), lambda saved: folders.save(folder, saved), lambda: interrupt.asked)
-        snapshot = fit(run, snapshot, hooks, Meter(run, recorder, display))
+        meter = Meter(run, recorder, display, snapshot)
+        snapshot = fit(run, snapshot, hooks, meter)
         folders.save(folder, snapshot)
+    if meter.skipped:
+        console.print(f"skipped: {meter.skipped} of {snapshot.step} steps, for a loss or gradient that was not finite")
     if writes:
         draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
     return snapshot, interrupt.asked
@@ -136,14 +143,20 @@ def _dated_folder() -> Path:
 
 
 def _check_same_model(folder: RunFolder, config: Config) -> None:
-    saved, given = toml.load(folder.config).model, config.model
-    names = [field.name for field in dataclasses.fields(saved)]
-    other = [name for name in names if getattr(saved, name) != getattr(given, name)]
-    if other:
-        changes = ", ".join(
-            f"model.{name} = {getattr(given, name)!r}, saved {getattr(saved, name)!r}" for name in other
-        )
+    """Refuses what would change the saved arrays; their sums (precision.reduce) may change at any time."""
+    saved, given = (_saved_as(each) for each in (toml.load(folder.config), config))
+    changes = ", ".join(
+        f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
+    )
+    if changes:
         raise ValueError(f"--resume: the model saved in {folder.path} is another one: {changes}; leave these as saved")
+
+
+def _saved_as(config: Config) -> dict[str, Any]:
+    """The options that decide which arrays are saved, and what they mean."""
+    sections = {"model": dataclasses.asdict(config.model), "precision": dataclasses.asdict(config.precision)}
+    del sections["precision"]["reduce"]
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
 def _agree(check_folder: Callable[[], None]) -> None:
@@ -166,7 +179,9 @@ def _introduce(console: Console, run: Run) -> None:
     num_params = sum(leaf.size for leaf in jax.tree.leaves(run.template.params))
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.opt.mesh.shape.items() if size > 1) or "one device"
     kind = run.opt.mesh.devices.flat[0].device_kind
-    console.print(f"{num_params:,} parameters, {strategy} on {run.opt.mesh.size} x {kind} ({mesh})")
+    console.print(
+        f"{num_params:,} {run.config.precision.params} parameters, {strategy} on {run.opt.mesh.size} x {kind} ({mesh})"
+    )
     console.print("\n".join(_marks(run)) + "\n", soft_wrap=True)
     console.print(memory_table(strategy, *run.bytes_per_device()))
 
