@@ -84,8 +84,8 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, step: int, leaf: str, count: int):
         super().__init__(
-            f"train_step: call {step}: {_what(leaf)} is not finite, the {count}. time in a row. Params and state are as "
-            "the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
+            f"train_step: call {step}: {_what(leaf)} is not finite, the {count}. time in a row. Params and state "
+            "are as the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
         )
         self.step, self.leaf = step, leaf
 
