@@ -82,6 +82,22 @@ def test_missing_file_is_named(tmp_path):
         (["--sharding.devices", "0"], "sharding.devices = 0: it must be above 0"),
         (["--sharding.data", "-2"], "sharding.data = -2: it must be above 0, or -1"),
         (["--sharding.strategy", "hsdp"], "sharding.replica = 1: it must be at least 2 for the strategy hsdp"),
+        (["--train.max-skips", "-1"], "train.max_skips = -1: it must be 0 or more"),
+        (["--precision.masters"], "precision.masters: the parameters are float32 themselves: leave it out"),
+        (["--precision.stochastic-rounding"], "precision.params = float32: leave it out, or set precision.params = bf"),
+        (
+            ["--precision.params", "bfloat16", "--precision.stochastic-rounding", "--precision.masters"],
+            "precision.stochastic_rounding does without precision.masters: leave one of them out",
+        ),
+        (["--precision.params", "float16"], "AdamW's small numbers vanish in it: add precision.masters = true"),
+        (
+            ["--precision.params", "bfloat16", "--precision.masters", "--precision.loss-scale"],
+            "precision.loss_scale: bfloat16 has the range that gradients need: leave it out",
+        ),
+        (
+            ["--precision.params", "bfloat16", "--precision.moments", "bfloat16"],
+            "precision.moments = bfloat16: nothing here is kept wider.*add precision.masters",
+        ),
         (["--resume"], "--resume needs --out DIR"),
         (["--resume", "--out", "nowhere"], "--resume: no saved run in --out nowhere"),
     ],

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 import tensorboardX.proto.event_pb2 as events
+from rich.console import Console
 
+import jaxshard
 from jaxshard.cli import folder as folders
 from jaxshard.cli import main, toml, train
 from jaxshard.cli.config import Config
 from jaxshard.cli.folder import RunFolder
-from jaxshard.cli.run import Run
+from jaxshard.cli.run import Run, num_updates
 from jaxshard.cli.stopping import EarlyStopping
 
 TINY = """
@@ -64,12 +66,16 @@ def one_compilation_of_each_program(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def saved(folder, *, devices=8):
-    """Every leaf of the newest saved model, as NumPy, read by a fresh run of the folder's own configuration."""
+def saved_snapshot(folder, *, devices=8):
+    """The newest saved model, read by a fresh run of the folder's own configuration."""
     config = toml.load(RunFolder(folder).config)
     config = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, devices=devices))
-    snapshot = folders.restore(RunFolder(folder), train.prepare(config).template)
-    return jax.tree.map(np.asarray, dataclasses.asdict(snapshot))
+    return folders.restore(RunFolder(folder), train.prepare(config).template)
+
+
+def saved(folder, *, devices=8):
+    """The same, each leaf as NumPy."""
+    return jax.tree.map(np.asarray, dataclasses.asdict(saved_snapshot(folder, devices=devices)))
 
 
 def assert_equal(left, right):
@@ -176,8 +182,25 @@ def test_training_equals_one_device(trained, tiny, tmp_path):
     [
         ["--sharding.strategy", "zero3", "--model.dropout", "0.1"],
         ["--sharding.strategy", "hsdp", "--sharding.replica", "2", "--sharding.microbatches", "2"],
+        [
+            "--precision.params",
+            "bfloat16",
+            "--precision.masters",
+            "--precision.moments",
+            "bfloat16",
+            "--model.no-remat",
+        ],
+        ["--precision.params", "float16", "--precision.masters", "--precision.loss-scale", "--model.no-remat"],
+        [
+            "--precision.params",
+            "bfloat16",
+            "--precision.stochastic-rounding",
+            "--precision.reduce",
+            "float32",
+            "--model.no-remat",
+        ],
     ],
-    ids=["zero3", "hsdp"],
+    ids=["zero3", "hsdp", "bf16 masters", "fp16 loss scale", "bf16 stochastic"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, options):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -319,14 +342,51 @@ def test_folder_of_another_run_is_not_touched(trained, tiny, capsys):
     assert "holds a run saved at step 6: go on with it by --resume, or name another folder" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(folder), "--model.width", "64"]) == 2
     assert "model.width = 64, saved 32; leave these as saved" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(folder), "--precision.moments", "bfloat16"]) == 2
+    assert "precision.moments = 'bfloat16', saved 'float32'; leave these as saved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_diverging_run_ends_with_the_cure(tiny, tmp_path, capsys):
-    assert main(["train", tiny, "--out", str(tmp_path / "run"), "--optimizer.learning-rate", "1e38"]) == 1
+def test_diverging_run_ends_with_the_cure_and_saves_the_last_good_step(tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    options = ["--optimizer.learning-rate", "1e38", "--train.max-skips", "1", "--train.eval-every", "5"]
+    with pytest.warns(UserWarning, match="changed nothing"):
+        assert main(["train", tiny, "--out", str(run), *options]) == 1
     error = capsys.readouterr().err
+    assert "step 4: " in error  # steps 1 and 2 are good, and leave parameters near 1e38
+    assert "is not finite, and more than train.max_skips = 1 steps in a row were skipped" in error
     assert "lower optimizer.learning_rate" in error
-    assert "nothing was saved" in error
+    assert "the last save is step 5" in error  # one was on its way
+    assert num_updates(saved_snapshot(run).state) == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved(run)["params"]))
+
+
+def test_skipped_steps_are_counted_and_shown(tiny, tmp_path, monkeypatch, capsys):
+    """A loss scale that starts too high: its first steps overflow, change nothing, and halve it."""
+    run, options = tmp_path / "run", ["--precision.params", "float16", "--precision.masters", "--precision.loss-scale"]
+    high = jaxshard.LossScale(initial=2.0**16, hysteresis=1)
+    monkeypatch.setattr(jaxshard, "LossScale", lambda: high)
+    assert main(["train", tiny, "--out", str(run), "--train.log-every", "1", *options]) == 0
+    shown = capsys.readouterr().out
+    assert main(["train", "--resume", "--out", str(run), "--train.steps", "7", "--train.log-every", "1"]) == 0
+    found = [record for record in records(run) if "loss_scale" in record]
+    overflowed = ["loss" not in record for record in found]
+    assert len(found) == 7
+    assert overflowed[0]
+    assert not all(overflowed[:6])
+    assert [record["skipped_steps"] for record in found] == list(np.cumsum(overflowed))  # resumed at step 6
+    assert [record["loss_scale"] for record in found] == list(2.0 ** (16 - np.cumsum([0, *overflowed[:-1]])))
+    assert found[overflowed.index(False)]["learning_rate"] == 0.0  # the warm-up waited
+    assert f"skipped: {sum(overflowed[:6])} of 6 steps" in shown
+    assert num_updates(saved_snapshot(run).state) == 7 - sum(overflowed)
+
+
+def test_the_step_that_was_shown_is_not_compiled_again(tiny, tmp_path, count_compilations):
+    job = train.make_job(train.parse([tiny, "--out", str(tmp_path / "run")]))
+    count, step = count_compilations(lambda: train.compile_step(job, Console(quiet=True)))
+    assert count > 0
+    start = job.run.start()
+    assert count_compilations(step, start.params, start.state, job.run.batch(0))[0] == 0
 
 
 def test_default_folder_is_named_by_date(tiny, tmp_path, monkeypatch):
