@@ -156,7 +156,7 @@ def test_after_too_many_it_raises_with_step_and_leaf_and_nothing_is_lost(strateg
 def test_good_steps_between_start_the_count_again():
     step, p, state = start(make("zero2"), max_skips=1)
     _, _, warned = run(step, p, state, [batch(i, **({"x": np.nan} if i % 2 else {})) for i in range(9)])
-    assert len(warned) == 4
+    assert len(warned) == 3  # the last verdicts are not in yet
 
 
 def test_inside_jit_the_verdict_is_in_the_metrics():
