@@ -278,11 +278,20 @@ def layout_state(params: Layout, state: Any) -> Layout:
     """Adds the leaves of an (abstract) optimizer state.
 
     A leaf whose path ends in a parameter's path and has its shape lies beside that parameter; so does one that stacks
-    several of them (L-BFGS's memory), in its last dims. Others (counts, factored moments) have no spec of the model's.
-    The data axes then cut each by the same rule.
+    several of them (L-BFGS's memory), in its last dims; and one at no parameter's path (a state kept as a list) that
+    has the shape of some, if these agree. Others (counts, factored moments) have no spec of the model's. The data axes
+    then cut each by the same rule.
     """
     owners = {leaf.names: leaf for leaf in params.params}
-    leaves = (_state_leaf(names, leaf, owner_of(names, owners), params) for names, leaf in named_leaves(state))
+    twins: dict[tuple[int, ...], set[Leaf]] = {}
+    for leaf in params.params:
+        twins.setdefault(leaf.shape, set()).add(leaf)
+    leaves = []
+    for names, leaf in named_leaves(state):
+        alike = twins.get(tuple(leaf.shape), set()) if leaf.shape else set()
+        agreed = len({(twin.spec, twin.home) for twin in alike}) == 1
+        twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
+        leaves.append(_state_leaf(names, leaf, owner_of(names, owners) or twin, params))
     return dataclasses.replace(params, state=tuple(leaves))
 
 

@@ -1,5 +1,6 @@
 """Where each leaf lives: pure, from shapes alone, without devices."""
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -419,6 +420,79 @@ def test_muon_follows_inside_its_partition():
     specs = state_specs(optax.contrib.muon(1e-3))
     moments = {shape: spec for (_, shape), spec in specs.items() if shape}
     assert moments == {(64, 1024): P("tensor", "data"), (1024,): P("data"), (3,): P()}  # and its polynomial
+
+
+class Momentum(NamedTuple):
+    count: object
+    velocity: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Written:
+    first: object
+    nested: Momentum
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """A container whose children have no names."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+OWN_STATES = {
+    "NamedTuple": lambda p: Momentum(jnp.zeros(()), p),
+    "dataclass": lambda p: Written(p, Momentum(jnp.zeros((), jnp.int32), p)),
+    "keyless": lambda p: Keyless(p, (jnp.zeros(()), Keyless(p))),
+    "list": lambda p: [jnp.zeros(()), *jax.tree.leaves(p)],
+}
+
+
+@pytest.mark.parametrize("name", OWN_STATES)
+def test_states_that_users_write_themselves(name):
+    def init(params):
+        return OWN_STATES[name](jax.tree.map(jnp.zeros_like, params))
+
+    inner = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    wrapped = optax.MultiSteps(optax.inject_hyperparams(lambda rate: optax.chain(inner, optax.scale(rate)))(0.1), 2)
+    for tx in (inner, wrapped):
+        specs = state_specs(tx)
+        assert {spec for (_, shape), spec in specs.items() if shape == (64, 1024)} == {P("tensor", "data")}
+        assert {spec for (_, shape), spec in specs.items() if shape == (1024,)} == {P("data")}
+        assert {spec for (_, shape), spec in specs.items() if shape == ()} == {P()}
+
+
+def test_a_shape_alone_decides_nothing_where_parameters_disagree():
+    params, specs = {"a": struct(64, 1024), "b": struct(64, 1024)}, {"a": P("tensor"), "b": P(None, "tensor")}
+    inner = optax.GradientTransformation(lambda p: [jnp.zeros_like(p["a"])], lambda g, s, p=None: (g, s))
+    (leaf,) = lay(params, STATE_SIZES, state=jax.eval_shape(inner.init, params), specs=specs).state
+    assert leaf.spec == P()
+
+
+def test_a_stack_of_params_follows_in_its_last_dims():
+    specs = state_specs(optax.scale_by_lbfgs(memory_size=3))
+    assert specs["diff_params_memory/w", (3, 64, 1024)] == P(None, "tensor", "data")
+    assert specs["diff_params_memory/b", (3, 1024)] == P(None, "data")
+
+
+def test_the_table_explains_each_state_leaf():
+    inner = optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    found = lay(STATE_PARAMS, STATE_SIZES, state=jax.eval_shape(inner.init, STATE_PARAMS), specs=STATE_SPECS)
+    reasons = {leaf.path: leaf.reason for leaf in found.state}
+    assert reasons["0/params/w"] == "like w: dim 1 by data"
+    assert reasons["0/diff_params_memory/w"] == "a stack like w: dim 2 by data"
+    assert reasons["0/weights_memory"] == "no free dim of (3,) is divisible by 4"
+    assert reasons["1/0/v_row/w"] == "made from w, of another shape: dim 0 by data"
+    assert all(reasons.values())
 
 
 def test_keys_in_the_state_stay_whole():

@@ -83,7 +83,7 @@ def test_all_devices_skip_and_nothing_changes(strategy, bad):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_as_on_a_tpu_where_updates_are_gathered(strategy, monkeypatch):
-    monkeypatch.setattr(jaxshard.engine.Engine, "_gathers_updates", lambda self: True)
+    monkeypatch.setattr(jaxshard.engine.Engine, "_sends_updates", lambda self, found: True)
     step, p, state = start(make(strategy))
     before = every_copy((p, state))
     p, state, metrics = step(p, state, batch(1, x=np.nan))
