@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxshard import collectives, elementwise, layout, precision
+from jaxshard import collectives, elementwise, layout, origin, precision
 from jaxshard.layout import Layout
 from jaxshard.precision import like
 from jaxshard.specs import axes_in, is_rules
@@ -102,26 +102,28 @@ def _check_elementwise(engine: Any, found: Layout, updates: Any, args: tuple[Any
         return
     grads, state, mine, extra = args
     whole_state = engine.abstract_state(updates)
-    of_params = [leaf.path if leaf.dims else "*" for leaf in found.params]
-    of_state = [leaf.path if leaf.dims else "*" for leaf in layout.layout_state(found, whole_state).state]
-    labels = of_params + of_state + (of_params if mine is not None else [])
-    on_shards = (grads, state, mine)
+    labels = [_relation(leaf) for leaf in (*found.params, *layout.layout_state(found, whole_state).state)]
+    labels += labels[: len(found.params)] if mine is not None else []
     on_whole = (updates, whole_state, None if mine is None else updates)
+    whole = _traced(engine, on_whole, extra)  # first: where this fails, the fault is not in the shards
     try:
-        jaxpr = _traced(engine, on_shards, extra)
-        elementwise.check_elementwise(jaxpr, labels)
-        elementwise.check_same_numbers(jaxpr, _traced(engine, on_whole, extra))
+        elementwise.check_elementwise(_traced(engine, (grads, state, mine), extra), whole, labels)
         return
     except elementwise.NotElementwise as error:
-        reason = f"it applies `{error.operation}` to {error.path}, of which each device holds a part here"
-    except (TypeError, ValueError) as error:
+        place, reason = origin.of_equations(error.mixed.trail, engine.inner), error.mixed.what
+    except Exception as error:  # of any type: the user's own code, run on shapes that it may not be made for
         paths = ", ".join(leaf.path for leaf in found.params if leaf.dims)
-        reason = f"it cannot run on the shards of {paths}: {error}"
+        place, reason = origin.of_error(error, engine.inner), f"it cannot run on the shards of {paths}: {error}"
+    reason = f"in {place}, {reason}" if place else reason
     raise ValueError(
         f"{engine.config.strategy}: the inner optimizer is not element-wise: {reason}, so the result would be wrong. "
         "Call update outside shard_map (jaxshard.value_and_grad gives it the gradients), where every optax optimizer "
         "is exact; or use ddp; or keep such leaves whole with min_shard_size"
     )
+
+
+def _relation(leaf: layout.Leaf) -> elementwise.Label:
+    return elementwise.Shard(leaf.path, leaf.dims) if leaf.dims else elementwise.SAME
 
 
 def _traced(engine: Any, trees: Any, extra: dict[str, Any]) -> Any:

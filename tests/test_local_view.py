@@ -215,13 +215,13 @@ NOT_ELEMENTWISE = {
     "fromage": (lambda: optax.fromage(LR), "reduce_sum"),
     "novograd": (lambda: optax.novograd(LR), "reduce_sum"),
     "adafactor": (lambda: optax.adafactor(LR, min_dim_size_to_factor=4), "reduce"),
-    "sm3": (lambda: optax.sm3(LR), ""),
+    "sm3": (lambda: optax.masked(optax.sm3(LR), MASK | {"deep": True, "scale": False}), "cannot run"),
     "muon": (lambda: optax.contrib.muon(LR), ""),
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(LR), 3), "reduce_and"),
-    "add_noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(LR)), "cut alike"),
-    "noisy_sgd": (lambda: optax.noisy_sgd(LR, key=0), "cut alike"),
+    "add_noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(LR)), "random_bits"),
+    "noisy_sgd": (lambda: optax.noisy_sgd(LR, key=0), "random_bits"),
     "centralize": (lambda: optax.chain(optax.centralize(), optax.sgd(LR)), "reduce_sum"),
-    "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(LR)), "reduce_sum"),
+    "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(LR)), "adaptive_grad_clip"),
     "clip_by_block_rms": (lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(LR)), "reduce_sum"),
     "normalize": (lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(LR)), "reduce_sum"),
     "dog": (lambda: optax.contrib.dog(), "reduce"),
@@ -236,9 +236,9 @@ NOT_ELEMENTWISE = {
     "cumulative": (lambda: _stateless(lambda g: jnp.cumsum(g, axis=-1)), "cumsum"),
     "reversed": (lambda: _stateless(lambda g: g[..., ::-1]), "rev"),
     "sorted": (lambda: _stateless(lambda g: jnp.sort(g, axis=-1)), "sort"),
-    "by position": (lambda: _stateless(lambda g: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)), "cut alike"),
-    "by size": (lambda: _stateless(lambda g: g * jnp.sum(jnp.ones_like(g))), ""),
-    "by shape": (lambda: _stateless(lambda g: g / g.size), ""),
+    "by position": (lambda: _stateless(lambda g: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)), "iota"),
+    "by size": (lambda: _stateless(lambda g: g * jnp.sum(jnp.ones_like(g))), "reduce_sum"),
+    "by shape": (lambda: _stateless(lambda g: g / g.size), "taken from the shape"),
 }  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_what_is_not_elementwise_is_refused_by_name(name):
         assert operation in message
         for word in (strategy, "outside shard_map", "ddp"):
             assert word in message
-        assert any(leaf in message for leaf in ("w", "deep"))
+        assert any(leaf in message for leaf in ("w", "deep", "shape"))
 
 
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "muon", "novograd", "centralize", "skip"])
