@@ -13,12 +13,21 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from matrix import Case, batches, cases, params
+from matrix import Case, batches, cases
 
 import jaxshard
 from jaxshard import elementwise, layout, origin
 
 CASES = cases()
+# The matrix's leaves, cut on the first, a middle and the last dim, or not; few shapes, each compiles every operation.
+SHAPES = {
+    "embed": (34, 17),
+    "blocks": {"up": (3, 8, 16), "gain": (3, 16)},
+    "list": [(17, 17), (16,)],
+    "odd": (34, 17),
+    "scalar": (),
+    "empty": (17, 17),
+}
 NUM_STEPS, NUM_PARTS = 5, 2
 
 
@@ -36,7 +45,11 @@ def mesh():
 
 
 def tree_of(case):
-    return jax.tree.map(jnp.asarray, case.tree(params(np.float32)))
+    rng = np.random.default_rng(11)
+    tree = jax.tree.map(
+        lambda s: np.asarray(0.5 * rng.normal(size=s), np.float32), SHAPES, is_leaf=lambda x: type(x) is tuple
+    )
+    return jax.tree.map(jnp.asarray, case.tree(tree))
 
 
 def loss(params, batch):
