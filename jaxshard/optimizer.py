@@ -195,7 +195,8 @@ _OPTIONS = """
       data_axes: the mesh axes that state, gradients and params are cut over, outermost first. The batch is split over
         these and over "replica", where the mesh has it.
       min_shard_size: leaves of fewer elements stay whole.
-      reduce_dtype: the dtype in which gradients are summed over microbatches and devices; None: their own.
+      reduce_dtype: the dtype in which gradients are summed over microbatches and devices; None: their own. Give float32
+        for float16 params: sums come before the division, so in float16 they overflow the sooner the more devices.
       master_dtype: keeps masters of the params in this dtype in the state, cut like it; the params are their roundings.
       moment_dtype: jnp.bfloat16 stores moments (state leaves shaped like a parameter that do not start as its copy: mu
         and nu) in it, rounded stochastically; the inner optimizer computes with them in its own dtype.
