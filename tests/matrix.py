@@ -180,13 +180,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adagrad": {"learning_rate": 0.1},
     "add_decayed_weights": {"weight_decay": 0.1},
     "apply_every": {"k": 2},
+    "contrib.acprop": {"eps": 1e-3},  # divides by this where two gradients are near each other
+    "contrib.scale_by_acprop": {"eps": 1e-3},
     "contrib.dadapt_adamw": {"estim_lr0": 1e-3, "weight_decay": 0.1},
-    "contrib.galore": {"rank": 4, "update_proj_gap": 2},
+    "contrib.galore": {"rank": 3, "update_proj_gap": 2},
     "contrib.mechanize": {"s_init": 1e-2},
     "contrib.prodigy": {"estim_lr0": 1e-3, "weight_decay": 0.1},
     "contrib.reduce_on_plateau": {"factor": 0.5, "patience": 1, "rtol": 0.5, "cooldown": 1},
     "contrib.dog": {"init_step": ("learning_rate", 0.01)},
-    "contrib.scale_by_galore": {"rank": 4, "update_proj_gap": 2, "base_optimizer": optax.scale_by_adam()},
+    "contrib.scale_by_galore": {"rank": 3, "update_proj_gap": 2, "base_optimizer": optax.scale_by_adam()},
     "scale_by_distance_over_gradients": {"reps_rel": 0.1},
     "contrib.scale_by_muon": {"weight_dimension_numbers": lambda params: muon_dims(params)},
     "contrib.sophia": {"update_interval": 2, "gamma": 1.0},
@@ -256,12 +258,12 @@ def _grad_fn(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
 
 
 def _each_example(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
-    """(rows, *shape): the gradients of each row by itself, 8 rows of the batch."""
+    """(rows, *shape): the gradients of each row by itself."""
 
     def one(x: Any) -> Any:
         return jax.grad(loss)(params, batch | {"x": x[None]})
 
-    return {"each_example": jax.vmap(one)(batch["x"][:8])}
+    return {"each_example": jax.vmap(one)(batch["x"])}
 
 
 EXTRA: dict[str, Extra] = {
