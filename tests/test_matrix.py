@@ -256,7 +256,8 @@ def _other_leaves(got, want):
 def other_bits_without_fma(names, wheres):
     """[(strategy, mesh, name)] of those that differ on processors that cannot make one rounding of a * b + c.
 
-    In a process of its own, compiling for these: LLVM makes one rounding of the two wherever both are in one fusion, and sharding changes what is fused.
+    In a process of its own, compiling for these: LLVM makes one rounding of the two wherever both are in one fusion,
+    and sharding changes what is fused.
     """
     code = (
         "import conftest, json, sys, test_matrix as t; names, wheres = json.load(sys.stdin); "
