@@ -1,6 +1,7 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -39,9 +40,10 @@ def train_step(
       donate: reuse the memory of params and state that lie where they should; they are gone afterwards. Arrays that
         lie elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
-        loss) and `grad`.
+        loss) and `grad`, if it takes them.
       max_skips: a step whose loss or gradient is not finite changes nothing, on any device, and warns; after more
-        than so many in a row, the next call but one raises. None: whatever comes goes to the optimizer.
+        than so many in a row, the next call but one raises. None: whatever comes goes to the optimizer, as
+        `apply_if_finite` and `skip_not_finite` need, to count such steps themselves.
 
     Returns:
       The step. metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped", whether
@@ -161,7 +163,8 @@ class TrainStep:
         ok = found.weight != 0 if self.loss.options.weighted else None
         if self.max_skips is not None:
             ok = finite if ok is None else ok & finite
-        further = {"value": found.loss, "grad": found.grads} | (self.extra(params, batch) if self.extra else {})
+        further = _accepted(engine.inner.update, {"value": found.loss, "grad": found.grads})
+        further |= self.extra(params, batch) if self.extra else {}
         params, after = engine.advance(found.grads, state, params, further, want="params", ok=ok)
         skipped = jnp.bool_(False) if ok is None else ~ok
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
@@ -171,6 +174,13 @@ class TrainStep:
                 extra=after.extra | {"loss_scale": scaling.after(state.extra["loss_scale"], ~finite)}
             )
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
+
+
+def _accepted(update: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """What `update` takes of the arguments that nobody asked for; sam's, say, takes none."""
+    parameters = inspect.signature(update).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
 def _judged(loss: jax.Array, grads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

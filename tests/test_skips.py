@@ -245,3 +245,15 @@ def test_no_warning_where_nothing_is_skipped():
 def test_max_skips_that_makes_no_sense(max_skips):
     with pytest.raises(ValueError, match="max_skips"):
         jaxshard.train_step(loss, make("zero2"), max_skips=max_skips)
+
+
+def test_an_optimizer_that_takes_no_further_arguments():
+    """`train_step` offers `value` and `grad`; optax's sam takes neither, and needs not."""
+    tx = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    step, p, state = start(make("zero2", tx))
+    want, want_state = params(), tx.init(params())
+    for i in range(3):
+        p, state, _ = step(p, state, batch(i))
+        updates, want_state = jax.jit(tx.update)(jax.jit(jax.grad(loss))(want, batch(i)), want_state, want)
+        want = optax.apply_updates(want, updates)
+    assert_close(p, want, 1e-6)
