@@ -1,7 +1,6 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
 from jaxshard.engine import abstract_at
-from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
+from jaxshard.gradients import LossFunction, Measured, check_batch, check_global, value_and_grad
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
@@ -163,9 +162,8 @@ class TrainStep:
         ok = found.weight != 0 if self.loss.options.weighted else None
         if self.max_skips is not None:
             ok = finite if ok is None else ok & finite
-        further = _accepted(engine.inner.update, {"value": found.loss, "grad": found.grads})
-        further |= self.extra(params, batch) if self.extra else {}
-        params, after = engine.advance(found.grads, state, params, further, want="params", ok=ok)
+        asked = self.extra(params, batch) if self.extra else {}
+        params, after = self._advanced(found, state, params, ok, asked)
         skipped = jnp.bool_(False) if ok is None else ~ok
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
         if scaling is not None:
@@ -175,12 +173,19 @@ class TrainStep:
             )
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
 
-
-def _accepted(update: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """What `update` takes of the arguments that nobody asked for; sam's, say, takes none."""
-    parameters = inspect.signature(update).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+    def _advanced(self, found: Measured, state: Any, params: Any, ok: Any, asked: dict[str, Any]) -> tuple[Any, Any]:
+        """(params, state), `update` given `value` and `grad` unless it refuses them: sam's, say, in whatever chain."""
+        offered = {"value": found.loss, "grad": found.grads}
+        while True:
+            try:
+                return self.loss.options.engine.advance(
+                    found.grads, state, params, offered | asked, want="params", ok=ok
+                )
+            except TypeError as error:
+                refused = [name for name in offered if f"unexpected keyword argument '{name}'" in str(error)]
+                if not refused:
+                    raise
+                del offered[refused[0]]
 
 
 def _judged(loss: jax.Array, grads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
