@@ -100,7 +100,8 @@ def control(optimizer):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_in_single_precision_no_further_than_another_order_of_rows(optimizer, strategy):
     want = expected(optimizer, np.float32)
-    got = sharded(model_loss, make(strategy, optimizer, 8), hostile_params(np.float32), batches(10))
+    # The select of max_skips keeps LLVM from making one rounding of p + u (jax 0.12), which no order of rows does.
+    got = sharded(model_loss, make(strategy, optimizer, 8), hostile_params(np.float32), batches(10), max_skips=None)
     allowed = control(optimizer)
     far = distances(got[:2], want[:2])
     ulp = float(np.finfo(np.float32).eps)
@@ -112,7 +113,7 @@ def test_in_single_precision_no_further_than_another_order_of_rows(optimizer, st
 def test_one_device_gives_the_same_bits(strategy):
     """Nothing is reduced over one device, so nothing may differ."""
     want = expected("adamw", np.float32)
-    got = sharded(model_loss, make(strategy, "adamw", 1), hostile_params(np.float32), batches(10))
+    got = sharded(model_loss, make(strategy, "adamw", 1), hostile_params(np.float32), batches(10), max_skips=None)
     assert_same_bits(got[:2], want[:2])
 
 
