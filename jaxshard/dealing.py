@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.tree import named_leaves, owner_of
 
-_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _LINEAR_ALGEBRA_NAMES = "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal"
 _LINEAR_ALGEBRA = frozenset(_LINEAR_ALGEBRA_NAMES.split())
 
@@ -46,14 +45,12 @@ def _batch_dims(inner: optax.GradientTransformation, treedef: Any, leaves: Any) 
         jaxpr = jax.make_jaxpr(_update_of(inner))(shapes, state, shapes)
     except Exception:  # it wants further arguments; and if it is wrong, the first step will say so better
         return [None] * len(named)
-    places = {names: _Place(i, tuple(range(len(leaf.shape)))) for i, (names, leaf) in enumerate(named)}
-    ndims = {names: tuple(leaf.shape) for names, leaf in named}
-    of_state = [
-        owner_of(names, places) if owner_of(names, ndims) == tuple(leaf.shape) else None
-        for names, leaf in named_leaves(state)
-    ]
+    places = [_Place(i, tuple(range(len(leaf.shape)))) for i, (_, leaf) in enumerate(named)]
+    owners = {names: (leaf.shape, place) for (names, leaf), place in zip(named, places, strict=True)}
+    found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(state)]
+    of_state = [owner[1] if owner and owner[0] == shape else None for shape, owner in found]
     walk = _Walk()
-    walk.through(jaxpr, [*places.values(), *of_state, *places.values()])
+    walk.through(jaxpr, [*places, *of_state, *places])
     touched = {leaf for leaf, _ in walk.batched | walk.mixed}
     return [
         tuple(d for d in range(len(leaf.shape)) if (i, d) in walk.batched - walk.mixed) if i in touched else None
@@ -102,7 +99,7 @@ class _Walk:
 
     def _equation(self, eqn: Any, found: list[_Place | None]) -> list[_Place | None]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             return self.through(inner_jaxpr(eqn), found)
         if name == "scan":
             return self._scan(eqn, found)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
 
 SAME, FILL = "same", "fill"
 
@@ -52,7 +52,6 @@ _POINTWISE_NAMES = """
 _POINTWISE = frozenset(_POINTWISE_NAMES.split())
 _KEEPS_FILL = frozenset({"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"})
 _FILL_IF_ANY = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or"})  # of equal numbers: that number
-_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _CHECKED_APART = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "shape", "new_sizes"})
 _PER_DEVICE = ("axis_index", "all_", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "reduce_scatter", "ragged_all")
 
@@ -148,7 +147,7 @@ def _constants(on_shards: Any, on_whole: Any) -> Iterator[tuple[Any, Any, bool]]
 def _through(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
     """How the results of one pair of equations are related."""
     name = a.primitive.name
-    if name in _CALLS:
+    if name in CALLS:
         return _relate(inner_jaxpr(a), inner_jaxpr(b), labels, trail)
     if name in _KEEPS_FILL and all(label == FILL for label in labels):
         return [FILL]

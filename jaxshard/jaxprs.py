@@ -4,6 +4,9 @@ from typing import Any
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})  # calls that are what they call
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
+CALLS = (
+    INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+)  # where nothing is differentiated
 
 
 def core() -> Any:

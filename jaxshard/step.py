@@ -80,15 +80,15 @@ class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss or gradient that is not finite.
 
     `step` is the last one's number, counted from 1 for the first call of that `train_step`; `leaf` is the path of the
-    first bad gradient ("the loss", if that alone was bad).
+    first bad gradient ("the loss", if that alone was bad), and `what` names it in words.
     """
 
     def __init__(self, step: int, leaf: str, count: int):
+        self.step, self.leaf, self.what = step, leaf, _what(leaf)
         super().__init__(
-            f"train_step: call {step}: {_what(leaf)} is not finite, the {count}. time in a row. Params and state "
+            f"train_step: call {step}: {self.what} is not finite, the {count}. time in a row. Params and state "
             "are as the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
         )
-        self.step, self.leaf = step, leaf
 
 
 @dataclasses.dataclass(eq=False)

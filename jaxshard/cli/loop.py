@@ -99,8 +99,7 @@ class Meter:
         self._losses, self._num_steps, self._seconds = [], 0, 0.0
 
 
-def _divergence(step: int, leaf: str, max_skips: int) -> str:
-    what = leaf if leaf == "the loss" else f"the gradient of {leaf}"
+def _divergence(step: int, what: str, max_skips: int) -> str:
     return (
         f"step {step}: {what} is not finite, and more than train.max_skips = {max_skips} steps in a row were skipped: "
         "lower optimizer.learning_rate, or warm up longer"
@@ -121,7 +120,7 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
             params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
             hooks.save(snapshot)
-            raise FloatingPointError(_divergence(first + error.step, error.leaf, train.max_skips)) from error
+            raise FloatingPointError(_divergence(first + error.step, error.what, train.max_skips)) from error
         snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1)
         meter.dispatched(snapshot.step, metrics)
         if snapshot.step % train.eval_every == 0 or snapshot.step == train.steps:
