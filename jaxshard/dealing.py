@@ -6,14 +6,13 @@ runs in the global view, so every layout gives the same result.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
+from jaxshard.inner import by_shapes, fast, first_update
 from jaxshard.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.tree import named_leaves, owner_of
 
@@ -21,49 +20,27 @@ _LINEAR_ALGEBRA_NAMES = "cholesky eig eigh geqrf householder_product lu qr schur
 _LINEAR_ALGEBRA = frozenset(_LINEAR_ALGEBRA_NAMES.split())
 
 
+@by_shapes
 def batch_dims(inner: optax.GradientTransformation, params: Any) -> list[tuple[int, ...] | None]:
     """For each leaf of params (arrays or shapes), the dims over which its matrices are batched in `inner.update`.
 
     None for a leaf that enters no matrix operation, and where the update cannot be traced without more arguments.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    try:
-        return _batch_dims(inner, treedef, shapes)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return _batch_dims.__wrapped__(inner, treedef, shapes)
-
-
-@functools.lru_cache(maxsize=32)
-def _batch_dims(inner: optax.GradientTransformation, treedef: Any, leaves: Any) -> list[tuple[int, ...] | None]:
-    shapes = jax.tree.unflatten(treedef, leaves)
-    named = named_leaves(shapes)
-    state = jax.eval_shape(inner.init, shapes)
-    try:
-        jaxpr = jax.make_jaxpr(_update_of(inner))(shapes, state, shapes)
-    except Exception:  # it wants further arguments; and if it is wrong, the first step will say so better
+    named, traced = named_leaves(params), first_update(inner, params)
+    if traced is None:
         return [None] * len(named)
     places = [_Place(i, tuple(range(len(leaf.shape)))) for i, (_, leaf) in enumerate(named)]
     owners = {names: (leaf.shape, place) for (names, leaf), place in zip(named, places, strict=True)}
-    found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(state)]
+    found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(traced.before)]
     of_state = [owner[1] if owner and owner[0] == shape else None for shape, owner in found]
+    of_grads = jax.tree.leaves(fast(jax.tree.unflatten(jax.tree.structure(params), places)))
     walk = _Walk()
-    walk.through(jaxpr, [*places, *of_state, *places])
+    walk.through(traced.jaxpr, [*of_grads, *of_state, *places])
     touched = {leaf for leaf, _ in walk.batched | walk.mixed}
     return [
         tuple(d for d in range(len(leaf.shape)) if (i, d) in walk.batched - walk.mixed) if i in touched else None
         for i, (_, leaf) in enumerate(named)
     ]
-
-
-def _update_of(inner: optax.GradientTransformation) -> Any:
-    def update(grads, state, params):
-        value = jnp.zeros((), jnp.result_type(float))
-        return optax.with_extra_args_support(inner).update(grads, state, params, value=value, grad=grads)
-
-    return update
 
 
 @dataclasses.dataclass(frozen=True)

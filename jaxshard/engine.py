@@ -12,11 +12,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, dealing, layout, local, precision
+from jaxshard import collectives, dealing, inner, layout, local, precision
+from jaxshard.inner import Settled, fast
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
 from jaxshard.specs import axes_in
-from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
+from jaxshard.tree import check_alive, check_same_structure, is_traced, matched, named_leaves, path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,19 @@ class Engine:
     def abstract_state(self, params: Any) -> Any:
         return jax.eval_shape(self._plain_init, _abstract(params))
 
+    def settled(self, params: Any) -> Settled:
+        """What the state is after its first update, abstractly: nearly always what `init` makes."""
+        before, found = self.abstract_state(params), inner.settled(self.inner, params)
+        if found is None:
+            return Settled(before, [])
+        extended = isinstance(before, precision.ShardedState)
+        return found._replace(state=before._replace(inner=found.state)) if extended else found
+
+    def expected_state(self, state: Any, params: Any) -> Any:
+        """What a state should be, abstractly: as updates leave it where it has that structure, else as from `init`."""
+        after = self.settled(params).state
+        return after if jax.tree.structure(state) == jax.tree.structure(after) else self.abstract_state(params)
+
     def init(self, params: Any) -> Any:
         if self.is_local():
             raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
@@ -153,7 +167,7 @@ class Engine:
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is not None:
-            check_same_structure("update: the gradients", updates, params, "parameter")
+            check_same_structure("update: the gradients", fast(updates), fast(params), "parameter")
         elif precision.widens(self.config):
             raise ValueError(
                 "update: master weights (master_dtype) and stochastic_rounding need the params: "
@@ -165,7 +179,8 @@ class Engine:
             check_alive(f"update: {what}", tree)
         if self.is_local():
             return local.local_update(self, updates, state, params, extra)
-        check_same_structure("update: the state", state, self.abstract_state(updates), "part of opt.init(params)")
+        expected = self.expected_state(state, updates if params is None else params)
+        check_same_structure("update: the state", state, expected, "part of opt.init(params)")
         return self.advance(updates, state, params, extra, want="updates")
 
     def advance(
@@ -175,9 +190,11 @@ class Engine:
 
         With a boolean scalar `ok`, and "params" wanted: where it is False, nothing changes.
         """
-        found = self.dealt(grads)
-        home, state_specs = self.home(found, grads), self._state_specs(found, state)
-        grads = collectives.at(collectives.at(grads, self.mesh, self.cut(found, grads)), self.mesh, home)
+        like = grads if params is None else params
+        found = self.dealt(like)
+        home, state_specs = self.home(found, like), self._state_specs(found, self.settled(like).state)
+        cut = fast(self.cut(found, like))
+        grads = collectives.at(collectives.at(fast(grads), self.mesh, cut), self.mesh, fast(home))
         mine = None if params is None else collectives.at(params, self.mesh, home)
         new = precision.widens(self.config) or (want == "params" and not self._sends_updates(found))
         step = self._with_extra(lambda *args: self.shard_step(*args, new=new), extra, (home, state_specs))
@@ -220,6 +237,10 @@ class Engine:
         elsewhere = self.config.cuts.params and any(leaf.home for leaf in found.params)
         return elsewhere or self.mesh.devices.flat[0].platform == "tpu"
 
+    def state_shardings(self, params: Any, state: Any) -> Any:
+        """Where each leaf of a state lives, as a tree; `state` as `init` makes it or as updates leave it, or shapes."""
+        return self._named(self._state_specs(self.dealt(params), state))
+
     def _state_specs(self, found: Layout, state: Any) -> Any:
         leaves = layout.layout_state(found, state).state
         return _unflatten(state, [found.spec(leaf, cut=self.config.cuts.state) for leaf in leaves])
@@ -256,12 +277,12 @@ class Engine:
 
 
 def _unless(ok: Any, new: Any, old: Any) -> Any:
-    """`new` where `ok`, else `old`, bit for bit."""
+    """`new` where `ok`, else `old`, bit for bit; leaves that `old` has not are new, whatever `ok` is."""
 
     def choose(n: Any, o: Any) -> Any:
         return lax.select(ok, n, o if o.dtype == n.dtype else o.astype(n.dtype))
 
-    return new if ok is None else jax.tree.map(choose, new, old)
+    return new if ok is None else matched(choose, new, old)
 
 
 def _abstract(tree: Any) -> Any:

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from jaxshard import collectives, elementwise, layout, origin, precision
+from jaxshard.inner import fast, with_fast
 from jaxshard.layout import Layout
 from jaxshard.precision import like
 from jaxshard.specs import axes_in, is_rules
@@ -21,16 +22,18 @@ def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict
     """
     _check_boundary(engine)
     _check_types(engine, updates, params, extra)
-    found = layout.layout_params(engine.config, updates, engine.sizes)
+    like = updates if params is None else params
+    found = layout.layout_params(engine.config, like, engine.sizes)
     dims = [leaf.dims if engine.config.cuts.state else () for leaf in found.params]
-    treedef = jax.tree.structure(updates)
-    grads = [_average(g, d, engine) for g, d in zip(jax.tree.leaves(updates), dims, strict=True)]
-    grads = jax.tree.unflatten(treedef, grads)
+    treedef, of_grads = jax.tree.structure(like), jax.tree.structure(fast(updates))
+    fast_come_first = zip(jax.tree.leaves(fast(updates)), dims, strict=False)
+    grads = jax.tree.unflatten(of_grads, [_average(g, d, engine) for g, d in fast_come_first])
     mine = None
     if params is not None:
         parts = [collectives.own_part(p, d, engine.sizes) for p, d in zip(jax.tree.leaves(params), dims, strict=True)]
         mine = jax.tree.unflatten(treedef, parts)
-    _check_elementwise(engine, found, updates, (grads, state, mine, extra))
+        grads = with_fast(mine, grads)
+    _check_elementwise(engine, found, like, (grads, state, mine, extra))
     out, state = engine.shard_step(grads, state, mine, None, extra, new=precision.widens(engine.config))
     out = [collectives.gather(u, d, invarying=True) for u, d in zip(jax.tree.leaves(out), dims, strict=True)]
     out = jax.tree.unflatten(treedef, out)
@@ -97,14 +100,14 @@ def _check_types(engine: Any, updates: Any, params: Any, extra: dict[str, Any]) 
                 )
 
 
-def _check_elementwise(engine: Any, found: Layout, updates: Any, args: tuple[Any, Any, Any, Any]) -> None:
+def _check_elementwise(engine: Any, found: Layout, like: Any, args: tuple[Any, Any, Any, Any]) -> None:
     if not any(leaf.dims for leaf in found.params) or not engine.config.cuts.state:
         return
     grads, state, mine, extra = args
-    whole_state = engine.abstract_state(updates)
+    whole_state = engine.expected_state(state, like)
     labels = [_relation(leaf) for leaf in (*found.params, *layout.layout_state(found, whole_state).state)]
     labels += labels[: len(found.params)] if mine is not None else []
-    on_whole = (updates, whole_state, None if mine is None else updates)
+    on_whole = (like, whole_state, None if mine is None else like)
     whole = _traced(engine, on_whole, extra)  # first: where this fails, the fault is not in the shards
     try:
         elementwise.check_elementwise(_traced(engine, (grads, state, mine), extra), whole, labels)

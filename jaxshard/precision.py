@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxshard.inner import fast, update
 from jaxshard.jaxprs import depends
-from jaxshard.tree import named_leaves, owner_of, path_of
+from jaxshard.tree import matched, named_leaves, owner_of, path_of
 
 
 class ShardedState(NamedTuple):
@@ -199,13 +200,13 @@ def step(
     With masters these are updated, and the new params are their roundings, bit for bit.
     """
     if not isinstance(state, ShardedState):
-        updates, state = _update(inner, grads, state, params, extra)
+        updates, state = update(inner, grads, state, params, extra)
         return updates, None, state
     added = dict(state.extra)
     wider = params
     if params is not None and widens(config):
         wider = added["master"] if "master" in added else _widened(config, params)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, wider)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
     rounder = Rounder(added["rounding"]) if "rounding" in added else None
     updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
     new = None
@@ -219,19 +220,15 @@ def step(
     return updates, new, ShardedState(inner_state, added)
 
 
-def _update(inner: optax.GradientTransformation, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    return optax.with_extra_args_support(inner).update(grads, state, params, **extra)
-
-
 def _stored(
     inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: Any, rounder: Any
 ) -> Any:
     """(updates, state) of an inner optimizer whose moments lie at rest in `moment_dtype`."""
     if config.moment_dtype is None:
-        return _update(inner, grads, state, params, extra)
+        return update(inner, grads, state, params, extra)
     plain = jax.eval_shape(inner.init, grads if params is None else params)
-    updates, new = _update(inner, grads, jax.tree.map(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
-    return updates, jax.tree.map(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
+    updates, new = update(inner, grads, matched(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
+    return updates, matched(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
 
 
 def _rounded(x: jax.Array, dtype: Any, config: Any, rounder: Any) -> jax.Array:

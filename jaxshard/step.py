@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
 from jaxshard.engine import abstract_at
-from jaxshard.gradients import LossFunction, Measured, check_batch, check_global, value_and_grad
+from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
+from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
@@ -137,33 +138,43 @@ class TrainStep:
 
     def _build(self, params: Any, state: Any) -> "_Program":
         engine = self.loss.options.engine
-        wanted = engine.shardings(params)
-        expected = engine.abstract_state(params)
-        check_same_structure("train_step: the state", state, expected, "part of opt.init(params)")
-        if jax.tree.structure(state) != jax.tree.structure(expected):
-            raise ValueError(
-                "train_step: the state has another structure than opt.init(params) makes; was it made by another "
-                f"optimizer? Got {jax.tree.structure(state)}, expected {jax.tree.structure(expected)}"
-            )
+        settled, wanted = engine.settled(params), engine.shardings(params)
+        self._check_state(state, engine.expected_state(state, params), settled)
+        before, after = (engine.state_shardings(params, tree) for tree in (state, settled.state))
         batch = NamedSharding(engine.mesh, P(engine.batch_axes))
         run = jax.jit(
             self._step,
-            out_shardings=(wanted.params, wanted.state, NamedSharding(engine.mesh, P())),
+            out_shardings=(wanted.params, after, NamedSharding(engine.mesh, P())),
             donate_argnums=(0, 1) if self.donate else (),
         )
         names = [path_of(names) for names, _ in named_leaves(params)]
-        return _Program(run, wanted.params, wanted.state, batch, names)
+        return _Program(run, wanted.params, before, batch, names)
+
+    def _check_state(self, state: Any, expected: Any, settled: Settled) -> None:
+        structure = jax.tree.structure(state)
+        check_same_structure("train_step: the state", state, expected, "part of opt.init(params)")
+        if structure != jax.tree.structure(expected):
+            raise ValueError(
+                "train_step: the state has another structure than opt.init(params) makes; was it made by another "
+                f"optimizer? Got {structure}, expected {jax.tree.structure(expected)}"
+            )
+        if settled.binding and self.max_skips is not None and structure != jax.tree.structure(settled.state):
+            raise ValueError(
+                f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, so that it "
+                "could not be skipped: make this leaf in the optimizer's init, or skip nothing (max_skips=None)"
+            )
 
     def _step(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
         engine, scaling = self.loss.options.engine, self.loss.options.engine.config.loss_scale
         scale = None if scaling is None else state.extra["loss_scale"]["scale"]
         found = self.loss.measure(params, batch, args, scale=scale)
-        norm, bad_leaf, finite = engine.globally(_judged, (P(), P(), P()))(found.loss, found.grads)
+        norm, bad_leaf, finite = engine.globally(_judged, (P(), P(), P()))(found.loss, fast(found.grads))
         ok = found.weight != 0 if self.loss.options.weighted else None
         if self.max_skips is not None:
             ok = finite if ok is None else ok & finite
         asked = self.extra(params, batch) if self.extra else {}
-        params, after = self._advanced(found, state, params, ok, asked)
+        offered = {"value": found.loss, "grad": fast(found.grads)}
+        params, after = engine.advance(found.grads, state, params, offered | asked, want="params", ok=ok)
         skipped = jnp.bool_(False) if ok is None else ~ok
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
         if scaling is not None:
@@ -172,20 +183,6 @@ class TrainStep:
                 extra=after.extra | {"loss_scale": scaling.after(state.extra["loss_scale"], ~finite)}
             )
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
-
-    def _advanced(self, found: Measured, state: Any, params: Any, ok: Any, asked: dict[str, Any]) -> tuple[Any, Any]:
-        """(params, state), `update` given `value` and `grad` unless it refuses them: sam's, say, in whatever chain."""
-        offered = {"value": found.loss, "grad": found.grads}
-        while True:
-            try:
-                return self.loss.options.engine.advance(
-                    found.grads, state, params, offered | asked, want="params", ok=ok
-                )
-            except TypeError as error:
-                refused = [name for name in offered if f"unexpected keyword argument '{name}'" in str(error)]
-                if not refused:
-                    raise
-                del offered[refused[0]]
 
 
 def _judged(loss: jax.Array, grads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
 """Paths of leaves, by name, and what is asked of whole trees."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -39,6 +39,19 @@ def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
     """
     suffixes = (names[start:] for start in range(len(names) + 1))
     return next((owners[suffix] for suffix in suffixes if suffix in owners), None)
+
+
+def matched(fn: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
+    """`new`, each leaf that has one of the same path in `old` replaced by `fn(leaf, that one)`.
+
+    >>> matched(lambda new, old: new + old, {"kept": 1, "came": 2}, {"kept": 10, "went": 20})
+    {'came': 2, 'kept': 11}
+    """
+    if jax.tree.structure(new) == jax.tree.structure(old):
+        return jax.tree.map(fn, new, old)
+    found = dict(named_leaves(old))
+    leaves = [fn(leaf, found[names]) if names in found else leaf for names, leaf in named_leaves(new)]
+    return jax.tree.unflatten(jax.tree.structure(new), leaves)
 
 
 def is_traced(*trees: Any) -> bool:

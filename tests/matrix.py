@@ -295,20 +295,11 @@ def of_each_example(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def of_fast(tx: Any) -> optax.GradientTransformation:
-    """lookahead wants the gradients of the fast params alone; a step has those of both."""
-    return optax.GradientTransformation(
-        tx.init, lambda updates, state, params=None: tx.update(updates.fast, state, params)
-    )
-
-
-def without_extra(tx: Any) -> optax.GradientTransformation:
-    """sam knows no extra arguments but its own, and every step has `value` and `grad`."""
-    return optax.GradientTransformation(tx.init, lambda updates, state, params=None: tx.update(updates, state, params))
-
-
 def settled(tx: Any) -> optax.GradientTransformation:
-    """monitor's state has another structure after its first update, so no scan can carry it, nor a sharded step."""
+    """monitor's state has another structure after its first update, so that all would be compiled twice.
+
+    test_optimizer.py has it as it is.
+    """
 
     def init(params: Any) -> Any:
         return tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)[1]
@@ -319,8 +310,6 @@ def settled(tx: Any) -> optax.GradientTransformation:
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "contrib.differentially_private_aggregate": of_each_example,
     "contrib.dpsgd": of_each_example,
-    "lookahead": of_fast,
-    "contrib.sam": without_extra,
     "contrib.scale_by_muon": lambda tx: optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim == 2, params)),
     "measure_with_ema": lambda tx: settled(optax.monitor({"ema": tx})),
     "monitor": settled,
@@ -459,8 +448,8 @@ VARIANTS: dict[str, Sequence] = {
     "schedule_free of clip and adamw": lambda: optax.contrib.schedule_free(
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, b1=0.0)), RATE
     ),
-    "lookahead of lamb": lambda: of_fast(optax.lookahead(optax.lamb(RATE), 2, 0.5, reset_state=True)),
-    "sam, opaque": lambda: opaque(_sam(opaque_mode=True)),
+    "lookahead of lamb": lambda: optax.lookahead(optax.lamb(RATE), 2, 0.5, reset_state=True),
+    "sam, opaque": lambda: _sam(opaque_mode=True),
     "muon, stacked": lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=muon_dims),
     "adafactor, unfactored": lambda: optax.adafactor(RATE, factored=False),
     "adam, bfloat16 moments": lambda: optax.adam(RATE, mu_dtype=jnp.bfloat16),
@@ -480,12 +469,20 @@ def _sam(**options: Any) -> Any:
     return optax.contrib.sam(ARGUMENTS["optimizer"](), ARGUMENTS["adv_optimizer"](), **options)
 
 
-def opaque(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Opaque sam, which knows no extra argument but `grad_fn`."""
+WITHOUT_VALUE = {"contrib.sam", "sam, opaque"}
 
-    def update(updates: Any, state: Any, params: Any = None, *, grad_fn: Any, **extra: Any) -> Any:
-        del extra
-        return tx.update(updates, state, params, grad_fn=grad_fn)
+
+def plain(case: Case) -> optax.GradientTransformationExtraArgs:
+    """Plain optax, as users would call it who have gradients of all params, `value` and `grad`.
+
+    To sam they give no extra arguments but its own, and to lookahead the gradients of the fast params alone.
+    """
+    tx = case.make()
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if case.name in WITHOUT_VALUE:
+            extra = {name: x for name, x in extra.items() if name not in ("value", "grad")}
+        return optax.with_extra_args_support(tx).update(getattr(updates, "fast", updates), state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from matrix import Case, batches, cases
+from matrix import Case, batches, cases, plain
 
 import jaxshard
 from jaxshard import elementwise, layout, origin
@@ -107,7 +107,7 @@ def has_control_flow(fn, *args):
 
 def differs(case):
     """Where the halves' run first departs from the whole's; None: nowhere, it is element-wise."""
-    tree, tx = tree_of(case), optax.with_extra_args_support(case.make())
+    tree, tx = tree_of(case), plain(case)
     opt = jaxshard.zero2(tx, mesh(), min_shard_size=1)
     found = opt.layout(tree)
     extra = functools.partial(case.extra, loss, tree, batches(1, np.float32)[0])

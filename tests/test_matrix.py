@@ -79,7 +79,7 @@ def _plain(x):
 
 def on_one_device(names, dtype, orders=((slice(None), None),)):
     """The same by plain optax, jitted, in each of these orders of the rows and (by a seed) of the leaves' elements."""
-    txs = {name: optax.with_extra_args_support(CASES[name].make()) for name in names}
+    txs = {name: matrix.plain(CASES[name]) for name in names}
 
     @jax.jit
     def start(trees):
@@ -90,8 +90,6 @@ def on_one_device(names, dtype, orders=((slice(None), None),)):
         new, losses = {}, {}
         for name, (params, state) in at.items():
             losses[name], grads = jax.value_and_grad(matrix.loss)(params, batch)
-            if isinstance(params, optax.LookaheadParams):
-                grads = params._replace(fast=grads.fast)
             more = CASES[name].extra(matrix.loss, params, batch)
             updates, state = txs[name].update(grads, state, params, value=losses[name], grad=grads, **more)
             new[name] = optax.apply_updates(params, updates), state
@@ -244,7 +242,7 @@ def other_bits(names, strategy, mesh):
 
 @functools.lru_cache(maxsize=1)
 def _plain_given_gradients(names):
-    return given_gradients(names, {name: optax.with_extra_args_support(CASES[name].make()) for name in names})
+    return given_gradients(names, {name: matrix.plain(CASES[name]) for name in names})
 
 
 def _other_leaves(got, want):
@@ -314,7 +312,7 @@ def test_what_is_left_out_is_what_optax_itself_cannot_hold(name):
 
 
 def test_the_state_of_monitor_changes_its_structure():
-    """Why it is `settled` here: optax's own has another structure after its first update."""
+    """Why it is `settled` in the matrix."""
     tx, params = optax.monitor({"norm": optax.tree.norm}), {"w": jnp.ones(3)}
     start = tx.init(params)
     with pytest.raises(TypeError, match="structure"):
@@ -406,8 +404,8 @@ compared with those of jitted optax on one device, leaf by leaf, |a - b| / |b|. 
   zero2 and zero3 on 8 devices, too. "equal, no FMA": only where the processor cannot make one rounding of a * b + c;
   else LLVM does it where both are in one fusion, and sharding changes what is fused.
 
-Bare transformations stand in a chain with `scale`; `lookahead`, `sam`, `monitor` and the two of differential privacy
-in the adapters of `tests/matrix.py`.
+Bare transformations stand in a chain with `scale`; `monitor` and the two of differential privacy in the adapters of
+`tests/matrix.py`.
 
 {left_out}
 """

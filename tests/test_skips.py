@@ -245,24 +245,3 @@ def test_no_warning_where_nothing_is_skipped():
 def test_max_skips_that_makes_no_sense(max_skips):
     with pytest.raises(ValueError, match="max_skips"):
         jaxshard.train_step(loss, make("zero2"), max_skips=max_skips)
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_an_optimizer_that_takes_no_further_arguments(chained):
-    """`train_step` offers `value` and `grad`; optax's sam takes neither, and needs not."""
-    tx = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
-    tx = optax.chain(optax.clip(1.0), tx) if chained else tx
-    step, p, state = start(make("zero2", tx))
-    want, want_state = params(), tx.init(params())
-    for i in range(3):
-        p, state, _ = step(p, state, batch(i))
-        updates, want_state = jax.jit(tx.update)(jax.jit(jax.grad(loss))(want, batch(i)), want_state, want)
-        want = optax.apply_updates(want, updates)
-    assert_close(p, want, 1e-6)
-
-
-def test_what_was_asked_for_and_is_refused_is_an_error():
-    tx = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
-    step, p, state = start(make("zero2", tx), extra=lambda p, batch: {"wobble": 1.0})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wobble'"):
-        step(p, state, batch(0))
