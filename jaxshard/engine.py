@@ -136,12 +136,35 @@ class Engine:
         if found is None:
             return Settled(before, [])
         extended = isinstance(before, precision.ShardedState)
-        return found._replace(state=before._replace(inner=found.state)) if extended else found
+        stored = matched(lambda _, old: old, found.state, before.inner if extended else before)  # in narrower dtypes
+        return found._replace(state=before._replace(inner=stored) if extended else stored)
 
     def expected_state(self, state: Any, params: Any) -> Any:
         """What a state should be, abstractly: as updates leave it where it has that structure, else as from `init`."""
         after = self.settled(params).state
         return after if jax.tree.structure(state) == jax.tree.structure(after) else self.abstract_state(params)
+
+    def check_state(self, who: str, state: Any, expected: Any) -> None:
+        """Raises a ValueError for a state that another optimizer made, or the same one under other options."""
+        extended = isinstance(expected, precision.ShardedState)
+        if extended and not isinstance(state, precision.ShardedState):
+            raise ValueError(
+                f"{who}: the state is plain optax's, and {', '.join(map(repr, expected.extra))} belong beside it, as "
+                "options of this strategy ask: give jaxshard.ShardedState(state, opt.init(params).extra)"
+            )
+        if not extended and isinstance(state, precision.ShardedState):
+            raise ValueError(
+                f"{who}: the state has {', '.join(map(repr, state.extra))} beside plain optax's, and no option of this "
+                "strategy asks for them: give state.inner"
+            )
+        check_same_structure(f"{who}: the state", state, expected, "part of opt.init(params)")
+        for (names, leaf), want in zip(named_leaves(state), jax.tree.leaves(expected), strict=True):
+            dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf), allow_extended_dtype=True)
+            if want.ndim and jnp.issubdtype(want.dtype, jnp.inexact) and dtype != want.dtype:
+                raise ValueError(
+                    f"{who}: the state's {path_of(names)} is {dtype}, and opt.init(params) makes it {want.dtype}: was "
+                    "it made under other options? Cast it with .astype"
+                )
 
     def init(self, params: Any) -> Any:
         if self.is_local():
@@ -179,8 +202,7 @@ class Engine:
             check_alive(f"update: {what}", tree)
         if self.is_local():
             return local.local_update(self, updates, state, params, extra)
-        expected = self.expected_state(state, updates if params is None else params)
-        check_same_structure("update: the state", state, expected, "part of opt.init(params)")
+        self.check_state("update", state, self.expected_state(state, updates if params is None else params))
         return self.advance(updates, state, params, extra, want="updates")
 
     def advance(

@@ -59,3 +59,32 @@ def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> 
     if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
         return [False] * len(eqn.outvars)
     return [any(found) or name == "axis_index"] * len(eqn.outvars)
+
+
+_HANDING_ON_NAMES = "convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier"
+_HANDING_ON = frozenset(_HANDING_ON_NAMES.split())
+
+
+def hands_on(jaxpr: Any, marked: list[bool]) -> list[bool]:
+    """Which outputs are marked inputs themselves, or may be: chosen among others, cast, reshaped."""
+    jaxpr = open_jaxpr(jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, marked, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [not is_literal(v) and env.get(v, False) for v in eqn.invars]
+        outs = [False] * len(eqn.outvars)
+        if any(found):
+            outs = _eqn_hands_on(eqn, found)
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+    return [not is_literal(v) and env[v] for v in jaxpr.outvars]
+
+
+def _eqn_hands_on(eqn: Any, found: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name in CALLS:
+        return hands_on(inner_jaxpr(eqn), found)
+    if name == "cond":
+        branches = [hands_on(branch, found[1:]) for branch in eqn.params["branches"]]
+        return [any(column) for column in zip(*branches, strict=True)]
+    if name in _HANDING_ON:
+        return found if len(found) == len(eqn.outvars) else [any(found)]
+    return [name == "select_n" and any(found[1:])] * len(eqn.outvars)

@@ -128,6 +128,8 @@ def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimi
             raise TypeError(f"{strategy}: no option {name!r}; there are {sorted(known)}")
     axes = options.get("data_axes", ("data",))
     options["data_axes"] = (axes,) if isinstance(axes, str) else tuple(axes)
+    if options.get("moment_dtype") == "bfloat16":
+        options["moment_dtype"] = jnp.bfloat16
     config = Config(strategy, **options)
     _check_mesh(mesh, config)
     engine = Engine(inner, mesh, config)  # pyright: ignore[reportArgumentType]
@@ -163,7 +165,9 @@ def _check_precision(config: Config) -> None:
     for name in ("reduce_dtype", "master_dtype"):
         dtype = getattr(config, name)
         if dtype is not None and not _is_floating(dtype):
-            raise ValueError(f"{config.strategy}: {name} {dtype!r} must be a floating dtype, such as jnp.float32")
+            raise ValueError(
+                f"{config.strategy}: {name} {dtype!r} must be a floating dtype of 16 bits or more, such as jnp.float32"
+            )
     if config.moment_dtype is not None and config.moment_dtype != jnp.bfloat16:
         raise ValueError(
             f"{config.strategy}: moment_dtype {config.moment_dtype!r} must be jnp.bfloat16, the one narrow dtype with "
@@ -181,7 +185,7 @@ def _check_precision(config: Config) -> None:
 
 def _is_floating(dtype: Any) -> bool:
     try:
-        return jnp.issubdtype(dtype, jnp.floating)
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
     except TypeError:
         return False
 
@@ -198,8 +202,10 @@ _OPTIONS = """
       reduce_dtype: the dtype in which gradients are summed over microbatches and devices; None: their own. Give float32
         for float16 params: sums come before the division, so in float16 they overflow the sooner the more devices.
       master_dtype: keeps masters of the params in this dtype in the state, cut like it; the params are their roundings.
-      moment_dtype: jnp.bfloat16 stores moments (state leaves shaped like a parameter that do not start as its copy: mu
-        and nu) in it, rounded stochastically; the inner optimizer computes with them in its own dtype.
+        A parameter that is changed between steps (loaded, pruned) takes its master with it.
+      moment_dtype: jnp.bfloat16 stores moments (state leaves shaped like a parameter, and no copy of params or of
+        gradients: mu, nu, sums over steps) in it, rounded stochastically; the inner optimizer computes with them in its
+        own dtype.
       stochastic_rounding: bfloat16 params, without masters, are updated in float32 and rounded up or down by chance.
       loss_scale: a `LossScale`, for float16; works in `train_step` alone.
 

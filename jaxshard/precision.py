@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard.inner import fast, update
-from jaxshard.jaxprs import depends
+from jaxshard.inner import Traced, fast, first_update, update
+from jaxshard.jaxprs import depends, hands_on
 from jaxshard.tree import matched, named_leaves, owner_of, path_of
 
 
@@ -54,14 +54,15 @@ class LossScale:
     maximum: float = 2.0**24
 
     def __post_init__(self):
-        if not 0 < self.minimum <= self.initial <= self.maximum < float("inf"):
+        if not 0 < self.minimum <= self.initial <= self.maximum <= 2.0**127:
             raise ValueError(
-                "LossScale: needs 0 < minimum <= initial <= maximum, got "
+                "LossScale: needs 0 < minimum <= initial <= maximum <= 2**127, got "
                 f"{self.minimum}, {self.initial}, {self.maximum}"
             )
-        if self.factor <= 1 or self.growth_interval < 1 or self.hysteresis < 1:
+        counts = (self.growth_interval, self.hysteresis)
+        if not 1 < self.factor < float("inf") or not all(isinstance(n, int) and n >= 1 for n in counts):
             raise ValueError(
-                "LossScale: needs factor > 1, growth_interval >= 1 and hysteresis >= 1, got "
+                "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
                 f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
             )
 
@@ -110,6 +111,9 @@ def widens(config: Any) -> bool:
     return config.master_dtype is not None or config.stochastic_rounding
 
 
+_HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
+
+
 def check_params(config: Any, params: Any) -> None:
     """Raises a ValueError for an option that these params' dtypes cannot use."""
     named = named_leaves(params)
@@ -119,7 +123,13 @@ def check_params(config: Any, params: Any) -> None:
             f"stochastic_rounding: {half} is float16, and only bfloat16 is rounded stochastically; use bfloat16, or "
             "master_dtype=jnp.float32"
         )
-    if half is not None and config.loss_scale is not None and config.master_dtype is None:
+    for names, leaf in named if config.master_dtype is not None else ():
+        if jnp.result_type(leaf.dtype, config.master_dtype) != like(config.master_dtype, leaf.dtype):
+            raise ValueError(
+                f"master_dtype: {path_of(names)} is {leaf.dtype}, of which {jnp.dtype(config.master_dtype)} masters "
+                f"would lose digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
+            )
+    if half is not None and config.loss_scale is not None and config.master_dtype in _HALF_OR_NONE:
         raise ValueError(
             f"loss_scale: {half} is float16, so its gradient would underflow again once it is unscaled; add "
             "master_dtype=jnp.float32 (or keep the params in float32, and cast them in the loss function)"
@@ -152,19 +162,27 @@ def init(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
         extra["loss_scale"] = config.loss_scale.start()
     if config.moment_dtype is not None:
         dtypes = _stored_dtypes(inner, wider, config)
-        state = jax.tree.map(lambda x, dtype: x.astype(dtype), state, dtypes)
+        state = jax.tree.map(lambda x, dtype: x if jnp.result_type(x) == dtype else x.astype(dtype), state, dtypes)
     return ShardedState(state, extra) if extra else state
 
 
 def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
     """The dtype at rest of each leaf of the inner state.
 
-    A moment is a floating leaf shaped like its parameter whose start does not depend on the parameter: so `mu` and
-    `nu`, but no copy of params (lookahead's slow ones, the centre of a distance), whose digits all count.
+    A moment is a floating leaf shaped like its parameter that neither starts as a copy of params nor becomes one of
+    params or gradients: so `mu` and `nu`, but not lookahead's slow params, the centre of a distance, or what L-BFGS
+    takes differences from, whose digits all count.
     """
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
     copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
+    updated = first_update(inner, shapes)
+    if updated is None:
+        raise ValueError(
+            "moment_dtype: this optimizer's update cannot be traced without further arguments (or fails), so nobody "
+            "knows which parts of its state are moments; leave the option out"
+        )
+    copies = [a or b for a, b in zip(copies, _handed_on(updated, shapes), strict=True)]
     owners = {names: tuple(leaf.shape) for names, leaf in named_leaves(shapes)}
     dtypes = [
         config.moment_dtype if not copy and _is_moment(names, leaf, owners) else leaf.dtype
@@ -178,9 +196,21 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any
     return jax.tree.unflatten(jax.tree.structure(state), dtypes)
 
 
+def _handed_on(updated: Traced, params: Any) -> list[bool]:
+    """Which leaves of the state are, after an update, a param's or a gradient's own numbers."""
+    num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
+    before = [names for names, _ in named_leaves(updated.before)]
+    marks = [True] * num_grads + [False] * len(before) + [True] * num_params
+    after = [names for names, _ in named_leaves(updated.after)]
+    found = dict(zip(after, hands_on(updated.jaxpr, marks)[-len(after) :], strict=True)) if after else {}
+    return [found.get(names, False) for names in before]
+
+
 def _is_moment(names: Any, leaf: Any, owners: Any) -> bool:
-    wide_enough = leaf.dtype in (jnp.float32, jnp.float64)
-    return wide_enough and bool(leaf.shape) and owner_of(names, owners) == tuple(leaf.shape)
+    """Of its parameter's shape; or, at no parameter's path (lookahead, a state kept as a list), of that of any."""
+    owner = owner_of(names, owners)
+    alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
+    return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike
 
 
 def _leaves_in_words(state: Any) -> str:
@@ -197,7 +227,8 @@ def step(
 ) -> tuple[Any, Any, Any]:
     """(updates, new params, state) of one step; new params are None where the params are not widened.
 
-    With masters these are updated, and the new params are their roundings, bit for bit.
+    With masters these are updated, and the new params are their roundings, bit for bit. Where params come that are no
+    rounding of their master, someone else changed them, and they count.
     """
     if not isinstance(state, ShardedState):
         updates, state = update(inner, grads, state, params, extra)
@@ -205,7 +236,11 @@ def step(
     added = dict(state.extra)
     wider = params
     if params is not None and widens(config):
-        wider = added["master"] if "master" in added else _widened(config, params)
+        wider = _widened(config, params)
+        if "master" in added:
+            wider = jax.tree.map(
+                lambda m, p, w: jnp.where(m.astype(p.dtype) == p, m, w), added["master"], params, wider
+            )
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
     rounder = Rounder(added["rounding"]) if "rounding" in added else None
     updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
@@ -218,6 +253,10 @@ def step(
     if "rounding" in added:
         added["rounding"] += 1
     return updates, new, ShardedState(inner_state, added)
+
+
+def _master_of(master: jax.Array, param: jax.Array, widened: jax.Array) -> jax.Array:
+    return jnp.where(master.astype(param.dtype) == param, master, widened)
 
 
 def _stored(

@@ -18,7 +18,7 @@ from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
-from jaxshard.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of
+from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of
 
 
 def train_step(
@@ -60,7 +60,7 @@ def train_step(
         not made of global arrays.
     """
     engine_of(opt, "train_step")
-    if max_skips is not None and (not isinstance(max_skips, int) or max_skips < 0):
+    if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
         raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
     if max_skips is None and opt.config.loss_scale is not None:
         raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
@@ -104,6 +104,7 @@ class TrainStep:
     _verdicts: "_Verdicts" = dataclasses.field(default_factory=lambda: _Verdicts(), repr=False)
 
     def __call__(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
+        state = self._arrays(state, params)
         program = self._program(params, state, batch)
         if is_traced(params, state, batch, args):
             return self._step(params, state, batch, *args)
@@ -119,6 +120,7 @@ class TrainStep:
 
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
+        state = self._arrays(state, params)
         program = self._program(params, state, batch)
         params, state = jax.tree.map(abstract_at, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: abstract_at(x, program.batch), batch)
@@ -127,6 +129,13 @@ class TrainStep:
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
         """Where every leaf lives and is gathered, and why; compiles nothing."""
         return self.loss.layout(params, batch, *args)
+
+    def _arrays(self, state: Any, params: Any) -> Any:
+        """Python's numbers in a state (a hyperparameter that the user has set) as arrays of the dtype that is due."""
+        if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
+            return state
+        expected = self.loss.options.engine.expected_state(state, params)
+        return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
     def _program(self, params: Any, state: Any, batch: Any) -> "_Program":
         leaves, treedef = jax.tree.flatten((params, state))
@@ -152,7 +161,7 @@ class TrainStep:
 
     def _check_state(self, state: Any, expected: Any, settled: Settled) -> None:
         structure = jax.tree.structure(state)
-        check_same_structure("train_step: the state", state, expected, "part of opt.init(params)")
+        self.loss.options.engine.check_state("train_step", state, expected)
         if structure != jax.tree.structure(expected):
             raise ValueError(
                 "train_step: the state has another structure than opt.init(params) makes; was it made by another "
@@ -179,9 +188,11 @@ class TrainStep:
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
         if scaling is not None:
             metrics["loss_scale"] = scale
-            after = after._replace(
-                extra=after.extra | {"loss_scale": scaling.after(state.extra["loss_scale"], ~finite)}
-            )
+            old = state.extra["loss_scale"]
+            new = scaling.after(old, ~finite)
+            if self.loss.options.weighted:  # a batch that weighs nothing says nothing of the scale
+                new = jax.tree.map(lambda n, o: jnp.where(found.weight == 0, o, n), new, old)
+            after = after._replace(extra=after.extra | {"loss_scale": new})
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
 
 

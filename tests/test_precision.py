@@ -1,6 +1,7 @@
 """Narrow params and moments, stochastic rounding, loss scaling: each against what it promises."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,92 @@ def test_copies_of_params_are_no_moments(name):
         assert got.dtype == (jnp.bfloat16 if shaped and not copy else a.dtype)
 
 
+def heavy_ball():
+    """p - 0.01 g + 0.9 (p - the params before): a state that starts at zeros and becomes a copy of the params."""
+
+    def update(grads, state, p):
+        before, count = state
+        momentum = jax.tree.map(lambda x, old: jnp.where(count == 0, 0.0, 0.9 * (x - old)), p, before)
+        return jax.tree.map(lambda g, m: m - 0.01 * g, grads, momentum), (p, count + 1)
+
+    return optax.GradientTransformation(lambda p: (jax.tree.map(jnp.zeros_like, p), 0), update)
+
+
+def test_what_becomes_a_copy_of_the_params_is_no_moment():
+    """Differences are taken of it; and a count that is a plain Python number is no obstacle."""
+    tx = optax.chain(optax.trace(0.5), heavy_ball())
+    opt = make("zero2", tx, moment_dtype=jnp.bfloat16)
+    state = opt.init(params())
+    assert {x.dtype.name for x in jax.tree.leaves(state.inner[0])} == {"bfloat16", "float32"}  # "scale" is a number
+    assert {x.dtype.name for x in jax.tree.leaves(state.inner[1][0])} == {"float32"}
+    _, _, history = train(opt, params(), 6)
+    _, _, want = train(make("zero2", tx), params(), 6)
+    assert [m["loss"] for m in history] == pytest.approx([m["loss"] for m in want], rel=1e-2)
+
+
+def test_moments_that_nobody_can_tell_are_refused():
+    with pytest.raises(ValueError, match="cannot be traced without further arguments"):
+        make("zero2", optax.lbfgs(), moment_dtype=jnp.bfloat16).init(params())
+
+
+def as_list(tx):
+    """Its state as the list of its leaves."""
+
+    def update(grads, state, p=None):
+        state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, grads)), state)
+        updates, state = tx.update(grads, state, p)
+        return updates, jax.tree.leaves(state)
+
+    return optax.GradientTransformation(lambda p: jax.tree.leaves(tx.init(p)), update)
+
+
+def test_moments_at_no_parameters_path():
+    pair = optax.LookaheadParams.init_synced(params())
+    state = make("zero2", optax.lookahead(optax.adam(0.01), 2, 0.5), moment_dtype=jnp.bfloat16).init(pair)
+    assert state.inner.fast_state[0].nu["w"].dtype == jnp.bfloat16
+    state = make("zero2", as_list(optax.adam(0.01)), moment_dtype="bfloat16").init(params())
+    assert [x.dtype.name for x in state.inner if x.ndim] == ["bfloat16"] * 6
+
+
 # Masters, and the dtype of reductions.
+
+
+def narrowed(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_params_that_were_changed_take_their_masters_along(strategy):
+    """Loaded, pruned, clipped: plain optax would go on from them, and so do masters; others keep all their digits."""
+    opt = make(strategy, optax.sgd(0.1), master_dtype=jnp.float32)
+    step = jaxshard.train_step(loss, opt)
+    p, state, _ = step(opt.place(narrowed(params())), opt.init(narrowed(params())), batch(0))
+    master = jax.device_get(state.extra["master"])
+    pruned = jax.device_get(p) | {"v": np.zeros_like(p["v"])}
+    p, state, metrics = step(opt.place(pruned), state, batch(1))
+    want = {name: np.asarray(x, np.float32) for name, x in (master | {"v": np.zeros((64, 8))}).items()}
+    value, grads = jax.value_and_grad(loss)(pruned, batch(1))
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-3)
+    for name, x in jax.device_get(state.extra["master"]).items():
+        np.testing.assert_allclose(x, want[name] - 0.1 * np.asarray(grads[name], np.float32), atol=1e-4)
+    assert_same_bits(jax.device_get(p), narrowed(jax.device_get(state.extra["master"])))
+
+
+def test_masters_inside_a_chain_that_scales_what_they_say():
+    """What stands after them moves the params as it would without masters."""
+
+    def moved(**options):
+        opt = make("zero2", optax.sgd(0.5), **options)
+        tx, p = optax.chain(opt, optax.scale(0.1)), opt.place(narrowed(params()))
+        state = tx.init(p)
+        for i in range(8):
+            _, grads = jaxshard.value_and_grad(loss, opt)(p, batch(i))
+            updates, state = tx.update(grads, state, p)
+            p = jax.block_until_ready(optax.apply_updates(p, updates))
+        start = narrowed(params())
+        return sum(float(np.linalg.norm(np.float32(p[name]) - np.float32(start[name]))) for name in start)
+
+    assert moved(master_dtype=jnp.float32) == pytest.approx(moved(), rel=0.1)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "hsdp"])
@@ -339,7 +425,73 @@ BAD = [
         jnp.bfloat16,
         ["moment_dtype", "no float32 moments", "mu/b bfloat16[64]"],
     ),
+    (ValueError, {"master_dtype": jnp.bfloat16}, jnp.float32, ["master_dtype", "b is float32", "give float32"]),
+    (ValueError, {"master_dtype": jnp.float16}, jnp.bfloat16, ["master_dtype", "b is bfloat16", "give float32"]),
+    (ValueError, {"master_dtype": jnp.float8_e4m3fn}, jnp.bfloat16, ["master_dtype", "16 bits or more"]),
+    (
+        ValueError,
+        {"loss_scale": LossScale(), "master_dtype": jnp.float16},
+        jnp.float16,
+        ["loss_scale", "b is float16", "master_dtype=jnp.float32"],
+    ),
 ]
+
+
+OTHER_OPTIONS = [
+    ({}, {"master_dtype": jnp.float32}, "plain optax's, and 'master' belong beside it.*ShardedState"),
+    ({"moment_dtype": jnp.bfloat16}, {}, "has 'rounding' beside plain optax's.*give state.inner"),
+    ({"moment_dtype": jnp.bfloat16}, {"stochastic_rounding": True}, "mu/b is bfloat16, and .* makes it float32"),
+]
+
+
+@pytest.mark.parametrize(("made", "used", "message"), OTHER_OPTIONS)
+def test_a_state_made_under_other_options(made, used, message):
+    dtype = jnp.bfloat16 if used else jnp.float32
+    opt, tx = make("zero2", optax.adam(0.01), **used), optax.adam(0.01)
+    state = make("zero2", tx, **made).init(params(np.float32 if made else dtype))
+    p = opt.place(params(dtype))
+    for run in (
+        lambda: opt.update(p, state, p),
+        lambda: jaxshard.train_step(loss, opt)(p, state, batch(0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_a_plain_state_goes_on_beside_masters():
+    """As the error says how."""
+    opt, p = make("zero2", optax.adam(0.01), master_dtype=jnp.float32), narrowed(params())
+    plain = optax.adam(0.01).init(params())
+    state = jaxshard.ShardedState(plain, opt.init(p).extra)
+    _, state, _ = jaxshard.train_step(loss, opt)(opt.place(p), state, batch(0))
+    assert int(state.inner[0].count) == 1
+
+
+def test_batches_without_weight_say_nothing_of_the_scale():
+    def weighted(p, batch):
+        return loss(p, batch) * jnp.sum(batch["weight"]), jnp.sum(batch["weight"])
+
+    opt = make("zero2", optax.sgd(0.1), loss_scale=LossScale(8.0, 1), master_dtype=jnp.float32)
+    step = jaxshard.train_step(weighted, opt, weighted=True)
+    p, state = opt.place(params(np.float16)), opt.init(params(np.float16))
+    scales = []
+    for weight in (1.0, 0.0, 0.0, 1.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            p, state, _ = step(p, state, batch(0) | {"weight": np.full((32,), weight, np.float32)})
+        scales.append(float(state.extra["loss_scale"]["scale"]))
+    assert scales == [16, 16, 16, 32]
+
+
+def test_hyperparameters_set_to_pythons_numbers():
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    opt = make("zero2", tx)
+    step, p, state = jaxshard.train_step(loss, opt), opt.place(params()), opt.init(params())
+    p, state, _ = step(p, state, batch(0))
+    state.hyperparams["learning_rate"] = 0.0
+    before = jax.device_get(p)
+    p, state, _ = step(p, state, batch(1))
+    assert_same_bits(jax.device_get(p), before)
 
 
 @pytest.mark.parametrize(("error", "options", "dtype", "words"), BAD)
@@ -358,6 +510,9 @@ def test_senseless_options_are_refused_before_anything_is_made(error, options, d
         {"growth_interval": 0},
         {"hysteresis": 0},
         {"initial": 2.0**30},
+        {"maximum": 2.0**128},
+        {"factor": float("nan")},
+        {"growth_interval": 1.5},
     ],
 )
 def test_a_scale_that_makes_no_sense(options):
