@@ -17,7 +17,7 @@ from jaxshard.inner import Settled, fast
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
 from jaxshard.specs import axes_in
-from jaxshard.tree import check_alive, check_same_structure, is_traced, matched, named_leaves, path_of
+from jaxshard.tree import check_alive, check_same_structure, is_traced, matched, named_leaves, path_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Engine:
         return precision.init(self.inner, params, self.config)
 
     def abstract_state(self, params: Any) -> Any:
-        return jax.eval_shape(self._plain_init, _abstract(params))
+        return jax.eval_shape(self._plain_init, jax.tree.map(shape_of, params))
 
     def settled(self, params: Any) -> Settled:
         """What the state is after its first update, abstractly: nearly always what `init` makes."""
@@ -171,7 +171,7 @@ class Engine:
             raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
         leaves, specs = jax.tree.leaves(params), self.trees(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return jax.tree.map(abstract_at, self.abstract_state(params), self._named(specs.state))
+            return jax.tree.map(shape_of, self.abstract_state(params), self._named(specs.state))
         if is_traced(params):
             params = collectives.at(params, self.mesh, specs.grads)
             return self.globally(self._plain_init, specs.state)(params)
@@ -305,17 +305,6 @@ def _unless(ok: Any, new: Any, old: Any) -> Any:
         return lax.select(ok, n, o if o.dtype == n.dtype else o.astype(n.dtype))
 
     return new if ok is None else matched(choose, new, old)
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def abstract_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of `x`, in the dtype that it has on a device, lying under `sharding`."""
-    return jax.ShapeDtypeStruct(
-        x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding=sharding
-    )
 
 
 def _unflatten(like: Any, leaves: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxshard.jaxprs import depends
-from jaxshard.tree import Names, named_leaves
+from jaxshard.tree import Names, named_leaves, shape_of
 
 _OFFERED = ("value", "grad")
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def by_shapes(fn: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
     @functools.wraps(fn)
     def ask(inner: Any, params: Any) -> T:
         leaves, treedef = jax.tree.flatten(params)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        shapes = tuple(map(shape_of, leaves))
         try:
             return cached(inner, treedef, shapes)
         except TypeError as error:

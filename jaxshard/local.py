@@ -10,7 +10,7 @@ from jaxshard.inner import fast, with_fast
 from jaxshard.layout import Layout
 from jaxshard.precision import like
 from jaxshard.specs import axes_in, is_rules
-from jaxshard.tree import named_leaves, path_of
+from jaxshard.tree import named_leaves, path_of, shape_of
 
 
 def local_update(engine: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
@@ -132,7 +132,7 @@ def _relation(leaf: layout.Leaf) -> elementwise.Label:
 def _traced(engine: Any, trees: Any, extra: dict[str, Any]) -> Any:
     """The inner step, traced on plain shapes, so that varying types cannot get in the way."""
     leaves, treedef = jax.tree.flatten(trees)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    shapes = [shape_of(x) for x in leaves]
     new = precision.widens(engine.config)
 
     def step(leaves):

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxshard.inner import Traced, fast, first_update, update
 from jaxshard.jaxprs import depends, hands_on
-from jaxshard.tree import matched, named_leaves, owner_of, path_of
+from jaxshard.tree import matched, named_leaves, owner_of, path_of, shape_of
 
 
 class ShardedState(NamedTuple):
@@ -173,7 +173,7 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any
     params or gradients: so `mu` and `nu`, but not lookahead's slow params, the centre of a distance, or what L-BFGS
     takes differences from, whose digits all count.
     """
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    shapes = jax.tree.map(shape_of, params)
     jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
     copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
     updated = first_update(inner, shapes)

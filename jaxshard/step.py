@@ -12,13 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.engine import abstract_at
 from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
-from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of
+from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of
 
 
 def train_step(
@@ -122,8 +121,8 @@ class TrainStep:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
         state = self._arrays(state, params)
         program = self._program(params, state, batch)
-        params, state = jax.tree.map(abstract_at, (params, state), (program.params, program.state))
-        batch = jax.tree.map(lambda x: abstract_at(x, program.batch), batch)
+        params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
+        batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
         return program.run.lower(params, state, batch, *args)
 
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:

@@ -41,6 +41,12 @@ def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
     return next((owners[suffix] for suffix in suffixes if suffix in owners), None)
 
 
+def shape_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape of `x`, in the dtype that it has on a device: NumPy's float64 is float32 there, unless x64 is on."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+
 def matched(fn: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
     """`new`, each leaf that has one of the same path in `old` replaced by `fn(leaf, that one)`.
 
