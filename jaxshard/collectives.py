@@ -58,6 +58,12 @@ def varying(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def varying_of_shape(x: jax.ShapeDtypeStruct) -> frozenset[str]:
+    """The same of a shape, as `jax.eval_shape` gives it."""
+    kind = getattr(x, "manual_axis_type", None)
+    return kind.varying if kind is not None else frozenset()
+
+
 def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """`x` with a type that varies over `axes`; nothing moves, but gradients of it are then partial."""
     missing = tuple(axis for axis in axes if axis not in varying(x))

@@ -290,7 +290,7 @@ class _Device:
             grads, outs = self._grad(self.shards, diff, self._microbatch(0), 0)
             return grads, jax.tree.map(lambda x: x[None], outs)
         shapes, _ = jax.eval_shape(lambda: self._grad(self.shards, diff, self._microbatch(0), 0))
-        zeros = [collectives.vary(jnp.zeros(x.shape, x.dtype), tuple(_varying(x))) for x in shapes]
+        zeros = [collectives.vary(jnp.zeros(x.shape, x.dtype), tuple(collectives.varying_of_shape(x))) for x in shapes]
 
         def step(sums, indexed):
             index, batch = indexed
@@ -344,8 +344,3 @@ class _Device:
 
 def _whole(x: Any) -> jax.Array:
     return x.whole() if isinstance(x, lazy.Sharded) else x
-
-
-def _varying(x: jax.ShapeDtypeStruct) -> frozenset[str]:
-    kind = getattr(x, "manual_axis_type", None)
-    return kind.varying if kind is not None else frozenset()

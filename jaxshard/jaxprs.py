@@ -29,6 +29,19 @@ def closed_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core().ClosedJaxpr(jaxpr, ())
 
 
+def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A traced program that takes what it closed over as its last inputs; and what that was."""
+    jaxpr = open_jaxpr(closed)
+    ins = [*jaxpr.invars, *jaxpr.constvars]
+    opened = jaxpr.replace(constvars=[], invars=ins, debug_info=unnamed(jaxpr, len(ins), len(jaxpr.outvars)))
+    return core().ClosedJaxpr(opened, ()), list(getattr(closed, "consts", ()))
+
+
+def unnamed(jaxpr: Any, num_ins: int, num_outs: int) -> Any:
+    """Its debug info for so many inputs and outputs, none of them named."""
+    return jaxpr.debug_info._replace(arg_names=("",) * num_ins, result_paths=("",) * num_outs)
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """The program that a call, a scan or a remat runs."""
     return next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)

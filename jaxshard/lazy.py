@@ -7,6 +7,8 @@ the mark.
 """
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard import collectives
-from jaxshard.jaxprs import INLINED, REMAT, closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.jaxprs import INLINED, REMAT, closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split, unnamed
 from jaxshard.tree import is_traced
 
 _MARK = "jaxshard.unshard"
@@ -60,6 +62,38 @@ class Sharded:
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 
+class Deferred:
+    """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs."""
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """`run`, in a trace, where `deferred` finds it again."""
+
+        def named(*values: Any) -> list[Any]:
+            return self.run(values)
+
+        named.__name__ = f"{_DEFERRED}{next(_numbers)}"
+        _known[named.__name__] = self
+        return jax.jit(named)(*values)
+
+    def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
+        """As the function: of input `position`, of so many dims."""
+        raise NotImplementedError
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """Flat outputs of flat inputs."""
+        raise NotImplementedError
+
+
+_DEFERRED = "jaxshard_deferred_"
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary()
+
+
+def _deferred(eqn: Any) -> Deferred | None:
+    name = eqn.params.get("name")
+    return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None
+
+
 def why_not_lazy(jaxpr: Any, index: int, dims: collectives.Dims) -> str | None:
     """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
     jaxpr = open_jaxpr(jaxpr)
@@ -77,6 +111,8 @@ def _other_use(eqn: Any, position: int, dims: collectives.Dims) -> str | None:
     name = eqn.primitive.name
     if name == "name" and eqn.params["name"] == _MARK:
         return None
+    if (part := _deferred(eqn)) is not None:
+        return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
     if name in INLINED or name in REMAT:
         return why_not_lazy(inner_jaxpr(eqn), position, dims)
     if name != "scan":
@@ -117,20 +153,19 @@ def _run_plain(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
     own = set(outs)
     ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not is_literal(v) and v not in own))
-    piece = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=_debug_info(jaxpr, ins, outs))
+    piece = jaxpr.replace(
+        constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=unnamed(jaxpr, len(ins), len(outs))
+    )
     results = core().jaxpr_as_fun(core().ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
     env |= dict(zip(outs, results, strict=True))
-
-
-def _debug_info(jaxpr: Any, ins: list[Any], outs: list[Any]) -> Any:
-    info = jaxpr.debug_info
-    return info._replace(arg_names=("",) * len(ins), result_paths=("",) * len(outs))
 
 
 def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name == "name":
         return [checkpoint_name(values[0].whole(), _MARK)]
+    if (part := _deferred(eqn)) is not None:
+        return part.run(values)
     if name == "scan":
         return _run_scan(eqn, values)
     if name in REMAT:

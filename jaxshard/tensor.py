@@ -1,0 +1,210 @@
+"""Building blocks of tensor parallelism: layers whose weights are cut over a mesh axis, for use inside a loss function.
+
+Weights come as this device's shards, as the optimizer's `specs` cut them. Activations between the blocks are whole on
+every device of the axis (Shoeybi et al. 2020, Megatron-LM, section 3), or with `sequence=dim` cut along that dim, so
+that norms and residuals take 1/T of the memory (Korthikanti et al. 2022, section 4.2.2); the wire bytes are the same.
+
+Gradients need no sums by hand: JAX's types say which are left, and autodiff makes each once. Where the mesh has no such
+axis, and outside of `shard_map`, every block is the plain operation, so that one model serves every strategy.
+
+Shapes: T devices on the axis, D features, F features cut T ways, V the vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard import collectives
+
+TENSOR = "tensor"
+
+
+def axis_size(axis: str = TENSOR) -> int:
+    """The number of devices that share each layer: 1 outside of `shard_map`, and where the mesh has no such axis."""
+    return lax.axis_size(axis) if _is_manual(axis) else 1
+
+
+def per_device(what: str, count: int, axis: str = TENSOR) -> int:
+    """`count` / T: of the attention heads, say, those that this device computes.
+
+    Raises:
+      ValueError: T does not divide it.
+
+    >>> per_device("heads", 6)
+    6
+    """
+    size = axis_size(axis)
+    if count % size:
+        raise ValueError(
+            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them, {what} to "
+            f"{-(-count // size) * size}, say"
+        )
+    return count // size
+
+
+def column_parallel(x: jax.Array, kernels: Any, *, sequence: int | None = None, axis: str = TENSOR) -> Any:
+    """`x @ kernel`, each device computing its columns; the first half of a pair that `row_parallel` ends.
+
+    Args:
+      x: (..., D), whole on every device; with `sequence`, cut along that dim.
+      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such: q, k and v, say, of one all-reduce.
+      sequence: the dim along which `x` is cut; it is gathered here.
+
+    Returns:
+      (..., F/T) for each kernel.
+
+    Raises:
+      TypeError: `x` or a kernel is not cut as said.
+    """
+    for kernel in jax.tree.leaves(kernels):
+        _check_cut("column_parallel: the kernel", kernel, axis)
+    x = _entered("column_parallel", x, sequence, axis)
+    return jax.tree.map(lambda kernel: x @ kernel, kernels)
+
+
+def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None, axis: str = TENSOR) -> jax.Array:
+    """`x @ kernel`, each device multiplying its rows; the sum over devices is made here, once.
+
+    Args:
+      x: (..., F/T), as `column_parallel` makes it, or what is made from it element by element.
+      kernel: (F/T, D), cut by `specs` over its first dim. A bias (D,), whole, is added to the result.
+      sequence: the dim along which the result is to be cut.
+
+    Returns:
+      (..., D), whole on every device, or cut along `sequence`.
+
+    Raises:
+      TypeError: `x` or the kernel is not cut over the axis: their product would be summed T times.
+      ValueError: T does not divide the dim `sequence`.
+    """
+    _check_cut("row_parallel: x", x, axis)
+    _check_cut("row_parallel: the kernel", kernel, axis)
+    return _summed(x @ kernel, sequence, axis)
+
+
+def vocab_parallel_embedding(
+    tokens: jax.Array, table: jax.Array, *, sequence: int | None = None, axis: str = TENSOR
+) -> jax.Array:
+    """`table[tokens]`, each device holding the rows of its part of the vocabulary.
+
+    Args:
+      tokens: (...) whole numbers below V, the same on every device.
+      table: (V/T, D), cut by `specs` over its first dim.
+      sequence: the dim along which the result is to be cut.
+
+    Returns:
+      (..., D), whole on every device, or cut along `sequence`.
+
+    Raises:
+      TypeError: the table is not cut over the axis.
+      ValueError: T does not divide the dim `sequence`.
+    """
+    _check_cut("vocab_parallel_embedding: the table", table, axis)
+    rows = table.shape[0]
+    mine = tokens - _first(rows, axis)
+    here = (mine >= 0) & (mine < rows)
+    found = jnp.where(here[..., None], table[jnp.where(here, mine, 0)], 0)
+    return _summed(found, sequence, axis)
+
+
+def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis: str = TENSOR) -> jax.Array:
+    """-log softmax(logits)[target], the whole logits being on no device.
+
+    Args:
+      logits: (..., V/T), as `column_parallel` makes them.
+      targets: (...) whole numbers below V, the same on every device.
+
+    Returns:
+      (...) nats, float32 at least, the same on every device.
+
+    Raises:
+      TypeError: the logits are not cut over the axis.
+    """
+    _check_cut("vocab_parallel_cross_entropy: the logits", logits, axis)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    highest = lax.stop_gradient(jnp.max(logits, -1))
+    if _is_manual(axis):
+        highest = lax.pmax(highest, axis)
+    total = _summed(jnp.sum(jnp.exp(logits - highest[..., None]), -1), None, axis)
+    columns = jnp.arange(logits.shape[-1]) + _first(logits.shape[-1], axis)
+    is_target = targets[..., None] == columns
+    target = _summed(jnp.sum(jnp.where(is_target, logits, 0), -1), None, axis)
+    return jnp.log(total) + highest - target
+
+
+def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
+    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim.
+
+    Raises:
+      TypeError: `x` is cut, or partial, already.
+      ValueError: T does not divide the dim.
+    """
+    if not _is_manual(axis):
+        return x
+    _check_whole("split_sequence: x", x, axis)
+    part = per_device(f"split_sequence: dim {dim} of", x.shape[dim], axis)
+    return lax.dynamic_slice_in_dim(collectives.vary(x, (axis,)), lax.axis_index(axis) * part, part, dim)
+
+
+def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
+    """(..., L/T, ...) -> (..., L, ...), whole on every device."""
+    if not _is_manual(axis):
+        return x
+    _check_cut("join_sequence: x", x, axis)
+    return lax.all_gather(collectives.vary(x, (axis,)), axis, axis=dim, tiled=True, to="invarying")
+
+
+def _entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
+    """Whole on every device, of a type whose gradient is summed (or scattered) over the axis, once."""
+    if not _is_manual(axis):
+        return x
+    if sequence is None:
+        _check_whole(f"{who}: x", x, axis)
+        return collectives.vary(x, (axis,))
+    _check_cut(f"{who}: x, with sequence={sequence},", x, axis)
+    return lax.all_gather(collectives.vary(x, (axis,)), axis, axis=sequence, tiled=True)
+
+
+def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
+    if not _is_manual(axis):
+        return x
+    if sequence is None:
+        return lax.psum(x, axis)
+    per_device(f"dim {sequence} of", x.shape[sequence], axis)
+    return lax.psum_scatter(x, axis, scatter_dimension=sequence, tiled=True)
+
+
+def _first(count: int, axis: str) -> Any:
+    """The index, in the whole dim, of this device's first element."""
+    return lax.axis_index(axis) * count if _is_manual(axis) else 0
+
+
+def _is_manual(axis: str) -> bool:
+    return axis in collectives.manual_axes()
+
+
+def _check_cut(what: str, x: jax.Array, axis: str) -> None:
+    if axis_size(axis) > 1 and axis not in _varying(x, axis):
+        raise TypeError(
+            f"{what} of shape {x.shape} is whole on every device of {axis!r}, and should be cut over it: name {axis!r} "
+            "in the specs of the parameter that it is made of"
+        )
+
+
+def _check_whole(what: str, x: jax.Array, axis: str) -> None:
+    if axis_size(axis) > 1 and axis in _varying(x, axis):
+        raise TypeError(
+            f"{what} of shape {x.shape} differs over {axis!r}, and should be whole: end the pair before it with "
+            "row_parallel; or, if it is cut along its sequence, say so with sequence=dim"
+        )
+
+
+def _varying(x: jax.Array, axis: str) -> frozenset[str]:
+    if axis not in collectives.varying(lax.axis_index(axis)):
+        raise TypeError(
+            "jaxshard.tensor: under shard_map(check_vma=False) nothing says which values are cut over the axis, and "
+            "gradients come out wrong: use check_vma=True, the default"
+        )
+    return collectives.varying(x)
