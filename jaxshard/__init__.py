@@ -9,11 +9,15 @@ from jaxshard.optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxshard.optimizer import ddp as ddp
 from jaxshard.optimizer import fsdp as fsdp
 from jaxshard.optimizer import hsdp as hsdp
+from jaxshard.optimizer import hybrid as hybrid
+from jaxshard.optimizer import pipeline_parallel as pipeline_parallel
 from jaxshard.optimizer import shard_batch as shard_batch
 from jaxshard.optimizer import specs_of as specs_of
+from jaxshard.optimizer import tensor_parallel as tensor_parallel
 from jaxshard.optimizer import zero1 as zero1
 from jaxshard.optimizer import zero2 as zero2
 from jaxshard.optimizer import zero3 as zero3
+from jaxshard.pipeline import pipeline as pipeline
 from jaxshard.precision import LossScale as LossScale
 from jaxshard.precision import ShardedState as ShardedState
 from jaxshard.step import NonFiniteError as NonFiniteError

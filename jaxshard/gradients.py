@@ -17,6 +17,7 @@ from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import like, wide
 from jaxshard.program import Options, Program
+from jaxshard.specs import without
 from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of
 
 
@@ -73,7 +74,7 @@ class LossFunction:
 
     def __init__(self, options: Options):
         self.options = options
-        self._jitted = jax.jit(self._traced)
+        self._jitted = jax.jit(self._traced, compiler_options=options.compiler_options)
 
     def __call__(self, params: Any, batch: Any, *args: Any) -> Any:
         engine = self.options.engine
@@ -127,7 +128,9 @@ class LossFunction:
         batch_specs = jax.tree.map(lambda _: P(engine.batch_axes), batch)
         params = collectives.at(params, engine.mesh, rest)
         batch = collectives.at(batch, engine.mesh, batch_specs)
-        grads = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
+        cut = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
+        auto = engine.config.auto_axes
+        held, left = jax.tree.map(lambda spec: without(spec, auto), (rest, cut))
 
         def body(params, batch, args, scale):
             return _Device(options, found, params, batch, args, scale, reasons).run()
@@ -135,11 +138,13 @@ class LossFunction:
         whole, grads = jax.shard_map(
             body,
             mesh=engine.mesh,
-            in_specs=(rest, P(engine.batch_axes), P(), P()),
-            out_specs=(P(), grads if options.differentiate else P()),
+            in_specs=(held, P(engine.batch_axes), P(), P()),
+            out_specs=(P(), left if options.differentiate else P()),
+            axis_names=set(engine.mesh.axis_names) - set(auto),
             check_vma=options.checked,
         )(params, batch, args, scale)
         if options.differentiate:
+            grads = collectives.at(grads, engine.mesh, cut) if auto else grads
             grads = jax.tree.unflatten(jax.tree.structure(params), grads)
         return Measured(*whole, grads=grads)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxshard import hlo
 
@@ -75,6 +76,11 @@ class Collective:
         factor = {"all-reduce": 2.0, "collective-permute": self.group_size / (self.group_size - 1)}.get(self.kind, 1.0)
         return factor * (self.group_size - 1) * self.bytes * self.trips / self.group_size
 
+    def axes(self, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+        """The axes of the program's mesh along which it moves data: in which the devices of a group differ."""
+        where = [np.unravel_index(group, mesh.devices.shape) for group in self.replica_groups if group]
+        return tuple(axis for d, axis in enumerate(mesh.axis_names) if any(len(set(at[d])) > 1 for at in where))
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -104,6 +110,15 @@ class Report:
     def trips_known(self) -> bool:
         """False if some collective is in a loop whose trip count cannot be read: the totals are then too low."""
         return all(c.trips_known for c in self.collectives)
+
+    def wire_bytes_by_axes(self, mesh: jax.sharding.Mesh) -> dict[str, float]:
+        """Wire bytes by the mesh axes that they go along: {"data": ..., "tensor": ..., "replica x data": ...}."""
+        found: dict[str, float] = {}
+        for c in self.collectives:
+            if c.wire_bytes:
+                axes = " x ".join(c.axes(mesh))
+                found[axes] = found.get(axes, 0.0) + c.wire_bytes
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers, ready for `json.dumps`."""

@@ -33,7 +33,10 @@ STRATEGIES = {
     "zero2": Cuts(params=False, accumulators=True, state=True),
     "zero3": Cuts(params=True, accumulators=True, state=True),
     "hsdp": Cuts(params=True, accumulators=True, state=True),
+    "tensor_parallel": Cuts(params=False, accumulators=False, state=False),
+    "pipeline_parallel": Cuts(params=False, accumulators=False, state=False),
 }
+_LEVELS = ("ddp", "zero1", "zero2", "zero3")  # of ZeRO, inside "hybrid"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +52,12 @@ class Config:
     moment_dtype: Any = None
     stochastic_rounding: bool = False
     loss_scale: Any = None
+    auto_axes: Names = ()
+    zero: int | None = None  # of "hybrid" alone
 
     @property
     def cuts(self) -> Cuts:
-        return STRATEGIES[self.strategy]
+        return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
 
 
 @dataclasses.dataclass(frozen=True)

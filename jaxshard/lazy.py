@@ -21,6 +21,7 @@ from jaxshard.jaxprs import INLINED, REMAT, closed_jaxpr, core, inner_jaxpr, is_
 from jaxshard.tree import is_traced
 
 _MARK = "jaxshard.unshard"
+_CASTS = frozenset({"pvary", "pcast"})  # types alone change
 
 
 def unshard(tree: Any) -> Any:
@@ -97,22 +98,27 @@ def _deferred(eqn: Any) -> Deferred | None:
 def why_not_lazy(jaxpr: Any, index: int, dims: collectives.Dims) -> str | None:
     """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
     jaxpr = open_jaxpr(jaxpr)
-    var = jaxpr.invars[index]
+    return _why_not_lazy(jaxpr, jaxpr.invars[index], dims)
+
+
+def _why_not_lazy(jaxpr: Any, var: Any, dims: collectives.Dims) -> str | None:
     if any(out is var for out in jaxpr.outvars):
         return "returned or carried through a scan"
     for eqn in jaxpr.eqns:
         for position, operand in enumerate(eqn.invars):
-            if operand is var and (reason := _other_use(eqn, position, dims)):
+            if operand is var and (reason := _other_use(jaxpr, eqn, position, dims)):
                 return reason
     return None
 
 
-def _other_use(eqn: Any, position: int, dims: collectives.Dims) -> str | None:
+def _other_use(jaxpr: Any, eqn: Any, position: int, dims: collectives.Dims) -> str | None:
     name = eqn.primitive.name
     if name == "name" and eqn.params["name"] == _MARK:
         return None
     if (part := _deferred(eqn)) is not None:
         return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
+    if name in _CASTS:
+        return _why_not_lazy(jaxpr, eqn.outvars[0], dims)
     if name in INLINED or name in REMAT:
         return why_not_lazy(inner_jaxpr(eqn), position, dims)
     if name != "scan":
@@ -166,6 +172,8 @@ def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
         return [checkpoint_name(values[0].whole(), _MARK)]
     if (part := _deferred(eqn)) is not None:
         return part.run(values)
+    if name in _CASTS:
+        return [jax.tree.map(lambda x: collectives.vary(x, eqn.params["axes"]), values[0])]
     if name == "scan":
         return _run_scan(eqn, values)
     if name in REMAT:

@@ -9,7 +9,7 @@ from jaxshard import collectives, elementwise, layout, origin, precision
 from jaxshard.inner import fast, with_fast
 from jaxshard.layout import Layout
 from jaxshard.precision import like
-from jaxshard.specs import axes_in, is_rules
+from jaxshard.specs import axes_of
 from jaxshard.tree import named_leaves, path_of, shape_of
 
 
@@ -69,16 +69,9 @@ def _check_boundary(engine: Any) -> None:
             f"{name}: under shard_map(check_vma=False) nothing says whether gradients were already averaged; "
             "use check_vma=True (the default), or call update outside shard_map"
         )
-    used = {a for spec in _specs(engine) for entry in spec for a in axes_in(entry)} & collectives.manual_axes()
+    used = axes_of(engine.config.specs) & collectives.manual_axes()
     if any(engine.sizes[axis] > 1 for axis in used):
         raise ValueError(f"{name}: specs over the manual axes {sorted(used)}: call update outside shard_map")
-
-
-def _specs(engine: Any) -> list[Any]:
-    specs = engine.config.specs
-    if is_rules(specs):
-        return [spec for _, spec in specs]
-    return [x for x in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.P)) if isinstance(x, jax.P)]
 
 
 def _check_types(engine: Any, updates: Any, params: Any, extra: dict[str, Any]) -> None:

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.engine import Engine
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
 from jaxshard.precision import LossScale
-from jaxshard.specs import axes_in, canonical
+from jaxshard.specs import axes_in, axes_of, canonical
 from jaxshard.tree import is_key, is_traced, named_leaves, path_of
 
 
@@ -122,12 +122,16 @@ def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimi
         raise TypeError(f"{strategy}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
-    known = {field.name for field in dataclasses.fields(Config)} - {"strategy"}
+    known = {field.name for field in dataclasses.fields(Config)} - {
+        "strategy",
+        *(() if strategy == "hybrid" else {"zero"}),
+    }
     for name in options:
         if name not in known:
             raise TypeError(f"{strategy}: no option {name!r}; there are {sorted(known)}")
-    axes = options.get("data_axes", ("data",))
-    options["data_axes"] = (axes,) if isinstance(axes, str) else tuple(axes)
+    for name, default in (("data_axes", ("data",)), ("auto_axes", ())):
+        axes = options.get(name, default)
+        options[name] = (axes,) if isinstance(axes, str) else tuple(axes)
     if options.get("moment_dtype") == "bfloat16":
         options["moment_dtype"] = jnp.bfloat16
     config = Config(strategy, **options)
@@ -149,6 +153,7 @@ def _check_mesh(mesh: Mesh, config: Config) -> None:
             f"{config.strategy}: data_axes {config.data_axes} must name at least one axis, each once, and not "
             f"{REPLICA_AXIS!r}, which is never cut over"
         )
+    _check_model_axes(mesh, config)
     kinds = {str(kind) for kind in mesh.axis_types}
     if len(kinds) > 1:
         raise ValueError(
@@ -159,6 +164,25 @@ def _check_mesh(mesh: Mesh, config: Config) -> None:
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
         )
     _check_precision(config)
+
+
+def _check_model_axes(mesh: Mesh, config: Config) -> None:
+    for axis in config.auto_axes:
+        if axis not in mesh.axis_names or axis in (*config.data_axes, REPLICA_AXIS):
+            raise ValueError(
+                f"{config.strategy}: auto_axes {config.auto_axes} must be axes of the mesh {tuple(mesh.axis_names)} "
+                "that the model is cut over, such as 'tensor'"
+            )
+    if config.auto_axes and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"{config.strategy}: auto_axes needs a mesh of Auto axes; jaxshard.make_mesh makes one (jax.make_mesh with "
+            "axis_types=)"
+        )
+    if config.strategy in ("tensor_parallel", "pipeline_parallel") and not axes_of(config.specs):
+        raise ValueError(
+            f"{config.strategy}: the specs {config.specs!r:.80} name no axis, so nothing would be cut; give a "
+            "PartitionSpec for each leaf that is, or rules [(regex, PartitionSpec), ...]"
+        )
 
 
 def _check_precision(config: Config) -> None:
@@ -208,6 +232,8 @@ _OPTIONS = """
         own dtype.
       stochastic_rounding: bfloat16 params, without masters, are updated in float32 and rounded up or down by chance.
       loss_scale: a `LossScale`, for float16; works in `train_step` alone.
+      auto_axes: mesh axes that are left to XLA inside the loss too, for models written for its partitioner: `specs` and
+        no collectives. Without it the loss sees this device's shards of what `specs` cut (see `jaxshard.tensor`).
 
     Returns:
       A `ShardedOptimizer`.
@@ -243,8 +269,27 @@ def hsdp(inner: optax.GradientTransformation, mesh: Mesh, **options: Any) -> Sha
     return _make("hsdp", inner, mesh, **options)
 
 
+def tensor_parallel(inner: optax.GradientTransformation, mesh: Mesh, specs: Any, **options: Any) -> ShardedOptimizer:
+    """Layers cut as `specs` say (Shoeybi et al. 2020), for the blocks of `jaxshard.tensor`; data parallel around."""
+    return _make("tensor_parallel", inner, mesh, specs=specs, **options)
+
+
+def pipeline_parallel(inner: optax.GradientTransformation, mesh: Mesh, specs: Any, **options: Any) -> ShardedOptimizer:
+    """Stacked layers cut into stages as `specs` say, run by `jaxshard.pipeline`; data parallel around."""
+    return _make("pipeline_parallel", inner, mesh, specs=specs, **options)
+
+
+def hybrid(
+    inner: optax.GradientTransformation, mesh: Mesh, specs: Any = None, zero: int = 2, **options: Any
+) -> ShardedOptimizer:
+    """Tensor and pipeline parallel as `specs` say, and ZeRO level 0 (ddp), 1, 2 or 3 over the data axes."""
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise ValueError(f"hybrid: zero={zero!r} is no level of ZeRO; there are 0 (ddp), 1, 2 and 3")
+    return _make("hybrid", inner, mesh, specs=specs, zero=zero, **options)
+
+
 fsdp = zero3
-for _strategy in (ddp, zero1, zero2, zero3, hsdp):
+for _strategy in (ddp, zero1, zero2, zero3, hsdp, tensor_parallel, pipeline_parallel, hybrid):
     _strategy.__doc__ = (_strategy.__doc__ or "") + "\n" + _OPTIONS
 
 

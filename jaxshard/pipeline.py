@@ -17,17 +17,8 @@ from jax import lax
 
 from jaxshard import collectives, lazy
 from jaxshard.jaxprs import without_consts
+from jaxshard.schedule import SCHEDULES, Info, Plan, Schedule, Work
 from jaxshard.tree import named_leaves, path_of
-
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
-
-class Info(NamedTuple):
-    """What a stage works on, as whole numbers: the chunk of layers, 0 to S v - 1 from the first, and the microbatch."""
-
-    chunk: Any
-    microbatch: Any
 
 
 def pipeline(
@@ -91,69 +82,6 @@ def pipeline(
     return pipe([*leaves, *(x for some in pipe.consts for x in some)])[0]
 
 
-# The schedule, in whole numbers.
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Who does what when: S stages, M microbatches, v virtual stages.
-
-    >>> Plan(4, 8, 1).num_ticks, Plan(4, 8, 2).num_ticks
-    (11, 19)
-    """
-
-    num_stages: int
-    num_microbatches: int
-    virtual: int = 1
-
-    @property
-    def num_ticks(self) -> int:
-        """Ticks of each direction."""
-        return self.virtual * self.num_microbatches + self.num_stages - 1
-
-    @property
-    def delay(self) -> int:
-        """Ticks between the start of the forward and of the backward pass."""
-        return self.virtual * self.num_stages - 1
-
-    @property
-    def num_kept(self) -> int:
-        """Stage inputs that a device keeps at once, so that it can compute backward: those of so many ticks."""
-        return 2 * self.delay + 1
-
-    def forward(self, tick: Any, stage: Any) -> "Work":
-        return self._work(tick - stage, backward=False)
-
-    def backward(self, tick: Any, stage: Any) -> "Work":
-        """`tick` counted from the first of the backward pass."""
-        return self._work(tick - (self.num_stages - 1 - stage), backward=True)
-
-    def forward_tick(self, work: "Work", stage: Any) -> Any:
-        """The tick at which a stage did forward what it now does backward."""
-        group, place = work.microbatch // self.num_stages, work.microbatch % self.num_stages
-        return (group * self.virtual + work.round) * self.num_stages + place + stage
-
-    def _work(self, unit: Any, *, backward: bool) -> "Work":
-        """Units come in groups of S microbatches, each group going v times around the stages."""
-        count = self.virtual * self.num_microbatches
-        clipped = jnp.clip(unit, 0, count - 1)
-        group, within = clipped // (self.num_stages * self.virtual), clipped % (self.num_stages * self.virtual)
-        turn = within // self.num_stages
-        turn = self.virtual - 1 - turn if backward else turn
-        return Work((unit >= 0) & (unit < count), turn, group * self.num_stages + within % self.num_stages)
-
-
-class Work(NamedTuple):
-    """One tick of one stage: whether there is anything to do, in which round (virtual stage), on which microbatch.
-
-    Where there is nothing to do, round and microbatch are those of some real work, whose results are dropped.
-    """
-
-    busy: Any
-    round: Any
-    microbatch: Any
-
-
 class _Parts(NamedTuple):
     stage_fn: Callable[..., Any]
     first_fn: Callable[..., Any]
@@ -195,6 +123,7 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
 def _gpipe(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str, remat: str) -> jax.Array:
     stage = lax.axis_index(axis)
     is_first, is_last = stage == 0, stage == plan.num_stages - 1
+    blocks, shared = _summed_once((blocks, shared), microbatches, axis)
     run_stage = jax.checkpoint(parts.stage) if remat == "stage" else parts.stage
 
     def tick(x, index):
@@ -242,7 +171,7 @@ class _Pipe(lazy.Deferred):
         self.plan, self.axis = plan, axis
         self.num_blocks, self.num_shared = len(jax.tree.leaves(blocks)), len(jax.tree.leaves(shared))
         self.num_batch = len(jax.tree.leaves(microbatches))
-        self.cast = tuple({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))})
+        self.cast = _axes_of_sums(microbatches, axis)
 
         def one_tick():
             index = collectives.vary(jnp.int32(0), (axis,))
@@ -258,7 +187,6 @@ class _Pipe(lazy.Deferred):
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
 
     def _cast(self, tree: Any) -> Any:
-        """Types that vary over the stages and the batch's axes, so that autodiff sums over these once, at the end."""
         return jax.tree.map(lambda x: collectives.vary(x, self.cast), tree)
 
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
@@ -499,6 +427,15 @@ def _passed_on(y: Any, axis: str, plan: Plan) -> Any:
 
 def _zeros(kind: Any) -> Any:
     return jax.tree.map(lambda x: _typed(jnp.zeros(x.shape, x.dtype), x), kind)
+
+
+def _axes_of_sums(microbatches: Any, axis: str) -> tuple[str, ...]:
+    """The stages and the batch's axes: params whose types vary over these have their gradients summed once, outside."""
+    return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
+
+
+def _summed_once(params: Any, microbatches: Any, axis: str) -> Any:
+    return jax.tree.map(lambda x: collectives.vary(x, _axes_of_sums(microbatches, axis)), params)
 
 
 def _varied(tree: Any, axis: str) -> Any:

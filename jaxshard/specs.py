@@ -57,6 +57,17 @@ def is_rules(specs: Any) -> bool:
     )
 
 
+def axes_of(specs: Any) -> set[str]:
+    """All axes that a tree of PartitionSpecs, or rules, name."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    return {axis for spec in leaves if isinstance(spec, P) for entry in spec for axis in axes_in(entry)}
+
+
+def without(spec: P, axes: Names) -> P:
+    """A PartitionSpec that says nothing of these axes."""
+    return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)
+
+
 def _by_rule(rules: Any, leaves: list[tuple[Names, Any]], strict: bool) -> list[P]:
     paths = ["/".join(names) for names, _ in leaves]
     for pattern, _ in rules:

@@ -154,6 +154,7 @@ class TrainStep:
             self._step,
             out_shardings=(wanted.params, after, NamedSharding(engine.mesh, P())),
             donate_argnums=(0, 1) if self.donate else (),
+            compiler_options=self.loss.options.compiler_options,
         )
         names = [path_of(names) for names, _ in named_leaves(params)]
         return _Program(run, wanted.params, before, batch, names)

@@ -1,0 +1,447 @@
+"""Stages over the pipeline axis: the same loss and gradients under every schedule, its ticks, bytes and refusals."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from oracle import assert_close
+from parallel import Model
+
+import jaxshard
+from jaxshard import inspect
+from jaxshard.schedule import Plan
+
+GPIPE = Model(schedule="gpipe", num_microbatches=4)
+GPIPE_STAGE = dataclasses.replace(GPIPE, remat="stage")
+ONE_F_ONE_B = Model(schedule="1f1b", num_microbatches=4)
+FEW = dataclasses.replace(ONE_F_ONE_B, num_microbatches=2)  # fewer than stages
+INTERLEAVED = Model(schedule="interleaved", num_microbatches=4, virtual=2)
+MODELS = {"gpipe": GPIPE, "gpipe-stage": GPIPE_STAGE, "1f1b": ONE_F_ONE_B, "few": FEW, "interleaved": INTERLEAVED}
+
+
+def make(model, zero=0, tx=None, devices=None, **sizes):
+    tx = optax.sgd(0.1) if tx is None else tx
+    return jaxshard.hybrid(tx, jaxshard.make_mesh(devices=devices, **sizes), model.specs, zero=zero, min_shard_size=1)
+
+
+@functools.cache
+def truth(model, seed=0):
+    """(loss, gradients) of plain JAX on one device, in the model's own shapes."""
+    plain = model.plain()
+    loss, grads = jax.jit(jax.value_and_grad(plain.loss))(plain.params(), model.batch(seed))
+    if model.virtual > 1:
+        grads |= {"blocks": jax.tree.map(lambda x: x.reshape(model.virtual, -1, *x.shape[1:]), grads["blocks"])}
+    return {"loss": loss, "grads": grads}
+
+
+def gradients(model, opt, **options):
+    loss, grads = jaxshard.value_and_grad(model.loss, opt, **options)(opt.place(model.params()), model.batch())
+    return {"loss": loss, "grads": grads}
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient(name, zero):
+    with jax.enable_x64(True):
+        model = MODELS[name]
+        assert_close(gradients(model, make(model, zero, pipeline=4)), truth(model), 1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_with_params_asked_for_inside_the_stages(name, zero, tied):
+    """With 1f1b and ZeRO-2, 3 too, which DeepSpeed refuses; a tied embedding is summed once."""
+    with jax.enable_x64(True):
+        model = dataclasses.replace(MODELS[name], unshard=True, tied=tied, sequence=True)
+        opt = make(model, zero, pipeline=2, tensor=2)
+        assert_close(gradients(model, opt), truth(model), 1e-12)
+        layout = jaxshard.value_and_grad(model.loss, opt).layout(opt.place(model.params()), model.batch())
+        if zero >= 2:
+            assert {how.split(":")[0] for how in layout.gathers.values() if "unshard" in how} == {
+                "gathered where unshard is" if zero == 3 else "its gradient scattered where unshard is"
+            }
+            assert not [how for how in layout.gathers.values() if "at the start" in how]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_one_stage_and_on_no_mesh_it_is_a_loop(name):
+    with jax.enable_x64(True):
+        model = MODELS[name]
+        loss, grads = jax.jit(jax.value_and_grad(model.loss))(model.params(), model.batch())
+        assert_close({"loss": loss, "grads": grads}, truth(model), 1e-12)
+        assert_close(gradients(model, make(model, 2, tensor=2)), truth(model), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_evaluation_runs_forward_alone(name):
+    with jax.enable_x64(True):
+        model = dataclasses.replace(MODELS[name], unshard=True)
+        opt = make(model, 3, pipeline=4)
+        evaluate = jaxshard.evaluate(model.loss, opt)
+        params = opt.place(model.params())
+        assert float(evaluate(params, model.batch())) == pytest.approx(float(truth(model)["loss"]), rel=1e-13)
+        text = jax.jit(evaluate).lower(params, model.batch()).compile().as_text()
+        assert trips(text) == [Plan(4, 4, model.virtual).num_ticks]
+
+
+def test_microbatches_around_the_pipeline_are_whole_flushes():
+    with jax.enable_x64(True):
+        model = dataclasses.replace(ONE_F_ONE_B, num_microbatches=2)
+        for zero in (0, 2):
+            found = gradients(model, make(model, zero, pipeline=4), microbatches=2)
+            assert_close(found, truth(model), 1e-12)
+
+
+MESHES = {
+    "2x2x2": {"pipeline": 2, "tensor": 2},
+    "1x4x2": {"tensor": 2},
+    "4x1x2": {"pipeline": 4, "tensor": 2},
+    "2x4x1": {"pipeline": 2},
+    "1x1x8": {"tensor": 8},
+    "8x1x1": {"pipeline": 8},
+    "1x8x1": {},
+}
+WIDE = Model(heads=8, width=16, hidden=16, vocabulary=16, schedule="1f1b", num_microbatches=2)
+
+
+@functools.cache
+def trained_on_one_device(steps):
+    tx, plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)), WIDE.plain()
+    params, state = plain.params(), tx.init(plain.params())
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(plain.loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for i in range(steps):
+        params, state, loss = step(params, state, plain.batch(i))
+    return {"params": params, "state": state, "loss": loss}
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [(name, i % 4) for i, name in enumerate(MESHES)] + [("2x2x2", 3)])
+def test_ten_steps_of_adamw_with_clipping(sizes, zero):
+    """Params and state as of one device; what is replicated has the same bits on all devices."""
+    with jax.enable_x64(True):
+        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01))
+        opt = make(WIDE, zero, tx, **MESHES[sizes])
+        step = jaxshard.train_step(WIDE.loss, opt)
+        params, state = opt.place(WIDE.params()), opt.init(WIDE.params())
+        for i in range(10):
+            params, state, metrics = step(params, state, WIDE.batch(i))
+        assert_close({"params": params, "state": state, "loss": metrics["loss"]}, trained_on_one_device(10), 1e-10)
+        for leaf in jax.tree.leaves((params, state)):
+            copies = {}
+            for shard in leaf.addressable_shards:
+                copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+            assert all(len(bits) == 1 for bits in copies.values())
+
+
+# The schedule.
+
+
+SIZES = itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3))
+PLANS = [Plan(s, m, v) for s, m, v in SIZES if v == 1 or m % s == 0]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.num_stages}-{p.num_microbatches}-{p.virtual}")
+def test_every_chunk_of_every_microbatch_once_in_order(plan):
+    forward, backward = {}, {}
+    for tick, stage in itertools.product(range(plan.num_ticks), range(plan.num_stages)):
+        for done, work in ((forward, plan.forward(tick, stage)), (backward, plan.backward(tick, stage))):
+            if work.busy:
+                key = int(work.round) * plan.num_stages + stage, int(work.microbatch)
+                assert key not in done
+                done[key] = tick
+    chunks = plan.num_stages * plan.virtual
+    assert len(forward) == len(backward) == chunks * plan.num_microbatches
+    for (chunk, microbatch), tick in forward.items():
+        if chunk:  # what it takes was passed on one tick before
+            assert forward[chunk - 1, microbatch] == tick - 1
+        late = backward[chunk, microbatch] + plan.delay
+        if chunk + 1 < chunks:
+            assert backward[chunk + 1, microbatch] + plan.delay == late - 1
+        else:  # the loss is there in the tick in which its gradient is wanted
+            assert late == tick
+        assert late - tick < plan.num_kept
+        work = plan.backward(late - plan.delay, chunk % plan.num_stages)
+        assert plan.forward_tick(work, chunk % plan.num_stages) == tick
+
+
+def trips(text):
+    """The trip counts of all loops that pass activations on, by compiled program."""
+    return [c.trips for c in inspect.collectives(text) if c.kind == "collective-permute"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ticks_of_the_compiled_program(name):
+    """v M + S - 1 in each direction, for every schedule."""
+    model = MODELS[name]
+    opt = make(model, pipeline=4)
+    params = opt.place(model.params(np.float32))
+    text = jax.jit(jaxshard.value_and_grad(model.loss, opt)).lower(params, model.batch()).compile().as_text()
+    sent = [c for c in inspect.collectives(text) if c.kind == "collective-permute"]
+    plan = Plan(4, model.num_microbatches, model.virtual)
+    assert sum(c.trips for c in sent) == 2 * plan.num_ticks
+    assert all(c.trips_known for c in sent)
+
+
+# What it costs.
+
+
+def test_wire_bytes_of_the_pipeline():
+    """2 (v M + S - 1) activations, and the shared gradients' all-reduce."""
+    for model in (GPIPE, ONE_F_ONE_B, INTERLEAVED):
+        model = dataclasses.replace(model, width=64, length=16, hidden=64, vocabulary=16)
+        opt = make(model, pipeline=4, devices=jax.devices()[:4])
+        params = opt.place(model.params(np.float32))
+        compiled = jax.jit(jaxshard.value_and_grad(model.loss, opt)).lower(params, model.batch()).compile()
+        activation = 16 // model.num_microbatches * 16 * 64 * 4
+        shared = (2 * 16 * 64 + 64) * 4
+        passed = 2 * Plan(4, model.num_microbatches, model.virtual).num_ticks * activation
+        found = inspect.report(compiled).wire_bytes_by_axes(opt.mesh)
+        assert set(found) == {"pipeline"}
+        assert found["pipeline"] == pytest.approx(passed + 2 * 3 / 4 * shared, rel=0.02)
+
+
+def test_zero_inside_asks_once_per_step_or_once_per_microbatch():
+    """Gathers and reduce-scatters over data: before the pipeline, once; inside the stages, in every tick."""
+    counts = {}
+    for unshard in (False, True):
+        model = dataclasses.replace(ONE_F_ONE_B, unshard=unshard)
+        opt = make(model, 3, pipeline=4)
+        params = opt.place(model.params(np.float32))
+        text = jax.jit(jaxshard.value_and_grad(model.loss, opt)).lower(params, model.batch()).compile().as_text()
+        kinds = ("all-gather", "reduce-scatter")
+        found = [c for c in inspect.collectives(text) if c.kind in kinds and "data" in c.axes(opt.mesh)]
+        counts[unshard] = max(c.trips for c in found)
+    assert counts[False] == 1
+    assert counts[True] >= 2 * ONE_F_ONE_B.num_microbatches
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_bytes_at_rest(zero):
+    """Split leaves: 1 / (S T) of each, and 1 / (S T N) with ZeRO-3."""
+    model = dataclasses.replace(ONE_F_ONE_B, width=16, hidden=32)
+    opt = make(model, zero, pipeline=2, tensor=2)
+    params = opt.place(model.params(np.float32))
+    for name in ("qkv", "out", "up", "down"):
+        leaf = params["blocks"][name]
+        ways = 2 * 2 * (2 if zero == 3 else 1)
+        assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // ways}
+
+
+# Keys.
+
+
+def test_masks_differ_by_layer_and_microbatch_and_not_by_mesh_with_keys_of_examples():
+    """A stage folds the key with its layer; per-example keys, a leaf of the batch, give the same masks on any mesh."""
+
+    def loss(params, batch):
+        def stage(blocks, x, info):
+            def layer(x, at):
+                number, w = at
+                keys = jax.vmap(jax.random.fold_in, (0, None))(x["keys"], number)
+                noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+                return x | {"h": x["h"] + w * noise}, None
+
+            count = blocks.shape[0]
+            return jax.lax.scan(layer, x, (info.chunk * count + jnp.arange(count), blocks))[0]
+
+        def first(shared, microbatch, info):
+            return {"h": microbatch["x"] * shared, "keys": microbatch["keys"]}
+
+        def last(shared, x, microbatch, info):
+            return jnp.mean(x["h"] ** 2)
+
+        how = {"schedule": "gpipe", "num_microbatches": 2}
+        return jaxshard.pipeline(stage, first, last, params["w"], params["s"], batch, **how)
+
+    params = {"w": np.ones((4, 4), "f"), "s": np.float32(1)}
+    batch = {"x": np.ones((8, 4), "f"), "keys": jax.random.split(jax.random.key(0), 8)}
+    found = []
+    for sizes in ({"pipeline": 4, "devices": jax.devices()}, {"pipeline": 2, "devices": jax.devices()[:4]}, {}):
+        opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(**sizes), specs=[("w", P("pipeline"))])
+        found.append(jaxshard.evaluate(loss, opt)(params, batch) if sizes else loss(params, batch))
+    np.testing.assert_allclose(found, found[-1], rtol=1e-6)
+
+
+def test_a_key_that_the_stage_closes_over():
+    """Keys among the arguments are folded with the data shard; the stage folds layer and microbatch."""
+    seen = []
+
+    def loss(params, batch, key):
+        def stage(blocks, x, info):
+            key_of = jax.random.fold_in(jax.random.fold_in(key, info.chunk), info.microbatch)
+            return x * jax.random.bernoulli(key_of, 0.5, x.shape) * jnp.sum(blocks)
+
+        how = {"schedule": "1f1b", "num_microbatches": 2}
+        return jaxshard.pipeline(
+            stage, lambda s, m, i: m * s, lambda s, x, m, i: jnp.sum(x), params["w"], params["s"], batch, **how
+        )
+
+    params = {"w": np.ones((4, 1), "f"), "s": np.float32(1)}
+    opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), specs=[("w", P("pipeline"))])
+    run = jaxshard.value_and_grad(loss, opt)
+    for seed in range(3):
+        value, grads = run(opt.place(params), np.ones((8, 64), "f"), jax.random.key(seed))
+        seen.append(float(value))
+        assert float(grads["s"]) == pytest.approx(float(value))
+    assert len(set(seen)) == 3
+
+
+# What others get wrong.
+
+
+def test_gradients_that_would_be_lost_are_refused():
+    """What a stage closes over has no gradient in a schedule of its own; silence would train on wrong ones."""
+
+    def loss(params, batch):
+        def stage(blocks, x, info):
+            return jnp.tanh(x * jnp.sum(blocks) * params["s"])
+
+        return jaxshard.pipeline(
+            stage, lambda s, m, i: m, lambda s, x, m, i: jnp.mean(x), params["w"], (), batch, num_microbatches=2
+        )
+
+    params = {"w": np.ones((4, 1), "f"), "s": np.float32(1)}
+    opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), specs=[("w", P("pipeline"))])
+    with pytest.raises(TypeError, match="beside its params, something that gradients are asked of"):
+        jaxshard.value_and_grad(loss, opt)(params, np.ones((8, 4), "f"))
+    assert np.isfinite(jaxshard.evaluate(loss, opt)(params, np.ones((8, 4), "f")))
+
+
+def test_bubbles_do_not_make_nans_of_a_norm_without_epsilon():
+    """The stages' norms divide by the root of mean squares alone; of zeros that would be NaN."""
+    for model in (GPIPE, ONE_F_ONE_B, INTERLEAVED):
+        found = gradients(dataclasses.replace(model, layers=8), make(model, pipeline=4))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+# Bad input.
+
+
+def simple(**changes):
+    """Runs a small pipeline of 4 stages with some things wrong."""
+    given = {
+        "stage": lambda blocks, x, info: x + jnp.sum(blocks),
+        "first": lambda shared, m, info: m * shared,
+        "last": lambda shared, x, m, info: jnp.mean(x),
+        "specs": [("w", P("pipeline"))],
+        "rows": 8,
+        "w": np.ones((4, 2), "f"),
+        "num_microbatches": 2,
+    } | changes
+    functions = [given.pop(name) for name in ("stage", "first", "last")]
+    specs, rows, w = given.pop("specs"), given.pop("rows"), given.pop("w")
+    opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), specs=specs)
+
+    def loss(p, batch):
+        return jaxshard.pipeline(*functions, p["w"], p["s"], batch, **given)
+
+    return jaxshard.value_and_grad(loss, opt)({"w": w, "s": np.float32(1)}, np.ones((rows, 4), "f"))
+
+
+BAD = {
+    "schedule": ({"schedule": "2f2b"}, ValueError, "no schedule '2f2b'; there are gpipe, 1f1b, interleaved"),
+    "virtual alone": ({"virtual": 2}, ValueError, "virtual=2; virtual stages"),
+    "not virtual": ({"schedule": "interleaved"}, ValueError, "virtual=1; virtual stages"),
+    "count": ({"num_microbatches": 0}, ValueError, "num_microbatches 0 must be a whole number"),
+    "remat": ({"remat": "layer"}, ValueError, "remat 'layer' must be"),
+    "rows": ({"num_microbatches": 3}, ValueError, r"shape \(4, 4\) on each device.*divisible by num_microbatches 3"),
+    "groups": (
+        {"schedule": "interleaved", "virtual": 2, "w": np.ones((2, 4), "f"), "specs": [("w", P(None, "pipeline"))]},
+        ValueError,
+        "num_microbatches 2 / stages 4 is no whole number.*give 4",
+    ),
+    "rounds": (
+        {"schedule": "interleaved", "virtual": 2, "num_microbatches": 4},
+        ValueError,
+        r"shape \(1, 2\) on each device; it must be \(virtual 2, layers / \(virtual 2 x stages 4\)",
+    ),
+    "layers": ({"w": np.ones((6, 2), "f")}, ValueError, "dim 0 of 6 is not divisible by 4"),
+    "whole blocks": ({"specs": None}, TypeError, r"blocks is whole on every stage.*P\('pipeline'\)"),
+    "cut shared": ({"specs": [(".", P("pipeline"))], "s": 1}, TypeError, ""),
+    "shape": (
+        {"stage": lambda b, x, i: x[..., :2] + jnp.sum(b)},
+        ValueError,
+        r"stage_fn makes float32\[2, 2\] of float32\[2, 4\]; the activation must keep",
+    ),
+    "dtype": ({"stage": lambda b, x, i: (x + jnp.sum(b)).astype(jnp.bfloat16)}, ValueError, r"makes bfloat16\[2, 4\]"),
+    "structure": ({"stage": lambda b, x, i: (x + jnp.sum(b), x)}, ValueError, "must keep the structure"),
+    "loss": ({"last": lambda s, x, m, i: x}, TypeError, "last_fn must return a floating scalar"),
+    "integers": ({"w": np.ones((4, 2), "i4")}, TypeError, "dtype int32"),
+}
+del BAD["cut shared"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    changes, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        simple(**changes)
+
+
+def test_shared_params_that_are_cut():
+    opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), specs=[(".", P("pipeline"))])
+
+    def loss(p, batch):
+        return jaxshard.pipeline(
+            lambda b, x, i: x + jnp.sum(b),
+            lambda s, m, i: m,
+            lambda s, x, m, i: jnp.mean(x),
+            p["w"],
+            p["s"],
+            batch,
+            num_microbatches=2,
+        )
+
+    with pytest.raises(TypeError, match="shared is cut over 'pipeline'; every stage needs it whole"):
+        jaxshard.value_and_grad(loss, opt)({"w": np.ones((4, 2), "f"), "s": np.ones(4, "f")}, np.ones((8, 4), "f"))
+
+
+def test_unchecked_types_are_refused():
+    def body(w, x):
+        return jaxshard.pipeline(
+            lambda b, x, i: x + jnp.sum(b),
+            lambda s, m, i: m,
+            lambda s, x, m, i: jnp.mean(x),
+            w,
+            (),
+            x,
+            num_microbatches=2,
+        )
+
+    mesh = jaxshard.make_mesh(pipeline=4)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(P("pipeline"), P("data")), out_specs=P(), check_vma=False)
+    with pytest.raises(TypeError, match="check_vma=True"):
+        jax.jit(run)(np.ones((4, 2), "f"), np.ones((8, 4), "f"))
+
+
+def test_a_loss_that_differs_over_tensor():
+    def loss(p, batch):
+        return jaxshard.pipeline(
+            lambda b, x, i: x * jnp.mean(b),
+            lambda s, m, i: m,
+            lambda s, x, m, i: jnp.mean(x),
+            p,
+            (),
+            batch,
+            num_microbatches=2,
+        )
+
+    opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=2, tensor=2), specs=P("pipeline", "tensor"))
+    with pytest.raises(TypeError, match=re.escape("the loss of last_fn differs over ['tensor']; sum or average it")):
+        jaxshard.value_and_grad(loss, opt)(np.ones((4, 4), "f"), np.ones((8, 4), "f"))
