@@ -44,6 +44,11 @@ class Engine:
         return (*replica, *self.config.data_axes)
 
     @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of them that are larger than 1: what types vary over, and gradients are summed over."""
+        return tuple(axis for axis in self.batch_axes if self.sizes[axis] > 1)
+
+    @property
     def num_batch_shards(self) -> int:
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 

@@ -130,7 +130,8 @@ class LossFunction:
         batch = collectives.at(batch, engine.mesh, batch_specs)
         cut = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
         auto = engine.config.auto_axes
-        held, left = jax.tree.map(lambda spec: without(spec, auto), (rest, cut))
+        unsaid = (*auto, *(axis for axis, size in engine.sizes.items() if size == 1))
+        held, left, rows = jax.tree.map(lambda spec: without(spec, unsaid), (rest, cut, P(engine.batch_axes)))
 
         def body(params, batch, args, scale):
             return _Device(options, found, params, batch, args, scale, reasons).run()
@@ -138,7 +139,7 @@ class LossFunction:
         whole, grads = jax.shard_map(
             body,
             mesh=engine.mesh,
-            in_specs=(held, P(engine.batch_axes), P(), P()),
+            in_specs=(held, rows, P(), P()),
             out_specs=(P(), left if options.differentiate else P()),
             axis_names=set(engine.mesh.axis_names) - set(auto),
             check_vma=options.checked,
@@ -199,7 +200,7 @@ class _Device:
         self.scale = scale
         self.shards = jax.tree.leaves(params)
         if options.checked:
-            self.shards = [collectives.vary(x, self.engine.batch_axes) for x in self.shards]
+            self.shards = [collectives.vary(x, self.engine.split_axes) for x in self.shards]
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
         self.program = self._trace(jax.tree.structure(params))
@@ -258,7 +259,7 @@ class _Device:
     def _varied(self, x: jax.Array) -> jax.Array:
         """A loss that the user already averaged over devices is one mean among equals; its type must say so."""
         averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
-        return collectives.vary(x, self.engine.batch_axes) if averaged else x
+        return collectives.vary(x, self.engine.split_axes) if averaged else x
 
     def _microbatch(self, index: Any) -> Any:
         return jax.tree.map(lambda x: x[index], self.batch)
@@ -267,7 +268,8 @@ class _Device:
         """The further arguments, with keys folded by data shard and microbatch."""
         if not self.options.fold_keys:
             return self.args
-        shard = lax.axis_index(self.engine.batch_axes) * self.options.microbatches + index
+        axes = self.engine.split_axes
+        shard = (lax.axis_index(axes) if axes else 0) * self.options.microbatches + index
 
         def fold(x):
             if not is_key(x):
@@ -317,18 +319,14 @@ class _Device:
         if leaf.dims and cuts.state:
             done = {axis for _, axes in leaf.dims for axis in axes}
             g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
-        g = collectives.total(g, [axis for axis in self._summed_axes() if axis not in done])
+        g = collectives.total(g, [axis for axis in self.engine.split_axes if axis not in done])
         if self.scale is not None:
             g, denominator = g.astype(jnp.promote_types(g.dtype, jnp.float32)), denominator * self.scale
         return (g / denominator).astype(wide(self.engine.config, leaf.dtype))
 
-    def _summed_axes(self) -> list[str]:
-        """Checked types want the sum over axes of size 1 too; it costs nothing."""
-        return [a for a in self.engine.batch_axes if self.options.checked or self.engine.sizes[a] > 1]
-
     def _reduced(self, losses: Any, weights: Any, auxes: Any) -> tuple[Any, Any]:
         """((loss, aux, weight) over the whole batch, what gradients are divided by)."""
-        axes = self._summed_axes()
+        axes = self.engine.split_axes
         denominator: Any = self.options.microbatches * self.engine.num_batch_shards
         weight = jnp.ones(())
         if self.options.weighted:

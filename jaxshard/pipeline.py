@@ -97,10 +97,12 @@ class _Parts(NamedTuple):
 
 def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str) -> jax.Array:
     """Microbatches one after the other, each computed again in the backward pass."""
+    differs = _is_manual(axis) and any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
     @jax.checkpoint
     def one(blocks, shared, microbatch, index):
-        x = _varied(parts.first_fn(shared, microbatch, Info(jnp.int32(0), index)), axis)
+        x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
+        x = _varied(x, axis) if differs else x
         for turn in range(plan.virtual):
             x = parts.stage(_of_round(blocks, turn, plan), x, Info(jnp.int32(turn), index))
         return parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index))
@@ -113,7 +115,7 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
     first = jax.tree.map(lambda x: x[0], microbatches)
     shape = jax.eval_shape(one, blocks, shared, first, indices[0])
     total, _ = lax.scan(step, _zeros(shape), (indices, microbatches))
-    total = lax.psum(total, axis) if _is_manual(axis) else total
+    total = lax.psum(total, axis) if differs else total
     return total / plan.num_microbatches
 
 
@@ -439,8 +441,8 @@ def _summed_once(params: Any, microbatches: Any, axis: str) -> Any:
 
 
 def _varied(tree: Any, axis: str) -> Any:
-    """Of a type that varies over the stages, if there are any."""
-    return jax.tree.map(lambda x: collectives.vary(x, (axis,)), tree) if _is_manual(axis) else tree
+    """Of a type that varies over the stages."""
+    return jax.tree.map(lambda x: collectives.vary(x, (axis,)), tree)
 
 
 def _typed(x: Any, kind: Any) -> Any:

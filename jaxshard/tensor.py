@@ -125,7 +125,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
     _check_cut("vocab_parallel_cross_entropy: the logits", logits, axis)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     highest = lax.stop_gradient(jnp.max(logits, -1))
-    if _is_manual(axis):
+    if _is_cut(logits, axis):
         highest = lax.pmax(highest, axis)
     total = _summed(jnp.sum(jnp.exp(logits - highest[..., None]), -1), None, axis)
     columns = jnp.arange(logits.shape[-1]) + _first(logits.shape[-1], axis)
@@ -141,7 +141,7 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
       TypeError: `x` is cut, or partial, already.
       ValueError: T does not divide the dim.
     """
-    if not _is_manual(axis):
+    if axis_size(axis) == 1:
         return x
     _check_whole("split_sequence: x", x, axis)
     part = per_device(f"split_sequence: dim {dim} of", x.shape[dim], axis)
@@ -150,25 +150,24 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
 
 def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
     """(..., L/T, ...) -> (..., L, ...), whole on every device."""
-    if not _is_manual(axis):
+    if not _is_cut(x, axis):
         return x
-    _check_cut("join_sequence: x", x, axis)
-    return lax.all_gather(collectives.vary(x, (axis,)), axis, axis=dim, tiled=True, to="invarying")
+    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
 def _entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
     """Whole on every device, of a type whose gradient is summed (or scattered) over the axis, once."""
-    if not _is_manual(axis):
+    if axis_size(axis) == 1:
         return x
     if sequence is None:
         _check_whole(f"{who}: x", x, axis)
         return collectives.vary(x, (axis,))
     _check_cut(f"{who}: x, with sequence={sequence},", x, axis)
-    return lax.all_gather(collectives.vary(x, (axis,)), axis, axis=sequence, tiled=True)
+    return lax.all_gather(x, axis, axis=sequence, tiled=True)
 
 
 def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
-    if not _is_manual(axis):
+    if not _is_cut(x, axis):
         return x
     if sequence is None:
         return lax.psum(x, axis)
@@ -178,11 +177,16 @@ def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
 
 def _first(count: int, axis: str) -> Any:
     """The index, in the whole dim, of this device's first element."""
-    return lax.axis_index(axis) * count if _is_manual(axis) else 0
+    return lax.axis_index(axis) * count if axis_size(axis) > 1 else 0
 
 
 def _is_manual(axis: str) -> bool:
     return axis in collectives.manual_axes()
+
+
+def _is_cut(x: jax.Array, axis: str) -> bool:
+    """Whether it differs over the axis: then also where that has one device, and only the types have to be mended."""
+    return _is_manual(axis) and axis in collectives.varying(x)
 
 
 def _check_cut(what: str, x: jax.Array, axis: str) -> None:
