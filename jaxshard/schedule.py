@@ -4,6 +4,8 @@ Pure: nothing here touches an array or a device (though ticks and stages may be 
 """
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -77,3 +79,91 @@ class Work(NamedTuple):
     busy: Any
     round: Any
     microbatch: Any
+
+
+# The picture.
+
+
+class Cell(NamedTuple):
+    """One stage's work in one tick: "forward" or "backward", of which chunk of layers, on which microbatch."""
+
+    stage: int
+    tick: int
+    direction: Literal["forward", "backward"]
+    chunk: int
+    microbatch: int
+
+
+def cells(plan: Plan, schedule: Schedule) -> list[Cell]:
+    """Everything that is done, in the order of the ticks; gpipe starts backward when all forward is done."""
+    delay = plan.num_ticks if schedule == "gpipe" else plan.delay
+    found = []
+    for tick in range(plan.num_ticks):
+        for stage in range(plan.num_stages):
+            for direction, work, at in (
+                ("forward", plan.forward(tick, stage), tick),
+                ("backward", plan.backward(tick, stage), tick + delay),
+            ):
+                if work.busy:
+                    chunk = int(work.round) * plan.num_stages + stage
+                    found.append(Cell(stage, at, direction, chunk, int(work.microbatch)))
+    return sorted(found, key=lambda cell: (cell.tick, cell.stage))
+
+
+def chart(plan: Plan, schedule: Schedule) -> str:
+    """Who does which microbatch forward and backward at which tick, a line for each stage and direction.
+
+    With virtual stages a cell is microbatch.round.
+
+    >>> print(chart(Plan(2, 3), "1f1b"))
+    tick              0  1  2  3  4
+    stage 0 forward   0  1  2  .  .
+            backward  .  .  0  1  2
+    stage 1 forward   .  0  1  2  .
+            backward  .  0  1  2  .
+    """
+    done = {(c.stage, c.direction, c.tick): _name(c, plan) for c in cells(plan, schedule)}
+    num_ticks = 1 + max(tick for _, _, tick in done)
+    width = max(2, *(len(name) for name in done.values()), len(str(num_ticks - 1)))
+    lines = ["tick".ljust(16) + _row(map(str, range(num_ticks)), width)]
+    for stage in range(plan.num_stages):
+        for direction in ("forward", "backward"):
+            head = f"stage {stage} " if direction == "forward" else ""
+            names = (done.get((stage, direction, tick), ".") for tick in range(num_ticks))
+            lines.append((head.ljust(8) + direction).ljust(16) + _row(names, width))
+    return "\n".join(lines)
+
+
+def _row(names: Iterable[str], width: int) -> str:
+    return "".join(" " + name.rjust(width) for name in names)
+
+
+def _name(cell: Cell, plan: Plan) -> str:
+    turn = f".{cell.chunk // plan.num_stages}" if plan.virtual > 1 else ""
+    return f"{cell.microbatch}{turn}"
+
+
+def draw(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """The chart as a PNG: forward above, backward below in each stage's row, colours by microbatch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only who draws needs it
+    from matplotlib.figure import Figure
+
+    found = cells(plan, schedule)
+    num_ticks = 1 + max(cell.tick for cell in found)
+    figure = Figure(figsize=(min(0.4 * num_ticks + 1.5, 24), 0.7 * plan.num_stages + 1), layout="constrained")
+    axes = figure.add_subplot()
+    for cell in found:
+        top = cell.direction == "forward"
+        shade = 0.35 + 0.6 * cell.microbatch / max(plan.num_microbatches - 1, 1)
+        colour = (0.2, 0.4, shade) if top else (0.25, shade, 0.3)
+        low = plan.num_stages - 1 - cell.stage + (0.5 if top else 0.0)
+        axes.broken_barh([(cell.tick, 0.96)], (low, 0.46), facecolors=[colour])
+        name = {"ha": "center", "va": "center", "color": "white", "fontsize": 7}
+        axes.text(cell.tick + 0.48, low + 0.23, _name(cell, plan), **name)
+    axes.set_yticks([plan.num_stages - 0.5 - s for s in range(plan.num_stages)], map(str, range(plan.num_stages)))
+    axes.set(xlim=(0, num_ticks), xlabel="tick", ylabel="stage")
+    lost = (plan.num_stages - 1) / plan.num_ticks
+    sizes = f"{plan.num_stages} stages, {plan.num_microbatches} microbatches"
+    sizes += f", {plan.virtual} virtual stages each" if plan.virtual > 1 else ""
+    axes.set_title(f"{schedule}: {sizes}; {lost:.0%} of the time lost (forward above, backward below)", fontsize=9)
+    FigureCanvasAgg(figure).print_png(os.fspath(path))
