@@ -4,6 +4,7 @@ Pure: nothing here touches an array or a device (though ticks and stages may be 
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -98,16 +99,17 @@ def cells(plan: Plan, schedule: Schedule) -> list[Cell]:
     """Everything that is done, in the order of the ticks; gpipe starts backward when all forward is done."""
     delay = plan.num_ticks if schedule == "gpipe" else plan.delay
     found = []
-    for tick in range(plan.num_ticks):
-        for stage in range(plan.num_stages):
-            for direction, work, at in (
-                ("forward", plan.forward(tick, stage), tick),
-                ("backward", plan.backward(tick, stage), tick + delay),
-            ):
-                if work.busy:
-                    chunk = int(work.round) * plan.num_stages + stage
-                    found.append(Cell(stage, at, direction, chunk, int(work.microbatch)))
+    for tick, stage in itertools.product(range(plan.num_ticks), range(plan.num_stages)):
+        forward, backward = plan.forward(tick, stage), plan.backward(tick, stage)
+        if forward.busy:
+            found.append(Cell(stage, tick, "forward", _chunk(forward, stage, plan), int(forward.microbatch)))
+        if backward.busy:
+            found.append(Cell(stage, tick + delay, "backward", _chunk(backward, stage, plan), int(backward.microbatch)))
     return sorted(found, key=lambda cell: (cell.tick, cell.stage))
+
+
+def _chunk(work: Work, stage: int, plan: Plan) -> int:
+    return int(work.round) * plan.num_stages + stage
 
 
 def chart(plan: Plan, schedule: Schedule) -> str:

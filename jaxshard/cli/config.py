@@ -96,14 +96,33 @@ class PrecisionConfig:
 class ShardingConfig:
     """Which device holds what."""
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "zero2"
-    """What is cut: nothing (ddp), state, gradients too, parameters too (zero3 = fsdp; hsdp within each replica)."""
+    strategy: Literal[
+        "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "pipeline_parallel", "hybrid"
+    ] = "zero2"
+    """What is cut: nothing (ddp), state, gradients too, parameters too (zero3 = fsdp; hsdp within each replica); single
+    layers (tensor_parallel), the stack of layers (pipeline_parallel), or all of these (hybrid)."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Devices to use: all by default; without an accelerator so many CPU devices are simulated, 8 by default."""
     data: int = -1
     """Size of the mesh axis that shards are cut over; -1 takes the devices that are left."""
     replica: int = 1
     """Size of the mesh axis that shards are repeated over (for hsdp at least 2)."""
+    tensor: int = 1
+    """Size of the mesh axis whose devices share each layer (tensor_parallel, hybrid)."""
+    pipeline: int = 1
+    """Size of the mesh axis whose devices are stages of layers (pipeline_parallel, hybrid)."""
+    zero: int = 2
+    """What hybrid cuts over data: 0 nothing, 1 state, 2 gradients too, 3 parameters too."""
+    sequence_parallel: bool = False
+    """Cut activations between the layers along the sequence, over the tensor axis."""
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """In which order the stages take the microbatches."""
+    virtual: int = 1
+    """Stages of layers on each device, for schedule = interleaved at least 2."""
+    stage_microbatches: int = 4
+    """Parts of each device's rows that a pipeline passes from stage to stage; more of them waste less time."""
+    gather: Literal["step", "microbatch"] = "step"
+    """When the stages gather parameters that ZeRO has cut and reduce gradients: less traffic, or less memory."""
     microbatches: int = 1
     """Parts of each device's rows that are computed one after the other."""
     min_shard_size: int = 2**11
@@ -162,6 +181,7 @@ def check(config: Config) -> None:
     """Raises ValueError, naming the option, for a value that no run can have."""
     _check_ranges(config)
     _check_precision(config.precision)
+    _check_parallel(config)
     model = config.model
     if model.width % model.heads:
         raise ValueError(
@@ -177,6 +197,41 @@ def check(config: Config) -> None:
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
             f"train.steps = {config.train.steps}: warm up for fewer"
         )
+
+
+def _check_parallel(config: Config) -> None:
+    model, sharding = config.model, config.sharding
+    for axis in ("tensor", "pipeline"):
+        size, takers = getattr(sharding, axis), (f"{axis}_parallel", "hybrid")
+        if size > 1 and sharding.strategy not in takers:
+            raise ValueError(
+                f"sharding.{axis} = {size}: the strategy {sharding.strategy} does not cut over it; choose "
+                f"sharding.strategy = {' or '.join(takers)}"
+            )
+    if (sharding.virtual > 1) != (sharding.schedule == "interleaved"):
+        raise ValueError(
+            f"sharding.virtual = {sharding.virtual} with sharding.schedule = {sharding.schedule}: virtual stages, at "
+            "least 2, are what makes interleaved"
+        )
+    stages = sharding.pipeline * sharding.virtual
+    if sharding.pipeline > 1 and model.layers % stages:
+        raise ValueError(
+            f"model.layers = {model.layers} is no multiple of sharding.pipeline {sharding.pipeline} x sharding.virtual "
+            f"{sharding.virtual} = {stages}: {-(-model.layers // stages) * stages} would be"
+        )
+    if sharding.pipeline > 1 and sharding.virtual > 1 and sharding.stage_microbatches % sharding.pipeline:
+        raise ValueError(
+            f"sharding.stage_microbatches = {sharding.stage_microbatches} is no multiple of sharding.pipeline = "
+            f"{sharding.pipeline}, as virtual stages need"
+        )
+    shared = ["heads", "hidden", "vocabulary", *(["sequence_length"] if sharding.sequence_parallel else [])]
+    for name in shared:
+        size = getattr(model, name)
+        if size % sharding.tensor:
+            raise ValueError(
+                f"model.{name} = {size} is no multiple of sharding.tensor = {sharding.tensor}: "
+                f"{-(-size // sharding.tensor) * sharding.tensor} would be"
+            )
 
 
 def _check_precision(chosen: PrecisionConfig) -> None:
@@ -212,7 +267,8 @@ def _check_precision(chosen: PrecisionConfig) -> None:
 _POSITIVE = (
     *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
     *("optimizer.learning_rate", "optimizer.clip_norm"),
-    *("sharding.replica", "sharding.microbatches"),
+    *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
+    *("sharding.microbatches", "sharding.stage_microbatches"),
     *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every")),
 )
 _NOT_NEGATIVE = (
@@ -235,6 +291,7 @@ def _check_ranges(config: Config) -> None:
     _require(config, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
     _require(config, "sharding.devices", lambda value: value is None or value > 0, "above 0")
     _require(config, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
+    _require(config, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
     hsdp = config.sharding.strategy == "hsdp"
     _require(config, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
 

@@ -5,15 +5,20 @@ Names of arrays end in their dims: B rows, L positions, D width, H heads, K feat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxshard
+from jaxshard import tensor
 from jaxshard.cli.config import ModelConfig
+from jaxshard.schedule import Info
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -21,20 +26,58 @@ Batch = dict[str, jax.Array]
 _ROTARY_BASE = 10_000.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """How the layers go through stages (`jaxshard.pipeline`), and how activations lie between them.
+
+    `gather` says where stages ask for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    virtual: int = 1
+    gather: str = "step"
+
+
 class LanguageModel:
     """`Transformer` as pure functions of a plain nested dict of float32 arrays.
 
+    Its layers are built of `jaxshard.tensor`'s blocks, so that they can be cut over the tensor axis, as `specs` say.
+
     Args:
       config: sizes and choices of the model.
+      pipelined: run the layers as the stages of a pipeline; None: one after the other.
+      sequence_parallel: activations between the layers are cut along the sequence, over the tensor axis.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        self._graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)[0]
+    def __init__(self, config: ModelConfig, pipelined: Pipelined | None = None, sequence_parallel: bool = False):
+        self.config, self.pipelined = config, pipelined
+        self._sequence = 1 if sequence_parallel else None
+        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+        self._graphdefs = {name: nnx.split(part)[0] for name, part in model.parts().items()}
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
-        return nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
+        if self._virtual > 1:
+            params["blocks"] = jax.tree.map(lambda x: x.reshape(self._virtual, -1, *x.shape[1:]), params["blocks"])
+        return params
+
+    @property
+    def specs(self) -> list[tuple[str, P]]:
+        """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
+        stage = (*(None,) * (self._virtual > 1), "pipeline" if self.pipelined else None)
+        rules = [
+            (r"^blocks/.*(qkv|up)/kernel$", P(*stage, None, "tensor")),
+            (r"^blocks/.*(out|down)/kernel$", P(*stage, "tensor")),
+            (r"^blocks/", P(*stage)),
+            (r"^embedding/", P("tensor")),
+        ]
+        return rules if self.config.tied else [*rules, (r"^head/kernel$", P(None, "tensor"))]
+
+    @property
+    def _virtual(self) -> int:
+        return self.pipelined.virtual if self.pipelined else 1
 
     def loss(self, params: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """Mean loss in nats per byte.
@@ -44,21 +87,81 @@ class LanguageModel:
           batch: `{"tokens": (B, L + 1) int32}`; each position predicts the next.
           key: for dropout; without it nothing is dropped.
         """
-        return jnp.mean(self._losses(params, batch["tokens"], key))
+        return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
 
     def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of `weights * loss` in nats, and the sum of `weights`, where `batch["weights"]` is `(B, L)` float32."""
-        losses_BxL = self._losses(params, batch["tokens"], None)
-        return jnp.sum(losses_BxL * batch["weights"]), jnp.sum(batch["weights"])
 
-    def _losses(self, params: Params, tokens_BxL1: jax.Array, key: jax.Array | None) -> jax.Array:
-        model = nnx.merge(self._graphdef, nnx.State(params))
-        logits_BxLxV = model(tokens_BxL1[:, :-1], key)
-        return _cross_entropy(logits_BxLxV, tokens_BxL1[:, 1:])
+        def total(losses_BxL: jax.Array, batch: Batch) -> jax.Array:
+            return jnp.sum(losses_BxL * batch["weights"])
+
+        count = self.pipelined.num_microbatches if self.pipelined else 1
+        return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
+
+    def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
+        """Over microbatches, of what `reduce` makes of each one's losses (B, L)."""
+        shared = {name: part for name, part in params.items() if name != "blocks"}
+
+        def stage(blocks: Any, x_BxLxD: jax.Array, info: Info) -> jax.Array:
+            return self._layers(blocks, x_BxLxD, info, key)
+
+        def last(shared: Params, x_BxLxD: jax.Array, batch: Batch, info: Info) -> jax.Array:
+            return reduce(self._losses(shared, x_BxLxD, batch), batch)
+
+        if self.pipelined is None:
+            alone = Info(0, 0)
+            x_BxLxD = stage(params["blocks"], self._embedded(shared, batch, alone), alone)
+            return last(shared, x_BxLxD, batch, alone)
+        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual")}
+        return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
+
+    def _part(self, name: str, params: Any) -> Any:
+        """A part of the model, its parameters whole."""
+        return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
+
+    def _asked(self, params: Any) -> Any:
+        early = self.pipelined is not None and self.pipelined.gather == "step"
+        return params if early else jaxshard.unshard(params)
+
+    def _embedded(self, shared: Params, batch: Batch, info: Info) -> jax.Array:
+        del info
+        tokens_BxL, dtype = batch["tokens"][:, :-1], jnp.dtype(self.config.dtype)
+        table_VxD = self._part("embedding", shared["embedding"]).embedding[...].astype(dtype)
+        x_BxLxD = tensor.vocab_parallel_embedding(tokens_BxL, table_VxD, sequence=self._sequence)
+        if self.config.positions == "rotary":
+            return x_BxLxD
+        positions_LxD = self._part("positions", shared["positions"])(jnp.arange(tokens_BxL.shape[1]))
+        return x_BxLxD + (positions_LxD if self._sequence is None else tensor.split_sequence(positions_LxD, 0))
+
+    def _layers(self, blocks: Any, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
+        """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
+        count = jax.tree.leaves(blocks)[0].shape[0]
+        numbers = info.chunk * count + jnp.arange(count)
+
+        def body(x_BxLxD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            state, number = layer
+            block = self._part("blocks", state)  # one layer is whole, inside what is recomputed
+            own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), info.microbatch)
+            return block(x_BxLxD, own, self._sequence), None
+
+        if self.config.remat:
+            body = jax.checkpoint(body, prevent_cse=False)
+        return jax.lax.scan(body, x_BxLxD, (blocks, numbers))[0]
+
+    def _losses(self, shared: Params, x_BxLxD: jax.Array, batch: Batch) -> jax.Array:
+        """(B, L) nats."""
+        dtype = jnp.dtype(self.config.dtype)
+        x_BxLxD = self._part("norm", shared["norm"])(x_BxLxD)
+        if self.config.tied:
+            head_DxV = self._part("embedding", shared["embedding"]).embedding[...].T
+        else:
+            head_DxV = self._part("head", shared["head"]).kernel[...]
+        logits_BxLxV = tensor.column_parallel(x_BxLxD.astype(dtype), head_DxV.astype(dtype), sequence=self._sequence)
+        return tensor.vocab_parallel_cross_entropy(logits_BxLxV, batch["tokens"][:, 1:])
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, head. Each part asks for its own parameters, whole, at the moment it needs them."""
+    """Embedding, blocks, norm, head: what parameters there are, and how they start."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -71,32 +174,13 @@ class Transformer(nnx.Module):
         if not config.tied:
             self.head = _linear(config, config.width, config.vocabulary, rngs)
 
-    def __call__(self, tokens_BxL: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Logits `(B, L, V)` in float32."""
-        embedding = _unsharded(self.embedding)
-        x_BxLxD = embedding(tokens_BxL)
-        if self.config.positions == "learned":
-            x_BxLxD += _unsharded(self.positions)(jnp.arange(tokens_BxL.shape[1]))
-        x_BxLxD = _unsharded(self.norm)(self._scan_blocks(x_BxLxD, key))
-        logits_BxLxV = embedding.attend(x_BxLxD) if self.config.tied else _unsharded(self.head)(x_BxLxD)
-        return logits_BxLxV.astype(jnp.float32)
-
-    def _scan_blocks(self, x_BxLxD: jax.Array, key: jax.Array | None) -> jax.Array:
-        graphdef, stacked = nnx.split(self.blocks)
-        keys = None if key is None else jax.random.split(key, self.config.layers)
-
-        def body(x_BxLxD: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, None]:
-            state, key = layer
-            block = nnx.merge(graphdef, jaxshard.unshard(state))  # one layer is whole, inside what is recomputed
-            return block(x_BxLxD, key), None
-
-        if self.config.remat:
-            body = jax.checkpoint(body, prevent_cse=False)
-        return jax.lax.scan(body, x_BxLxD, (stacked, keys))[0]
+    def parts(self) -> dict[str, Any]:
+        names = ("embedding", "positions", "blocks", "norm", "head")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to what came in."""
+    """Pre-norm attention and MLP, each added to what came in. `sequence`: the dim along which activations are cut."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.dropout = config.dropout
@@ -105,15 +189,18 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BxLxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x_BxLxD: jax.Array, key: jax.Array | None = None, sequence: int | None = None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BxLxD += _dropped(self.attention(self.attention_norm(x_BxLxD)), self.dropout, keys[0])
-        x_BxLxD += _dropped(self.mlp(self.mlp_norm(x_BxLxD)), self.dropout, keys[1])
-        return x_BxLxD
+        attended_BxLxD = self.attention(self.attention_norm(x_BxLxD), sequence)
+        x_BxLxD += _dropped(attended_BxLxD, self.dropout, keys[0], sequence)
+        return x_BxLxD + _dropped(self.mlp(self.mlp_norm(x_BxLxD), sequence), self.dropout, keys[1], sequence)
 
 
 class Attention(nnx.Module):
-    """Causal attention of `heads` heads."""
+    """Causal attention of `heads` heads, of which each device of the tensor axis has its share.
+
+    The columns of `qkv` go by head, then query, key and value, so that a cut leaves heads whole.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.heads = config.heads
@@ -121,35 +208,42 @@ class Attention(nnx.Module):
         self.qkv = _linear(config, config.width, 3 * config.width, rngs)
         self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
 
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        rows, length, width = x_BxLxD.shape
-        qkv_BxLx3xHxK = self.qkv(x_BxLxD).reshape(rows, length, 3, self.heads, width // self.heads)
-        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (qkv_BxLx3xHxK[:, :, part] for part in range(3))
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        qkv_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
+        rows, length, features = qkv_BxLxF.shape
+        heads = tensor.per_device("model.heads", self.heads)
+        qkv_BxLxHx3xK = qkv_BxLxF.reshape(rows, length, heads, 3, features // (3 * heads))
+        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (qkv_BxLxHx3xK[:, :, :, part] for part in range(3))
         if self.rotary:
             q_BxLxHxK, k_BxLxHxK = _rotate(q_BxLxHxK), _rotate(k_BxLxHxK)
         y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True)
-        return self.out(y_BxLxHxK.reshape(rows, length, width))
+        return tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
 
 
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features between."""
+    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features between, shared out over the tensor axis.
+
+    The columns of a gated `up` go by feature, then gate and value, so that a cut leaves both together.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.gated = config.mlp == "swiglu"
         self.up = _linear(config, config.width, config.hidden * (2 if self.gated else 1), rngs)
         self.down = _linear(config, config.hidden, config.width, rngs, scale=0.5 / config.layers)
 
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        h_BxLxF = self.up(x_BxLxD)
-        if not self.gated:
-            return self.down(jax.nn.gelu(h_BxLxF))
-        gate_BxLxF, value_BxLxF = jnp.split(h_BxLxF, 2, axis=-1)
-        return self.down(jax.nn.silu(gate_BxLxF) * value_BxLxF)
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        h_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.up), sequence=sequence)
+        if self.gated:
+            both_BxLxFx2 = h_BxLxF.reshape(*h_BxLxF.shape[:2], -1, 2)
+            h_BxLxF = jax.nn.silu(both_BxLxFx2[..., 0]) * both_BxLxFx2[..., 1]
+        else:
+            h_BxLxF = jax.nn.gelu(h_BxLxF)
+        return tensor.row_parallel(h_BxLxF, _kernel(self.down), sequence=sequence)
 
 
-def _unsharded(module: Any) -> Any:
-    graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jaxshard.unshard(state))
+def _kernel(layer: nnx.Linear) -> jax.Array:
+    """(inputs, outputs), in the type of the computation."""
+    return layer.kernel[...].astype(layer.dtype)
 
 
 def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
@@ -170,10 +264,17 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
-def _dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
+    """Devices that hold different parts of a sequence drop as one that holds the whole."""
     if key is None or rate == 0.0:
-        return x
-    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), 0.0)
+        return x_BxLxD
+    shape = list(x_BxLxD.shape)
+    if sequence is None:
+        kept = jax.random.bernoulli(key, 1.0 - rate, shape)
+    else:
+        shape[sequence] *= tensor.axis_size()
+        kept = tensor.split_sequence(jax.random.bernoulli(key, 1.0 - rate, shape), sequence)
+    return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
 
 
 def _rotate(x_BxLxHxK: jax.Array) -> jax.Array:
@@ -184,10 +285,3 @@ def _rotate(x_BxLxHxK: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
     left, right = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BxLxHxK.dtype)
-
-
-def _cross_entropy(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-    """Nats per position. The target's logit is picked by comparison, not by a gather: less memory in ZeRO-3."""
-    is_target_BxLxV = targets_BxL[..., None] == jnp.arange(logits_BxLxV.shape[-1])
-    target_BxL = jnp.sum(jnp.where(is_target_BxLxV, logits_BxLxV, 0.0), axis=-1)
-    return jax.nn.logsumexp(logits_BxLxV, axis=-1) - target_BxL

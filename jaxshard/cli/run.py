@@ -17,17 +17,10 @@ import jaxshard
 from jaxshard.cli import data
 from jaxshard.cli.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig
 from jaxshard.cli.folder import Snapshot
-from jaxshard.cli.model import LanguageModel
+from jaxshard.cli.model import LanguageModel, Pipelined
 from jaxshard.cli.stopping import EarlyStopping
 
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "ddp": jaxshard.ddp,
-    "zero1": jaxshard.zero1,
-    "zero2": jaxshard.zero2,
-    "zero3": jaxshard.zero3,
-    "fsdp": jaxshard.fsdp,
-    "hsdp": jaxshard.hsdp,
-}
+_WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _SIMULATED_DEVICES = 8
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
 
@@ -118,15 +111,30 @@ def prepare(config: Config) -> Run:
     mesh = make_mesh(config.sharding)
     _check_rows(config, mesh)
     schedule, inner = make_optimizer(config.optimizer, config.train.steps)
-    options = {"min_shard_size": config.sharding.min_shard_size, **precision_options(config.precision)}
-    opt = STRATEGIES[config.sharding.strategy](inner, mesh, **options)
-    model = LanguageModel(config.model)
+    model = make_model(config)
+    opt = make_strategy(config, model, inner, mesh)
     shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
     params = jax.tree.map(_placed, shapes, opt.shardings(shapes).params)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
     return Run(config, text, heldout, batches, model, schedule, opt, Snapshot(params, opt.init(params), 0, stopping))
+
+
+def make_model(config: Config) -> LanguageModel:
+    """The model, its layers in stages where there is a pipeline."""
+    sharding = config.sharding
+    how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
+    return LanguageModel(config.model, how if sharding.pipeline > 1 else None, sharding.sequence_parallel)
+
+
+def make_strategy(config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: Any) -> Any:
+    """The sharded optimizer that the configuration asks for."""
+    sharding = config.sharding
+    options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
+    options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
+    options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
+    return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
 
 def make_mesh(sharding: ShardingConfig) -> Any:
@@ -142,7 +150,8 @@ def make_mesh(sharding: ShardingConfig) -> Any:
                 f"or start anew (their number is fixed once JAX runs)"
             )
         devices = devices[:wanted]
-    return jaxshard.make_mesh(data=sharding.data, replica=sharding.replica, devices=devices)
+    sizes = {axis: getattr(sharding, axis) for axis in ("data", "replica", "tensor", "pipeline")}
+    return jaxshard.make_mesh(**sizes, devices=devices)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -212,7 +221,9 @@ def _join_processes() -> None:
 
 def _check_rows(config: Config, mesh: Any) -> None:
     """Every device gets the same number of rows in each microbatch, and every process too."""
-    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": config.sharding.microbatches}
+    sharding = config.sharding
+    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
+    sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
     parts = int(np.prod(list(sizes.values())))
     if config.train.rows % parts:
         equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
