@@ -111,7 +111,7 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
         index, microbatch = at
         return total + one(blocks, shared, microbatch, index), None
 
-    indices = jnp.arange(plan.num_microbatches)
+    indices = jnp.arange(plan.num_microbatches, dtype=jnp.int32)
     first = jax.tree.map(lambda x: x[0], microbatches)
     shape = jax.eval_shape(one, blocks, shared, first, indices[0])
     total, _ = lax.scan(step, _zeros(shape), (indices, microbatches))
@@ -141,7 +141,7 @@ def _gpipe(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: An
     kind = _settled(parts, axis, blocks, shared, *filling)
     x = jax.tree.map(_typed, parts.first_fn(shared, *filling), kind)
     run_tick = jax.checkpoint(tick) if remat == "tick" else tick
-    _, losses = lax.scan(run_tick, x, jnp.arange(plan.num_ticks))
+    _, losses = lax.scan(run_tick, x, jnp.arange(plan.num_ticks, dtype=jnp.int32))
     return lax.psum(jnp.sum(losses), axis) / plan.num_microbatches
 
 
@@ -287,7 +287,9 @@ class _Device:
             y = self._stage(self._blocks(diff, work.round), self._entering(diff, x, work), work)
             return (self._onwards(y), total + self._counted(self._last(self._shared_diff(diff), y, work), work)), None
 
-        (_, total), _ = lax.scan(tick, (_zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks))
+        (_, total), _ = lax.scan(
+            tick, (_zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
+        )
         return lax.psum(total, self.pipe.axis) / self.plan.num_microbatches
 
     def _shared_diff(self, diff: list[Any]) -> list[Any]:
@@ -334,7 +336,7 @@ class _Device:
         return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
 
     def _scan(self, tick: Callable[[_Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
-        return lax.scan(lambda at, t: (tick(at, t), None), at, jnp.arange(start, stop))[0]
+        return lax.scan(lambda at, t: (tick(at, t), None), at, jnp.arange(start, stop, dtype=jnp.int32))[0]
 
     def _forward(self, diff: list[Any], at: _Carry, t: Any) -> tuple[_Carry, Any, Work]:
         """(what is kept, what came out, of which work)."""
