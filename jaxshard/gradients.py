@@ -222,7 +222,7 @@ class _Device:
     def _trace(self, treedef: Any) -> Program:
         whole = jax.eval_shape(lambda: [_whole(x) for x in self._values(self.shards, self._differentiated())])
         batch, args = jax.eval_shape(lambda: (self._microbatch(0), self._folded(0)))
-        return Program.trace(self.options, treedef, whole, batch, args)
+        return Program.trace(self.options, treedef, whole, batch, args, self.scale)
 
     def _is_cut(self, leaf: layout.Leaf) -> bool:
         """Whether its gradient is scattered where the leaf is gathered, microbatch by microbatch."""
@@ -254,7 +254,7 @@ class _Device:
         """(loss, weight, aux) of one microbatch."""
         pairs = zip(self._values(shards, diff), self.reasons, strict=True)
         values = [x if reason is None else _whole(x) for x, reason in pairs]
-        return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index)))
+        return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index), self.scale))
 
     def _varied(self, x: jax.Array) -> jax.Array:
         """A loss that the user already averaged over devices is one mean among equals; its type must say so."""

@@ -6,10 +6,12 @@ is as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches m
 the mark.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +87,22 @@ class Deferred:
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def scaled_by(scale: Any) -> Iterator[None]:
+    """While the loss is traced: what its backward pass will be multiplied by (`LossScale`), or None."""
+    token = _scale.set(scale)
+    try:
+        yield
+    finally:
+        _scale.reset(token)
+
+
+def loss_scale() -> Any:
+    """For parts of the loss that start a backward pass of their own."""
+    return _scale.get()
+
+
+_scale: contextvars.ContextVar[Any] = contextvars.ContextVar("loss_scale", default=None)
 _DEFERRED = "jaxshard_deferred_"
 _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary()

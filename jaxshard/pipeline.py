@@ -78,8 +78,11 @@ def pipeline(
     if schedule == "gpipe":
         return _gpipe(parts, plan, blocks, shared, microbatches, axis, remat)
     pipe = _Pipe(parts, plan, blocks, shared, microbatches, axis)
-    leaves = jax.tree.leaves((blocks, shared, microbatches))
-    return pipe([*leaves, *(x for some in pipe.consts for x in some)])[0]
+    scale = lazy.loss_scale()
+    scale = jnp.float32(1) if scale is None else scale
+    return pipe([*jax.tree.leaves((blocks, shared, scale, microbatches)), *(x for some in pipe.consts for x in some)])[
+        0
+    ]
 
 
 class _Parts(NamedTuple):
@@ -165,8 +168,8 @@ class _Function(NamedTuple):
 class _Pipe(lazy.Deferred):
     """The three functions as traced programs, run by the schedule; params may come as `lazy.Sharded`.
 
-    Inputs are flat: blocks and shared (which are differentiated), then microbatches, then what the functions closed
-    over.
+    Inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
+    what the functions closed over.
     """
 
     def __init__(self, parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str):
@@ -205,27 +208,31 @@ class _Pipe(lazy.Deferred):
     def run(self, values: Sequence[Any]) -> list[Any]:
         """[the mean loss]."""
         num_params = self.num_blocks + self.num_shared
-        params, data = self._cast(list(values[:num_params])), list(values[num_params:])
+        params, scale, data = self._cast(list(values[:num_params])), values[num_params], list(values[num_params + 1 :])
         diff, held = [_diff(p) for p in params], [_held(p) for p in params]
 
         @jax.custom_vjp
-        def loss_of(diff, held, data):
+        def loss_of(diff, held, data, scale):
             return _Device(self, params, held, data).loss(diff)
 
-        def forward(diff, held, data):
+        def forward(diff, held, data, scale):
             if any(x.perturbed for x in jax.tree.leaves(data, is_leaf=_is_primal)):
                 raise TypeError(
                     "pipeline: stage_fn, first_fn or last_fn uses, beside its params, something that gradients are "
                     "asked of: pass it as part of blocks or shared (or, if they are not wanted, jax.lax.stop_gradient)"
                 )
-            diff, held, data = jax.tree.map(lambda x: x.value, (diff, held, data), is_leaf=_is_primal)
-            return _Device(self, params, held, data).loss_and_grads(diff)
+            given = (diff, held, data, scale)
+            diff, held, data, scale = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+            loss, grads = _Device(self, params, held, data).loss_and_grads(diff, scale)
+            return loss, (grads, scale)
 
-        def backward(grads, cotangent):
-            return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads), None, None
+        def backward(kept, cotangent):
+            grads, scale = kept  # the gradients have the scale in them already, and so has the cotangent
+            ratio = cotangent.astype(_sum_dtype(cotangent)) / scale
+            return jax.tree.map(lambda g: (g * ratio).astype(g.dtype), grads), None, None, None
 
         loss_of.defvjp(forward, backward, symbolic_zeros=True)
-        return [loss_of(diff, held, data)]
+        return [loss_of(diff, held, data, scale)]
 
 
 class _Carry(NamedTuple):
@@ -323,14 +330,15 @@ class _Device:
 
     # Forward and backward.
 
-    def loss_and_grads(self, diff: list[Any]) -> tuple[Any, list[Any]]:
+    def loss_and_grads(self, diff: list[Any], scale: Any) -> tuple[Any, list[Any]]:
+        """The mean loss, and the gradients of `scale` times that."""
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), _zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=_sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
         at = _Carry(_zeros(self.pipe.kind), kept, self._no_loss(), _zeros(self.pipe.kind), sums)
         first, both = plan.delay, plan.num_ticks
         at = self._scan(lambda at, t: self._forward(diff, at, t)[0], at, 0, first)
-        at = self._scan(functools.partial(self._both, diff), at, first, both)
+        at = self._scan(functools.partial(self._both, diff, scale), at, first, both)
         at = self._scan(lambda at, t: self._backward(diff, at, t, at.dx), at, both, both + plan.delay)
         grads = [(g / plan.num_microbatches).astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
         return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
@@ -346,10 +354,10 @@ class _Device:
         y = self._stage(self._blocks(diff, work.round), x, work)
         return at._replace(x=self._onwards(y), kept=kept), y, work
 
-    def _both(self, diff: list[Any], at: _Carry, t: Any) -> _Carry:
+    def _both(self, diff: list[Any], scale: Any, at: _Carry, t: Any) -> _Carry:
         at, y, work = self._forward(diff, at, t)
         loss, pull = jax.vjp(lambda shared, y: self._last(shared, y, work), self._shared_diff(diff), y)
-        d_shared, dy = pull(jnp.ones_like(loss))
+        d_shared, dy = pull(jnp.ones_like(loss) * scale.astype(loss.dtype))
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._leaves(work))
         return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
 

@@ -43,27 +43,28 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The loss as traced: flat inputs (params, batch, args), flat outputs (loss, weight, aux)."""
+    """The loss as traced: flat inputs (params, batch, args, scale), flat outputs (loss, weight, aux)."""
 
     jaxpr: Any
     out_tree: Any
 
     @classmethod
-    def trace(cls, options: Options, treedef: Any, whole: list[Any], batch: Any, args: Any) -> "Program":
-        def flat(leaves, batch, args):
-            return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
+    def trace(cls, options: Options, treedef: Any, whole: list[Any], batch: Any, args: Any, scale: Any) -> "Program":
+        def flat(leaves, batch, args, scale):
+            with lazy.scaled_by(scale):
+                return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
 
         try:
-            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args)
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except TypeError as error:
             raise _explained(error, options) from error
         differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
-        differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)]
+        differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)] + [False] * (scale is not None)
         _check_aux(jaxpr, shapes, differs, options)
         return cls(jaxpr, jax.tree.structure(shapes))
 
-    def run(self, values: list[Any], batch: Any, args: Any) -> tuple[Any, Any, Any]:
-        flat = [*values, *jax.tree.leaves(batch), *jax.tree.leaves(args)]
+    def run(self, values: list[Any], batch: Any, args: Any, scale: Any) -> tuple[Any, Any, Any]:
+        flat = [*values, *jax.tree.leaves((batch, args, scale))]
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in lazy.run(self.jaxpr, flat)])
 
 

@@ -149,6 +149,41 @@ def test_ten_steps_of_adamw_with_clipping(sizes, zero):
             assert all(len(bits) == 1 for bits in copies.values())
 
 
+@pytest.mark.parametrize(("schedule", "zero", "virtual"), [("gpipe", 2, 1), ("1f1b", 3, 1), ("interleaved", 2, 2)])
+def test_the_loss_scale_reaches_the_backward_pass_of_every_schedule(schedule, zero, virtual):
+    """Gradients too small for float16, unless they are scaled where the schedule starts its own backward pass."""
+    rng = np.random.default_rng(0)
+    shape = (virtual, 8 // virtual) if virtual > 1 else (8,)
+    params = {"w": rng.normal(size=(*shape, 8, 8)).astype("f2") / 2, "s": rng.normal(size=(8, 8)).astype("f2") / 2}
+    x = rng.normal(size=(16, 8)).astype("f2")
+
+    def stage(blocks, x, info):
+        blocks = jaxshard.unshard(blocks)
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, blocks)[0]
+
+    def loss(params, x):
+        last = lambda s, x, m, info: jnp.mean((x @ jaxshard.unshard(s)).astype("f") ** 2) * 2.0**-24  # noqa: E731
+        how = {"schedule": schedule, "virtual": virtual, "num_microbatches": 4}
+        return jaxshard.pipeline(stage, lambda s, m, info: m, last, params["w"], params["s"], x, **how)
+
+    moved = []
+    for dtype, options in (("f2", MASTERS | {"loss_scale": SCALE}), ("f4", {}), ("f2", MASTERS)):
+        mesh = jaxshard.make_mesh(pipeline=4)
+        specs = [("w", P(None, "pipeline") if virtual > 1 else P("pipeline"))]
+        opt = jaxshard.hybrid(optax.sgd(2.0**15), mesh, specs, zero, min_shard_size=1, **options)
+        given = jax.tree.map(lambda p: p.astype(dtype), params)
+        after, state, metrics = jaxshard.train_step(loss, opt)(opt.place(given), opt.init(given), x.astype(dtype))
+        assert not metrics["skipped"]
+        after = state.extra["master"] if options else after
+        moved.append(jax.tree.map(lambda new, old: np.asarray(new, "f") - old.astype("f"), after, params))
+    assert_close(moved[0], moved[1], 0.02)
+    with pytest.raises(AssertionError):  # what the scale is for
+        assert_close(moved[2], moved[1], 0.02)
+
+
+MASTERS, SCALE = {"master_dtype": "float32"}, jaxshard.LossScale(initial=2.0**15)
+
+
 # The schedule.
 
 

@@ -59,14 +59,14 @@ class LanguageModel:
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
         params = nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
-        if self._virtual > 1:
-            params["blocks"] = jax.tree.map(lambda x: x.reshape(self._virtual, -1, *x.shape[1:]), params["blocks"])
+        if self.virtual > 1:
+            params["blocks"] = jax.tree.map(lambda x: x.reshape(self.virtual, -1, *x.shape[1:]), params["blocks"])
         return params
 
     @property
     def specs(self) -> list[tuple[str, P]]:
         """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
-        stage = (*(None,) * (self._virtual > 1), "pipeline" if self.pipelined else None)
+        stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
         rules = [
             (r"^blocks/.*(qkv|up)/kernel$", P(*stage, None, "tensor")),
             (r"^blocks/.*(out|down)/kernel$", P(*stage, "tensor")),
@@ -76,7 +76,8 @@ class LanguageModel:
         return rules if self.config.tied else [*rules, (r"^head/kernel$", P(None, "tensor"))]
 
     @property
-    def _virtual(self) -> int:
+    def virtual(self) -> int:
+        """Rounds that the layers are cut into; above 1, their arrays are (virtual, layers / virtual, ...)."""
         return self.pipelined.virtual if self.pipelined else 1
 
     def loss(self, params: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:

@@ -48,6 +48,27 @@ def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int
     return table
 
 
+def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float]], sent: Mapping[str, float]) -> Table:
+    """What each mesh axis does: which part of the bytes it cuts, and what is sent along it.
+
+    Args:
+      sizes: devices along each axis.
+      shares: by axis and kind (params, grads, state), the part of the bytes that is cut over it.
+      sent: bytes that each device sends per step, by axis; "data x tensor": along both at once.
+    """
+    table = Table(title="each axis's share")
+    kinds = list(next(iter(shares.values())))
+    for heading in ("axis", "devices", *(f"{kind} cut" for kind in kinds), "sent per step"):
+        table.add_column(heading, justify="left" if heading == "axis" else "right")
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    for axis in axes:
+        parts = (f"{shares[axis][kind]:.0%}" for kind in kinds)
+        table.add_row(axis, str(sizes[axis]), *parts, megabytes(sent.get(axis, 0)))
+    for several in sorted(set(sent) - set(axes)):
+        table.add_row(several, *[""] * (1 + len(kinds)), megabytes(sent[several]))
+    return table
+
+
 def _cells(ours: int, theirs: int) -> tuple[str, str, str]:
     return megabytes(ours), megabytes(theirs), f"{ours / theirs:.3f}"
 

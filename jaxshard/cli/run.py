@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 import jaxshard
 from jaxshard.cli import data
@@ -19,6 +20,8 @@ from jaxshard.cli.config import Config, OptimizerConfig, PrecisionConfig, Shardi
 from jaxshard.cli.folder import Snapshot
 from jaxshard.cli.model import LanguageModel, Pipelined
 from jaxshard.cli.stopping import EarlyStopping
+from jaxshard.specs import axes_in, axes_of, canonical
+from jaxshard.tree import names_of
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _SIMULATED_DEVICES = 8
@@ -56,6 +59,14 @@ class Run:
         params = jax.jit(init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
         return dataclasses.replace(self.template, params=params, state=self.opt.init(params))
 
+    @property
+    def saved_template(self) -> Snapshot:
+        """As the model is saved: its layers in one stack, however a pipeline has them, so that any run can go on."""
+        if self.model.virtual == 1:
+            return self.template
+        trees = jax.tree_util.tree_map_with_path(_in_one_stack, (self.template.params, self.template.state))
+        return dataclasses.replace(self.template, params=trees[0], state=trees[1])
+
     def batch(self, step: int) -> Any:
         """The rows of `step`, each process making its own."""
         return jaxshard.shard_batch(self.batches(step, *_my_rows(self.batches.rows)), self.opt)
@@ -87,17 +98,29 @@ class Run:
 
     def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
-        params, state = self.template.params, self.template.state
-        shardings = self.opt.shardings(params)
-        summed = params if not self.config.precision.reduce else _typed(params, self.config.precision.reduce)
-        summed_in_shards = self.opt.config.cuts.accumulators
-        held = {
-            "params": _num_bytes(params, shardings.params),
-            "grads": _num_bytes(summed, shardings.grads if summed_in_shards else None),
-            "state": _num_bytes(state, shardings.state),
+        kinds = self._kinds()
+        held = {kind: _num_bytes(tree, shardings) for kind, (tree, shardings) in kinds.items()}
+        return held, {kind: _num_bytes(tree) for kind, (tree, _) in kinds.items()}
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Of each mesh axis: which part of the bytes of params, grads and state are cut over it, 0 to 1."""
+        return {
+            axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in self._kinds().items()}
+            for axis in self.opt.mesh.axis_names
         }
-        whole = {"params": _num_bytes(params), "grads": _num_bytes(summed), "state": _num_bytes(state)}
-        return held, whole
+
+    def _kinds(self) -> dict[str, tuple[Any, Any]]:
+        """Params, grads (while they are summed) and state, and how they lie."""
+        params, reduce = self.template.params, self.config.precision.reduce
+        shardings = self.opt.shardings(params)
+        return {
+            "params": (params, shardings.params),
+            "grads": (
+                _typed(params, reduce) if reduce else params,
+                shardings.grads if self.opt.config.cuts.accumulators else shardings.params,
+            ),
+            "state": (self.template.state, shardings.state),
+        }
 
 
 def prepare(config: Config) -> Run:
@@ -189,6 +212,29 @@ def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.
     return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
 
 
+def reshaped(snapshot: Snapshot, template: Snapshot) -> Snapshot:
+    """The snapshot, each leaf in the shape and sharding that the template has for it."""
+
+    def reshape(trees: Any) -> Any:
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), trees, wanted)
+
+    trees, wanted = (snapshot.params, snapshot.state), (template.params, template.state)
+    if all(x.shape == y.shape for x, y in zip(jax.tree.leaves(trees), jax.tree.leaves(wanted), strict=True)):
+        return snapshot
+    params, state = jax.jit(reshape, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted))(trees)
+    return dataclasses.replace(snapshot, params=params, state=state)
+
+
+def _in_one_stack(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    """(v, L / v, ...), virtual stages first, as (L, ...), cut as it was."""
+    if "blocks" not in names_of(path):
+        return leaf
+    rounds, layers, *rest = (*leaf.sharding.spec, None, None)[: max(2, len(leaf.sharding.spec))]
+    spec = canonical([(*axes_in(rounds), *axes_in(layers)), *rest])
+    sharding = NamedSharding(leaf.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype, sharding=sharding)
+
+
 def _typed(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
 
@@ -249,3 +295,11 @@ def _num_bytes(tree: Any, shardings: Any = None) -> int:
     if shardings is not None:
         shapes = [s.shard_shape(shape) for s, shape in zip(jax.tree.leaves(shardings), shapes, strict=True)]
     return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+def _part_cut(tree: Any, shardings: Any, axis: str) -> float:
+    """The part of the bytes that lies in leaves cut over `axis`."""
+    leaves = jax.tree.leaves(tree)
+    sizes = [int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves]
+    cut = [axis in axes_of(sharding.spec) for sharding in jax.tree.leaves(shardings)]
+    return sum(size for size, is_cut in zip(sizes, cut, strict=True) if is_cut) / sum(sizes)

@@ -25,8 +25,8 @@ from jaxshard.cli.folder import RunFolder, Snapshot
 from jaxshard.cli.interrupt import Interrupt
 from jaxshard.cli.loop import Hooks, Meter, fit
 from jaxshard.cli.record import Recorder, draw
-from jaxshard.cli.report import Display, bits, make_console, memory_table
-from jaxshard.cli.run import Run, prepare
+from jaxshard.cli.report import Display, axis_table, bits, make_console, memory_table
+from jaxshard.cli.run import Run, prepare, reshaped
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
 
@@ -101,7 +101,10 @@ def compile_step(job: Job, console: Console) -> Any:
     _introduce(console, run)
     params, state, step = run.template.params, run.template.state, run.make_step()
     compiled = step.lower(params, state, run.batch(0), *run.keys(0)).compile()
-    console.print(f"the compiled step\n{jaxshard.inspect.report(compiled)}\n")
+    report, mesh = jaxshard.inspect.report(compiled), run.opt.mesh
+    console.print(f"the compiled step\n{report}\n")
+    if any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
+        console.print(axis_table(mesh.shape, run.shares(), report.wire_bytes_by_axes(mesh)))
     return step
 
 
@@ -113,7 +116,11 @@ def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
     """
     run, folder = job.run, job.folder
     writes = jax.process_index() == 0
-    snapshot = folders.restore(folder, run.template) if job.resume else run.start()
+
+    def save(snapshot: Snapshot) -> None:
+        folders.save(folder, reshaped(snapshot, run.saved_template))
+
+    snapshot = reshaped(folders.restore(folder, run.saved_template), run.template) if job.resume else run.start()
     if writes:
         folder.begin(toml.dump(run.config), snapshot.step)
     with (
@@ -121,10 +128,10 @@ def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
         Display(console, snapshot.step, run.config.train.steps) as display,
         Interrupt(console.print) as interrupt,
     ):
-        hooks = Hooks(step, run.make_evaluate(), lambda saved: folders.save(folder, saved), lambda: interrupt.asked)
+        hooks = Hooks(step, run.make_evaluate(), save, lambda: interrupt.asked)
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
-        folders.save(folder, snapshot)
+        save(snapshot)
     if meter.skipped:
         console.print(f"skipped: {meter.skipped} of {snapshot.step} steps, for a loss or gradient that was not finite")
     if writes:
