@@ -80,9 +80,7 @@ def pipeline(
     pipe = _Pipe(parts, plan, blocks, shared, microbatches, axis)
     scale = lazy.loss_scale()
     scale = jnp.float32(1) if scale is None else scale
-    return pipe([*jax.tree.leaves((blocks, shared, scale, microbatches)), *(x for some in pipe.consts for x in some)])[
-        0
-    ]
+    return pipe(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))[0]
 
 
 class _Parts(NamedTuple):

@@ -23,7 +23,19 @@ from jax.sharding import PartitionSpec as P
 # The tree and the loss.
 
 SPECS = [(r"embed$", P("tensor")), (r"blocks/up$", P(None, None, "tensor")), (r"list/1$", P("tensor"))]
-CUT = {"embed": 0, "blocks/up": 2, "list/1": 0}  # the dim that SPECS cut over "tensor"
+CUT = {"embed": {0: "tensor"}, "blocks/up": {2: "tensor"}, "list/1": {0: "tensor"}}  # what SPECS do, by dim
+HYBRID_SPECS = [
+    (r"embed$", P("tensor", "pipeline")),
+    (r"blocks/up$", P(None, "pipeline", "tensor")),
+    (r"list/1$", P("tensor")),
+    (r"odd$", P("pipeline")),
+]
+HYBRID_CUT = {
+    "embed": {0: "tensor", 1: "pipeline"},
+    "blocks/up": {1: "pipeline", 2: "tensor"},
+    "list/1": {0: "tensor"},
+    "odd": {0: "pipeline"},
+}
 ROWS = 32
 
 
@@ -51,23 +63,33 @@ def batches(count: int, dtype: Any, rows: int = ROWS) -> list[Any]:
 
 def loss(params: Any, batch: Any) -> jax.Array:
     """Convex; every element's gradient depends on every row, on its own value and, through each row's sum, on all."""
-    return _loss(params, batch, {}, lambda x: x)
+    return _loss(params, batch, {})
 
 
 def tensor_loss(params: Any, batch: Any) -> jax.Array:
-    """The same, written for params that `SPECS` cut over "tensor"."""
-    return _loss(params, batch, CUT, lambda x: lax.psum(x, "tensor"))
+    """The same, written for params that `SPECS` cut."""
+    return _loss(params, batch, CUT)
 
 
-def _loss(params: Any, batch: Any, cut: dict[str, int], total: Callable[[Any], Any]) -> jax.Array:
-    """All leaves in two vectors, the whole ones and the cut: one operation compiles faster than one for each leaf."""
-    vectors: dict[bool, list[Any]] = {False: [], True: []}
+def hybrid_loss(params: Any, batch: Any) -> jax.Array:
+    """The same, written for params that `HYBRID_SPECS` cut."""
+    return _loss(params, batch, HYBRID_CUT)
+
+
+Cut = dict[int, str]
+
+
+def _loss(params: Any, batch: Any, cuts: dict[str, Cut]) -> jax.Array:
+    """Leaves that are cut alike go in one vector: one operation compiles faster than one for each leaf."""
+    vectors: dict[tuple[str, ...], list[Any]] = {}
     for path, leaf in by_path(getattr(params, "fast", params)).items():
-        phases = batch["phases"][path] if "phases" in batch else _phases(path, leaf, cut.get(path))
-        vectors[path in cut].append((leaf.ravel(), phases.ravel()))
-    each_row = _rough_distance(vectors[False], batch["x"])
-    if vectors[True]:
-        each_row = each_row + total(_rough_distance(vectors[True], batch["x"]))
+        cut = cuts.get(path, {})
+        phases = batch["phases"][path] if "phases" in batch else _phases(path, leaf, cut)
+        vectors.setdefault(tuple(sorted(cut.values())), []).append((leaf.ravel(), phases.ravel()))
+    each_row = jnp.zeros((), batch["x"].dtype)
+    for axes, some in vectors.items():
+        part = _rough_distance(some, batch["x"])
+        each_row = each_row + (lax.psum(part, axes) if axes else part)
     return jnp.mean(jnp.square(each_row))
 
 
@@ -76,14 +98,13 @@ def by_path(params: Any) -> dict[str, Any]:
     return {"/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf for path, leaf in found}
 
 
-def _phases(path: str, leaf: Any, dim: int | None = None) -> Any:
-    """A number for each element, irregular in all dims; of a leaf that is cut in two at `dim`, this device's."""
-    shape = tuple(n * (2 if d == dim else 1) for d, n in enumerate(leaf.shape))
+def _phases(path: str, leaf: Any, cut: Cut) -> Any:
+    """A number for each element, irregular in all dims; of a leaf that is cut in two at some dims, this device's."""
+    shape = tuple(n * (2 if d in cut else 1) for d, n in enumerate(leaf.shape))
     phases = np.random.default_rng(zlib.crc32(path.encode())).uniform(0, 6, shape).astype(leaf.dtype)
-    if dim is None:
-        return phases
-    start = lax.axis_index("tensor") * leaf.shape[dim]
-    return lax.dynamic_slice_in_dim(phases, start, leaf.shape[dim], dim)
+    for dim, axis in cut.items():
+        phases = lax.dynamic_slice_in_dim(phases, lax.axis_index(axis) * leaf.shape[dim], leaf.shape[dim], dim)
+    return phases
 
 
 def reordered(params: Any, batches: list[Any], rows: Any, seed: int | None) -> tuple[Any, list[Any]]:
@@ -96,7 +117,7 @@ def reordered(params: Any, batches: list[Any], rows: Any, seed: int | None) -> t
         return x
 
     leaves = by_path(params)
-    phases = {path: shuffled(path, _phases(path, leaf)) for path, leaf in leaves.items()}
+    phases = {path: shuffled(path, _phases(path, leaf, {})) for path, leaf in leaves.items()}
     params = jax.tree.unflatten(jax.tree.structure(params), [shuffled(path, leaf) for path, leaf in leaves.items()])
     return params, [{"x": batch["x"][rows], "phases": phases} for batch in batches]
 

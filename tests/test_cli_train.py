@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import signal
 import struct
 
@@ -227,6 +228,33 @@ def test_resume_goes_on_under_another_strategy_and_mesh_and_longer(tiny, tmp_pat
     assert main(["train", "--resume", "--out", str(run), *other]) == 0
     assert (before["step"], saved(run, devices=4)["step"]) == (2, 7)
     assert toml.load(run / "config.toml").sharding.strategy == "zero3"
+
+
+HYBRID = ["--sharding.strategy", "hybrid", "--sharding.pipeline", "2", "--sharding.tensor", "2"]
+
+
+def test_a_run_over_all_axes_shows_their_shares_and_goes_on_in_other_stages(tiny, tmp_path, monkeypatch, capsys):
+    """Saved as one stack of layers: a run of virtual stages goes on in plain ones, and as the same on one device."""
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    interleaved = ["--sharding.virtual", "2", "--sharding.schedule", "interleaved", "--model.layers", "4"]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert main(["train", tiny, "--out", str(run), *HYBRID, *interleaved]) == 130
+    printed = capsys.readouterr().out.replace("│", " ")
+    assert "hybrid on 8 x cpu (pipeline 2 x data 2 x tensor 2)" in printed
+    for row in (
+        r"pipeline +2 +[5-9]\d% +[5-9]\d% +[5-9]\d%",
+        r"data +2 +0% +[5-9]\d% +[5-9]\d%",
+        r"tensor +2 +9\d% +9\d% +9\d%",
+    ):
+        assert re.search(row + r" +[\d.]+ MB", printed)
+    plain = ["--sharding.virtual", "1", "--sharding.schedule", "1f1b", "--sharding.zero", "3"]
+    assert main(["train", "--resume", "--out", str(run), *plain]) == 0
+    single = ["--sharding.strategy", "ddp", "--sharding.devices", "1", "--model.layers", "4"]
+    assert main(["train", tiny, "--out", str(alone), *single]) == 0
+    assert records(run)[-1]["heldout_loss"] == pytest.approx(records(alone)[-1]["heldout_loss"], rel=1e-5)
+    blocks = saved_snapshot(run).params["blocks"]
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(blocks)} == {4}
 
 
 def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatch):

@@ -25,8 +25,11 @@ import jaxshard
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
 
 CASES = matrix.cases()
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hybrid"]
 MESHES = {"8 data": {}, "4 data x 2 tensor": {"tensor": 2}}
+THREE = "2 pipeline x 2 data x 2 tensor"
+WHERES = [(s, mesh) for s in STRATEGIES[:-1] for mesh in MESHES] + [("hybrid", THREE)]
+LOSSES = {"8 data": matrix.loss, "4 data x 2 tensor": matrix.tensor_loss, THREE: matrix.hybrid_loss}
 STEPS, ORDERS, MANY_ORDERS, NUM_GROUPS = 5, 64, 1024, 20
 GROUPS = [sorted(CASES)[i::NUM_GROUPS] for i in range(NUM_GROUPS)]  # several optimizers in one compilation
 
@@ -34,6 +37,9 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # how hard LLVM tries is no mat
 
 
 def sharded(case, strategy, mesh):
+    if strategy == "hybrid":
+        mesh = jaxshard.make_mesh(pipeline=2, tensor=2)
+        return jaxshard.hybrid(case.make(), mesh, matrix.HYBRID_SPECS, zero=3, min_shard_size=1)
     sizes = MESHES[mesh] | ({"replica": 2} if strategy == "hsdp" else {})
     specs = {"specs": matrix.SPECS} if "tensor" in sizes else {}
     return getattr(jaxshard, strategy)(case.make(), jaxshard.make_mesh(**sizes), min_shard_size=1, **specs)
@@ -42,12 +48,11 @@ def sharded(case, strategy, mesh):
 def on_the_mesh(names, strategy, mesh, dtype, **options):
     """name -> what the steps made of it: params, state, the losses."""
     opts = {name: sharded(CASES[name], strategy, mesh) for name in names}
-    loss = matrix.tensor_loss if "tensor" in mesh else matrix.loss
 
     def extra(name):
         return lambda params, batch: CASES[name].extra(matrix.loss, params, batch)
 
-    step = {name: jaxshard.train_step(loss, opts[name], extra=extra(name), **options) for name in names}
+    step = {name: jaxshard.train_step(LOSSES[mesh], opts[name], extra=extra(name), **options) for name in names}
 
     def start(trees):
         return {name: (opts[name].place(tree), opts[name].init(tree)) for name, tree in trees.items()}
@@ -393,10 +398,11 @@ TABLE = Path(__file__).parent.parent / "docs" / "matrix.md"
 WORDS = """# The matrix
 
 Every gradient transformation of optax {optax}, through every strategy, on two meshes (8 data; 4 data x 2 tensor, some
-leaves cut over tensor; hsdp with 2 replicas): {steps} steps, different rows on every device; params, state and losses
+leaves cut over tensor; hsdp with 2 replicas) and hybrid, with ZeRO-3, on a third (2 pipeline x 2 data x 2 tensor, some
+leaves cut over one model axis, some over both): {steps} steps, different rows on every device; params, state and losses
 compared with those of jitted optax on one device, leaf by leaf, |a - b| / |b|. Written by `make nightly`, jax {jax}.
 
-* The strategies: the largest distance of any leaf in double precision, on either mesh. It must be below 1e-12.
+* The strategies: the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
 * float32: the largest distance, all strategies and meshes, over the largest that {orders} other orders of the batch's
   rows, and {orders} of the rows and of the leaves' elements, make on one device ({many} where these do not do: a single
   number moves rarely). It must be at most 2 (a leaf may always be one rounding, 1.2e-7, off).
@@ -417,7 +423,7 @@ Bare transformations stand in a chain with `scale`; `monitor` and the two of dif
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
 def test_the_whole_matrix(group, precision, tmp_path_factory):
     names, dtype = GROUPS[group], np.dtype(precision).type
-    found = {(s, mesh): cells(names, s, mesh, dtype) for s in STRATEGIES for mesh in MESHES}
+    found = {where: cells(names, *where, dtype) for where in WHERES}
     for where in found if precision == "float32" else ():
         for name in wrong(found[where]):  # one number may stand still in 64 orders, and move in the 65th
             found[where] |= cells((name,), *where, dtype, MANY_ORDERS)

@@ -30,13 +30,15 @@ _ROTARY_BASE = 10_000.0
 class Pipelined:
     """How the layers go through stages (`jaxshard.pipeline`), and how activations lie between them.
 
-    `gather` says where stages ask for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
+    `gather` says where stages ask for parameters that ZeRO has cut: once in the "step", or in each "microbatch";
+    `remat` what gpipe computes again: the whole "tick", or each "stage".
     """
 
     schedule: str = "1f1b"
     num_microbatches: int = 1
     virtual: int = 1
     gather: str = "step"
+    remat: str = "tick"
 
 
 class LanguageModel:
@@ -113,7 +115,7 @@ class LanguageModel:
             alone = Info(0, 0)
             x_BxLxD = stage(params["blocks"], self._embedded(shared, batch, alone), alone)
             return last(shared, x_BxLxD, batch, alone)
-        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual")}
+        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual", "remat")}
         return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
 
     def _part(self, name: str, params: Any) -> Any:

@@ -1,0 +1,85 @@
+"""Memory and traffic of pipeline schedules, as the compilers count them; nothing is run.
+
+    python benchmarks/pipeline_costs.py                     # by the TPU compiler; needs `pip install libtpu`, and no TPU
+    python benchmarks/pipeline_costs.py --platform cpu
+
+The gradients of the reference model (16 layers of width 512, vocabulary 8192, float32) on 4 stages x 2 data devices, an
+activation being 4 MiB: temporary and peak MiB on each device by the number M of microbatches, and wire MB by axis; then
+ZeRO-2 and 3 inside, where parameters are gathered and gradients scattered once per step, or once per microbatch.
+
+Expect by libtpu 0.0.51, v5e 2x4: see docs/results.md.
+"""
+
+import argparse
+import os
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+
+import jaxshard.inspect
+from jaxshard.cli.config import ModelConfig
+from jaxshard.cli.model import LanguageModel, Pipelined
+
+STAGES, DATA, ROWS = 4, 2, 4  # rows of a microbatch on each device
+MODEL = ModelConfig(layers=16, width=512, heads=8, hidden=2048, sequence_length=512, vocabulary=8192, mlp="gelu")
+SCHEDULES = {
+    "1f1b": {},
+    "interleaved, v = 2": {"schedule": "interleaved", "virtual": 2},
+    "gpipe, remat tick": {"schedule": "gpipe", "remat": "tick"},
+    "gpipe, remat stage": {"schedule": "gpipe", "remat": "stage"},
+}
+
+
+def devices(platform: str) -> Any:
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", STAGES * DATA)
+        return jax.devices()
+    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+
+
+def cost(mesh: Any, num_microbatches: int, zero: int, **how: Any) -> tuple[float, float, dict[str, float]]:
+    """Temporary and peak MiB, and wire MB by axes, of one device and step."""
+    model = LanguageModel(MODEL, Pipelined(num_microbatches=num_microbatches, **how))
+    opt = jaxshard.hybrid(optax.sgd(0.1), mesh, model.specs, zero)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
+    )
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    shape = (ROWS * DATA * num_microbatches, MODEL.sequence_length + 1)
+    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
+    step = jax.jit(jaxshard.value_and_grad(model.loss, opt))
+    report = jaxshard.inspect.report(step.lower(params, batch).compile())
+    assert report.temp_bytes is not None and report.peak_bytes is not None
+    wire = {axes: moved / 1e6 for axes, moved in report.wire_bytes_by_axes(mesh).items()}
+    return report.temp_bytes / 2**20, report.peak_bytes / 2**20, wire
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=("tpu", "cpu"), default="tpu")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 24, 32])
+    options = parser.parse_args()
+    mesh = jaxshard.make_mesh(pipeline=STAGES, data=DATA, devices=np.asarray(devices(options.platform)).tolist())
+
+    def show(name: str, num_microbatches: int, zero: int, **how: Any) -> None:
+        temp, peak, wire = cost(mesh, num_microbatches, zero, **how)
+        sent = ", ".join(f"{axes} {moved:.1f}" for axes, moved in sorted(wire.items()))
+        print(f"{name:32} M {num_microbatches:3}  temp {temp:8.1f}  peak {peak:8.1f} MiB  wire MB: {sent}", flush=True)
+
+    for name, how in SCHEDULES.items():
+        for num_microbatches in options.microbatches:
+            show(name, num_microbatches, 0, **how)
+    for zero in (2, 3):
+        for gather in ("step", "microbatch"):
+            for num_microbatches in options.microbatches[:2]:
+                show(f"1f1b, zero {zero}, once per {gather}", num_microbatches, zero, gather=gather)
+
+
+if __name__ == "__main__":
+    main()
