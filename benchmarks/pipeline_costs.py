@@ -1,6 +1,7 @@
 """Memory and traffic of pipeline schedules, as the compilers count them; nothing is run.
 
-    python benchmarks/pipeline_costs.py                     # by the TPU compiler; needs `pip install libtpu`, and no TPU
+    python benchmarks/pipeline_costs.py               # by the TPU compiler; needs `pip install libtpu`, and no TPU
+    python benchmarks/pipeline_costs.py --remat       # layers recomputed one by one inside the stages, too
     python benchmarks/pipeline_costs.py --platform cpu
 
 The gradients of the reference model (16 layers of width 512, vocabulary 8192, float32) on 4 stages x 2 data devices, an
@@ -11,6 +12,7 @@ Expect by libtpu 0.0.51, v5e 2x4: see docs/results.md.
 """
 
 import argparse
+import dataclasses
 import os
 from typing import Any
 
@@ -42,20 +44,23 @@ def devices(platform: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 
 
-def cost(mesh: Any, num_microbatches: int, zero: int, **how: Any) -> tuple[float, float, dict[str, float]]:
+def cost(
+    mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how: Any
+) -> tuple[float, float, dict[str, float]]:
     """Temporary and peak MiB, and wire MB by axes, of one device and step."""
-    model = LanguageModel(MODEL, Pipelined(num_microbatches=num_microbatches, **how))
+    model = LanguageModel(config, Pipelined(num_microbatches=num_microbatches, **how))
     opt = jaxshard.hybrid(optax.sgd(0.1), mesh, model.specs, zero)
     params = jax.eval_shape(model.init, jax.random.key(0))
     params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
     )
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
-    shape = (ROWS * DATA * num_microbatches, MODEL.sequence_length + 1)
+    shape = (ROWS * DATA * num_microbatches, config.sequence_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
     step = jax.jit(jaxshard.value_and_grad(model.loss, opt))
     report = jaxshard.inspect.report(step.lower(params, batch).compile())
-    assert report.temp_bytes is not None and report.peak_bytes is not None
+    assert report.temp_bytes is not None
+    assert report.peak_bytes is not None
     wire = {axes: moved / 1e6 for axes, moved in report.wire_bytes_by_axes(mesh).items()}
     return report.temp_bytes / 2**20, report.peak_bytes / 2**20, wire
 
@@ -64,11 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("tpu", "cpu"), default="tpu")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 24, 32])
+    parser.add_argument("--remat", action="store_true")
     options = parser.parse_args()
+    config = dataclasses.replace(MODEL, remat=options.remat)
     mesh = jaxshard.make_mesh(pipeline=STAGES, data=DATA, devices=np.asarray(devices(options.platform)).tolist())
 
     def show(name: str, num_microbatches: int, zero: int, **how: Any) -> None:
-        temp, peak, wire = cost(mesh, num_microbatches, zero, **how)
+        temp, peak, wire = cost(mesh, config, num_microbatches, zero, **how)
         sent = ", ".join(f"{axes} {moved:.1f}" for axes, moved in sorted(wire.items()))
         print(f"{name:32} M {num_microbatches:3}  temp {temp:8.1f}  peak {peak:8.1f} MiB  wire MB: {sent}", flush=True)
 
