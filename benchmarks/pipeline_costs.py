@@ -26,6 +26,7 @@ from jax.experimental import topologies
 import jaxshard.inspect
 from jaxshard.cli.config import ModelConfig
 from jaxshard.cli.model import LanguageModel, Pipelined
+from jaxshard.inspect import Report
 
 STAGES, DATA, ROWS = 4, 2, 4  # rows of a microbatch on each device
 MODEL = ModelConfig(layers=16, width=512, heads=8, hidden=2048, sequence_length=512, vocabulary=8192, mlp="gelu")
@@ -44,10 +45,8 @@ def devices(platform: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 
 
-def cost(
-    mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how: Any
-) -> tuple[float, float, dict[str, float]]:
-    """Temporary and peak MiB, and wire MB by axes, of one device and step."""
+def cost(mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how: Any) -> Report:
+    """What one step needs and sends."""
     model = LanguageModel(config, Pipelined(num_microbatches=num_microbatches, **how))
     opt = jaxshard.hybrid(optax.sgd(0.1), mesh, model.specs, zero)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -58,11 +57,7 @@ def cost(
     shape = (ROWS * DATA * num_microbatches, config.sequence_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
     step = jax.jit(jaxshard.value_and_grad(model.loss, opt))
-    report = jaxshard.inspect.report(step.lower(params, batch).compile())
-    assert report.temp_bytes is not None
-    assert report.peak_bytes is not None
-    wire = {axes: moved / 1e6 for axes, moved in report.wire_bytes_by_axes(mesh).items()}
-    return report.temp_bytes / 2**20, report.peak_bytes / 2**20, wire
+    return jaxshard.inspect.report(step.lower(params, batch).compile())
 
 
 def main() -> None:
@@ -75,8 +70,10 @@ def main() -> None:
     mesh = jaxshard.make_mesh(pipeline=STAGES, data=DATA, devices=np.asarray(devices(options.platform)).tolist())
 
     def show(name: str, num_microbatches: int, zero: int, **how: Any) -> None:
-        temp, peak, wire = cost(mesh, config, num_microbatches, zero, **how)
-        sent = ", ".join(f"{axes} {moved:.1f}" for axes, moved in sorted(wire.items()))
+        found = cost(mesh, config, num_microbatches, zero, **how)
+        temp, peak = (num_bytes / 2**20 for num_bytes in (found.temp_bytes or 0, found.peak_bytes or 0))
+        wire = sorted(found.wire_bytes_by_axes(mesh).items())
+        sent = ", ".join(f"{axes} {moved / 1e6:.1f}" for axes, moved in wire)
         print(f"{name:32} M {num_microbatches:3}  temp {temp:8.1f}  peak {peak:8.1f} MiB  wire MB: {sent}", flush=True)
 
     for name, how in SCHEDULES.items():
