@@ -131,6 +131,24 @@ def trained_on_one_device(steps):
     return {"params": params, "state": state, "loss": loss}
 
 
+@functools.cache
+def truth_of_wide(dtype):
+    plain = WIDE.plain()
+    return dict(
+        zip(("loss", "grads"), jax.jit(jax.value_and_grad(plain.loss))(plain.params(dtype), plain.batch()), strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_loss_and_every_gradient_on_every_mesh(sizes):
+    for dtype, bound in ((np.float64, 1e-10), (np.float32, 2e-5)):
+        with jax.enable_x64(dtype == np.float64):
+            opt = make(WIDE, 2, **MESHES[sizes])
+            run = jaxshard.value_and_grad(WIDE.loss, opt)
+            loss, grads = run(opt.place(WIDE.params(dtype)), WIDE.batch())
+            assert_close({"loss": loss, "grads": grads}, truth_of_wide(dtype), bound)
+
+
 @pytest.mark.parametrize(("sizes", "zero"), [(name, i % 4) for i, name in enumerate(MESHES)] + [("2x2x2", 3)])
 def test_ten_steps_of_adamw_with_clipping(sizes, zero):
     """Params and state as of one device; what is replicated has the same bits on all devices."""
@@ -251,6 +269,41 @@ def test_wire_bytes_of_the_pipeline():
         assert found["pipeline"] == pytest.approx(passed + 2 * 3 / 4 * shared, rel=0.02)
 
 
+LARGER = {"width": 64, "length": 16, "hidden": 128, "vocabulary": 16}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    ("name", "zero", "sizes"),
+    [("gpipe", 3, {"pipeline": 2}), ("1f1b", 1, {"pipeline": 4}), ("interleaved", 2, {"pipeline": 2})],
+)
+def test_wire_bytes_along_every_axis(name, zero, sizes, sequence):
+    """The sum of the formulas, of one pass of gradients: stages, layers shared out over tensor, and ZeRO over data."""
+    model = dataclasses.replace(MODELS[name], sequence=sequence, **LARGER)
+    opt = make(model, zero, tensor=2, **sizes)
+    params = opt.place(model.params(np.float32))
+    compiled = jax.jit(jaxshard.value_and_grad(model.loss, opt)).lower(params, model.batch()).compile()
+    num_stages, num_data = opt.mesh.shape["pipeline"], opt.mesh.shape["data"]
+    plan = Plan(num_stages, model.num_microbatches, model.virtual)
+    ticks, heads = plan.num_ticks, plan.num_ticks - (0 if name == "gpipe" else plan.delay)
+    activation = 16 // num_data // model.num_microbatches * 16 * 64 * 4
+    layers = model.layers // num_stages // model.virtual
+    # In each tick each layer: 2 all-reduces forward, 2 computed again, 2 backward; an embedding; in some a head's, too.
+    reduced = 6 * layers * ticks + ticks + heads + (ticks + 1 if name == "gpipe" else 0)
+    small = 64 * 4 * (3 * layers * ticks + heads) if sequence else 0  # norms and bias, whole, of cut activations
+    shared = (2 * 16 * 64 // 2 + 64) * 4
+    at_rest = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+    want = {
+        "pipeline": 2 * ticks * activation / (2 if sequence else 1) + 2 * (num_stages - 1) / num_stages * shared,
+        "tensor": reduced * activation + small,  # 2 (T - 1) / T = 1
+        "data": at_rest * {1: 0, 2: 1 / 2, 3: 2}[zero],  # zero 2: scattered; zero 3: half as much at rest, and gathered
+    }
+    found = inspect.report(compiled).wire_bytes_by_axes(opt.mesh)
+    assert set(found) == {axis for axis, moved in want.items() if moved}
+    for axis, moved in found.items():
+        assert moved == pytest.approx(want[axis], rel=0.02), axis
+
+
 def test_zero_inside_asks_once_per_step_or_once_per_microbatch():
     """Gathers and reduce-scatters over data: before the pipeline, once; inside the stages, in every tick."""
     counts = {}
@@ -338,6 +391,40 @@ def test_a_key_that_the_stage_closes_over():
 
 
 # What others get wrong.
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_work_of_the_bubbles_is_discarded(name, monkeypatch):
+    """Stages with nothing to do compute something all the same; planted: it is taken for real."""
+    right = Plan._work
+
+    def found():
+        return gradients(MODELS[name], make(MODELS[name], pipeline=4))
+
+    with jax.enable_x64(True):
+        assert_close(found(), truth(MODELS[name]), 1e-12)
+        monkeypatch.setattr(Plan, "_work", lambda *args, **how: right(*args, **how)._replace(busy=jnp.bool(True)))
+        with pytest.raises(AssertionError):
+            assert_close(found(), truth(MODELS[name]), 0.1)
+
+
+def test_groups_do_not_mix_ranks():
+    """Each collective goes along one axis; planted: a mean over all devices of a group that has the tensor axis too."""
+    model = dataclasses.replace(ONE_F_ONE_B, num_microbatches=2)
+
+    def axes_of(loss, zero):
+        opt = make(model, zero, pipeline=2, tensor=2)
+        lowered = jax.jit(jaxshard.value_and_grad(loss, opt)).lower(opt.place(model.params(np.float32)), model.batch())
+        return {c.axes(opt.mesh) for c in inspect.collectives(lowered.compile().as_text())}
+
+    for zero in (1, 3):
+        assert axes_of(model.loss, zero) == {("pipeline",), ("data",), ("tensor",)}
+
+    def mixed(params, batch):
+        kernel = params["blocks"]["up"]
+        return model.loss(params, batch) + jax.lax.psum(jnp.sum(kernel), ("pipeline", "tensor"))
+
+    assert ("pipeline", "tensor") in axes_of(mixed, 1)
 
 
 def test_gradients_that_would_be_lost_are_refused():
