@@ -393,9 +393,12 @@ def test_a_key_that_the_stage_closes_over():
 # What others get wrong.
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_work_of_the_bubbles_is_discarded(name, monkeypatch):
-    """Stages with nothing to do compute something all the same; planted: it is taken for real."""
+    """Stages with nothing to do compute something all the same; planted: it is taken for real.
+
+    (Under plain 1f1b no gradient comes in then, since nothing goes around, so that it would add zeros.)
+    """
     right = Plan._work
 
     def found():
