@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from matplotlib import image
 from oracle import assert_close
 from parallel import Model
 
 import jaxshard
 from jaxshard import inspect
-from jaxshard.schedule import Plan
+from jaxshard.schedule import Plan, cells, chart, draw
 
 GPIPE = Model(schedule="gpipe", num_microbatches=4)
 GPIPE_STAGE = dataclasses.replace(GPIPE, remat="stage")
@@ -231,6 +232,25 @@ def test_every_chunk_of_every_microbatch_once_in_order(plan):
         assert late - tick < plan.num_kept
         work = plan.backward(late - plan.delay, chunk % plan.num_stages)
         assert plan.forward_tick(work, chunk % plan.num_stages) == tick
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_the_chart_as_text_and_picture(schedule, virtual, tmp_path):
+    """Every work is in the chart at its tick; the picture has a box for each, in as many colours."""
+    plan, path = Plan(4, 4, virtual), tmp_path / "chart.png"
+    lines = [line.split() for line in chart(plan, schedule).splitlines()]
+    rows = [line[-len(lines[0]) + 1 :] for line in lines[1:]]
+    done = {(cell.stage, cell.direction, cell.tick): cell for cell in cells(plan, schedule)}
+    assert len(done) == 2 * 4 * 4 * virtual
+    for (stage, direction, tick), cell in done.items():
+        turn = f".{cell.chunk // 4}" if virtual > 1 else ""
+        assert rows[2 * stage + (direction == "backward")][tick] == f"{cell.microbatch}{turn}"
+    assert sum(name != "." for row in rows for name in row) == len(done)
+    draw(plan, schedule, path)
+    pixels = (255 * image.imread(path)[..., :3]).round().astype(int)
+    colours, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    assert len([count for count in counts if count > 200]) > 2 * 4  # each microbatch's, forward and backward
+    assert len(colours) > 2 * 4
 
 
 def trips(text):
