@@ -214,15 +214,19 @@ def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.
 
 def reshaped(snapshot: Snapshot, template: Snapshot) -> Snapshot:
     """The snapshot, each leaf in the shape and sharding that the template has for it."""
-
-    def reshape(trees: Any) -> Any:
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), trees, wanted)
-
     trees, wanted = (snapshot.params, snapshot.state), (template.params, template.state)
-    if all(x.shape == y.shape for x, y in zip(jax.tree.leaves(trees), jax.tree.leaves(wanted), strict=True)):
-        return snapshot
-    params, state = jax.jit(reshape, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted))(trees)
+    params, state = jax.tree.map(_reshaped, trees, wanted)
     return dataclasses.replace(snapshot, params=params, state=state)
+
+
+def _reshaped(leaf: Any, like: Any) -> Any:
+    """One leaf after the other, so that never more than one is whole along the stages, as XLA needs them to reshape."""
+    if leaf.shape == like.shape:
+        return leaf
+    num_stacked = 2 if leaf.ndim > like.ndim else 1
+    rest = (*leaf.sharding.spec, *(None,) * leaf.ndim)[num_stacked : leaf.ndim]
+    whole = NamedSharding(leaf.sharding.mesh, canonical([*(None,) * num_stacked, *rest]))
+    return jax.jit(lambda x: jax.device_put(x, whole).reshape(like.shape), out_shardings=like.sharding)(leaf)
 
 
 def _in_one_stack(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
