@@ -7,7 +7,7 @@ arrays.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,6 +123,23 @@ def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     bits = lax.psum(jnp.where(lax.axis_index(tuple(axes)) == 0, bits, jnp.zeros_like(bits)), tuple(axes))
     return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
+
+
+def shapes_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, with results that can be traced with where part of the mesh is left to XLA, too.
+
+    JAX (0.10 to 0.12) forgets the mesh there, and then trips over the axes that the types name.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def at_home(x: Any) -> Any:
+        if x.sharding is not None or not varying_of_shape(x):
+            return x
+        kind = getattr(x, "manual_axis_type", None)
+        home = NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home, weak_type=x.weak_type, manual_axis_type=kind)
+
+    return jax.tree.map(at_home, jax.eval_shape(fn, *args))
 
 
 # The global view.

@@ -220,8 +220,8 @@ class _Device:
     # The loss.
 
     def _trace(self, treedef: Any) -> Program:
-        whole = jax.eval_shape(lambda: [_whole(x) for x in self._values(self.shards, self._differentiated())])
-        batch, args = jax.eval_shape(lambda: (self._microbatch(0), self._folded(0)))
+        whole = collectives.shapes_of(lambda: [_whole(x) for x in self._values(self.shards, self._differentiated())])
+        batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._folded(0)))
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
 
     def _is_cut(self, leaf: layout.Leaf) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxshard import collectives, lazy
@@ -55,7 +56,7 @@ def pipeline(
         computes each stage again in the backward pass; "interleaved" has v chunks on each device, for 1/v of the time
         lost (Narayanan et al. 2021); "gpipe" keeps an activation for each microbatch (Huang et al. 2019).
       virtual: v, above 1 for "interleaved" alone.
-      const: further arguments of `stage_fn`, not differentiated.
+      const: further arguments of `stage_fn`; gradients stop here.
       remat: what gpipe computes again: the whole "tick", embedding and head too, or each "stage", which keeps more.
       axis: the mesh axis of the stages.
 
@@ -70,7 +71,7 @@ def pipeline(
     num_stages = lax.axis_size(axis) if _is_manual(axis) else 1
     _check_sizes(blocks, batch, num_stages, num_microbatches, virtual)
     microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-    parts = _Parts(stage_fn, first_fn, last_fn, const)
+    parts = _Parts(stage_fn, first_fn, last_fn, lax.stop_gradient(const))
     plan = Plan(num_stages, num_microbatches, virtual)
     if num_stages == 1:
         return _loop(parts, plan, blocks, shared, microbatches, axis)
@@ -114,8 +115,9 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
 
     indices = jnp.arange(plan.num_microbatches, dtype=jnp.int32)
     first = jax.tree.map(lambda x: x[0], microbatches)
-    shape = jax.eval_shape(one, blocks, shared, first, indices[0])
-    total, _ = lax.scan(step, _zeros(shape), (indices, microbatches))
+    loss = collectives.shapes_of(one, blocks, shared, first, indices[0])
+    _check_loss(loss)
+    total, _ = lax.scan(step, _typed(jnp.zeros((), _sum_dtype(loss)), loss), (indices, microbatches))
     total = lax.psum(total, axis) if differs else total
     return total / plan.num_microbatches
 
@@ -135,7 +137,8 @@ def _gpipe(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: An
         x = _select(is_first, parts.first_fn(shared, microbatch, info), x)
         y = run_stage(blocks, x, info)
         loss = parts.last_fn(shared, y, microbatch, info)
-        return _passed_on(y, axis, plan), jnp.where(work.busy & is_last, loss, 0)
+        _check_loss(loss)
+        return _passed_on(y, axis, plan), jnp.where(work.busy & is_last, loss, 0).astype(_sum_dtype(loss))
 
     # What fills the pipeline at first is real too, since the gradients of what is dropped must be finite.
     filling = _at(microbatches, 0), Info(stage, collectives.vary(jnp.int32(0), (axis,)))
@@ -181,12 +184,13 @@ class _Pipe(lazy.Deferred):
             cast = self._cast((blocks, shared))
             return _of_round(cast[0], index, plan), cast[1], _at(microbatches, index), Info(index, index)
 
-        chunk, shared, microbatch, info = jax.eval_shape(one_tick)
+        chunk, shared, microbatch, info = collectives.shapes_of(one_tick)
         self.first = _Function.trace(parts.first_fn, shared, microbatch, info)
         self.kind = _settled(parts, axis, chunk, shared, microbatch, info)
         self.stage = _Function.trace(parts.stage, chunk, self.kind, info)
         self.last = _Function.trace(parts.last_fn, shared, self.kind, microbatch, info)
-        _check_loss(self.last.outs, self.cast)
+        _check_loss(self.last.outs)
+        _check_loss_varies(self.last.outs, self.cast)
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
 
     def _cast(self, tree: Any) -> Any:
@@ -234,7 +238,7 @@ class _Pipe(lazy.Deferred):
 
 
 class _Carry(NamedTuple):
-    """What a device keeps from tick to tick: activation and its gradient as they come in, and what has been summed."""
+    """What a device keeps from tick to tick: activation and gradient as they come in, and what has been summed."""
 
     x: Any
     kept: Any
@@ -313,7 +317,7 @@ class _Device:
 
     def _no_loss(self) -> Any:
         loss = self.pipe.last.outs
-        return collectives.vary(jnp.zeros((), loss.dtype), self.pipe.cast)
+        return collectives.vary(jnp.zeros((), _sum_dtype(loss)), self.pipe.cast)
 
     def _onwards(self, y: Any) -> Any:
         """To the next stage; with virtual stages around, from the last to the first."""
@@ -333,12 +337,12 @@ class _Device:
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), _zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=_sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
-        at = _Carry(_zeros(self.pipe.kind), kept, self._no_loss(), _zeros(self.pipe.kind), sums)
+        at = _Carry(_zeros(self.pipe.kind), kept, self._no_loss(), _floats(_zeros(self.pipe.kind)), sums)
         first, both = plan.delay, plan.num_ticks
         at = self._scan(lambda at, t: self._forward(diff, at, t)[0], at, 0, first)
         at = self._scan(functools.partial(self._both, diff, scale), at, first, both)
         at = self._scan(lambda at, t: self._backward(diff, at, t, at.dx), at, both, both + plan.delay)
-        grads = [(g / plan.num_microbatches).astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
+        grads = [g.astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
         return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
 
     def _scan(self, tick: Callable[[_Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
@@ -354,8 +358,13 @@ class _Device:
 
     def _both(self, diff: list[Any], scale: Any, at: _Carry, t: Any) -> _Carry:
         at, y, work = self._forward(diff, at, t)
-        loss, pull = jax.vjp(lambda shared, y: self._last(shared, y, work), self._shared_diff(diff), y)
-        d_shared, dy = pull(jnp.ones_like(loss) * scale.astype(loss.dtype))
+
+        def head(shared: list[Any], floats: list[Any]) -> Any:
+            return self._last(shared, _with_floats(y, floats), work)
+
+        loss, pull = jax.vjp(head, self._shared_diff(diff), _floats(y))
+        seed = scale.astype(_sum_dtype(loss)) / self.plan.num_microbatches
+        d_shared, dy = pull(jnp.ones_like(loss) * seed.astype(loss.dtype))
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._leaves(work))
         return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
 
@@ -363,9 +372,13 @@ class _Device:
         work = self.plan.backward(t - self.plan.delay, self.index)
         slot = self.plan.forward_tick(work, self.index) % self.plan.num_kept
         x, blocks = _at(at.kept, slot), self._blocks(diff, work.round)
-        _, pull = jax.vjp(lambda blocks, x: self._stage(blocks, x, work), blocks, x)
+
+        def stage(blocks: list[Any], floats: list[Any]) -> Any:
+            return _floats(self._stage(blocks, _with_floats(x, floats), work))
+
+        _, pull = jax.vjp(stage, blocks, _floats(x))
         d_blocks, dx = pull(_select(self._leaves(work), dy_of_loss, at.dx))
-        _, pull = jax.vjp(lambda shared: self._first(shared, work), self._shared_diff(diff))
+        _, pull = jax.vjp(lambda shared: _floats(self._first(shared, work)), self._shared_diff(diff))
         (d_shared,) = pull(dx)
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self.is_first & (work.round == 0))
         if self.plan.virtual > 1:
@@ -403,6 +416,16 @@ def _joined(template: Any, diff: Any, held: Any) -> Any:
 
 def _is_primal(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _floats(x: Any) -> list[Any]:
+    """The leaves of an activation that have gradients; masks or numbers of segments may go along with them."""
+    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _with_floats(x: Any, floats: list[Any]) -> Any:
+    new = iter(floats)
+    return jax.tree.map(lambda leaf: next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, x)
 
 
 def _sum_dtype(x: Any) -> Any:
@@ -464,11 +487,11 @@ def _settled(parts: _Parts, axis: str, blocks: Any, shared: Any, microbatch: Any
     Raises:
       ValueError: a stage changes the shape or dtype.
     """
-    x = jax.eval_shape(lambda *args: _varied(parts.first_fn(*args), axis), shared, microbatch, info)
+    x = collectives.shapes_of(lambda *args: _varied(parts.first_fn(*args), axis), shared, microbatch, info)
     while True:
-        y = jax.eval_shape(parts.stage, blocks, x, info)
+        y = collectives.shapes_of(parts.stage, blocks, x, info)
         _check_activation(x, y)
-        wider = jax.eval_shape(lambda x: jax.tree.map(_typed, x, y), x)
+        wider = collectives.shapes_of(lambda x: jax.tree.map(_typed, x, y), x)
         if wider == x:
             return x
         x = wider
@@ -487,7 +510,7 @@ def _check_schedule(schedule: str, virtual: int, num_microbatches: int, remat: s
     if remat not in ("tick", "stage"):
         raise ValueError(f"pipeline: remat {remat!r} must be 'tick' or 'stage'")
     for name, value in (("num_microbatches", num_microbatches), ("virtual", virtual)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"pipeline: {name} {value!r} must be a whole number, 1 or more")
     if (virtual > 1) != (schedule == "interleaved"):
         raise ValueError(
@@ -556,9 +579,16 @@ def _check_activation(x: Any, y: Any) -> None:
             )
 
 
-def _check_loss(loss: Any, axes: tuple[str, ...]) -> None:
-    if not hasattr(loss, "shape") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"pipeline: last_fn must return a floating scalar, got {loss}")
+def _check_loss(loss: Any) -> None:
+    if not hasattr(loss, "shape"):
+        raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"pipeline: last_fn must return a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )
+
+
+def _check_loss_varies(loss: Any, axes: tuple[str, ...]) -> None:
     others = sorted(collectives.varying_of_shape(loss) - set(axes))
     if others:
         raise TypeError(

@@ -1,6 +1,7 @@
 """The loss function as a traced program, checked before anything runs."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ class Program:
             raise _explained(error, options) from error
         differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
         differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)] + [False] * (scale is not None)
+        _check_whole(jaxpr, shapes, options)
         _check_aux(jaxpr, shapes, differs, options)
         return cls(jaxpr, jax.tree.structure(shapes))
 
@@ -97,13 +99,29 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
 def _explained(error: TypeError, options: Options) -> TypeError:
     """JAX's complaint about varying types, with the cure."""
     text = str(error)
-    if not options.checked or not any(word in text for word in ("varying", "vma", "manual ax", "{V:")):
-        return error
+    carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
+    if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
+        return error  # ours, or about shapes and dtypes
     return TypeError(
         "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
         "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
         f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
     )
+
+
+def _check_whole(jaxpr: Any, shapes: Any, options: Options) -> None:
+    """Refuses what devices of a model's axis made of their own shards: which of it would be the loss?"""
+    if not options.checked:
+        return
+    kinds = ("loss", "weight", "aux leaf")
+    for (names, _), out in zip(named_leaves(shapes), jaxpr.out_avals, strict=True):
+        if others := sorted(out.manual_axis_type.varying - set(options.engine.batch_axes)):
+            what = " ".join((kinds[int(names[0])], *([path_of(names[1:])] if names[1:] else [])))
+            raise TypeError(
+                f"loss_fn: the {what} differs over {others}: it was made of shards, and not summed. End blocks with "
+                "jaxshard.tensor.row_parallel, put a cut sequence together with join_sequence, and sum terms of "
+                "parameters (an L2 norm) with jaxshard.tensor.sum_shards, which leaves whole ones alone"
+            )
 
 
 def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:

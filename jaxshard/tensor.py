@@ -38,8 +38,8 @@ def per_device(what: str, count: int, axis: str = TENSOR) -> int:
     size = axis_size(axis)
     if count % size:
         raise ValueError(
-            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them, {what} to "
-            f"{-(-count // size) * size}, say"
+            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them "
+            f"({-(-count // size) * size} would do)"
         )
     return count // size
 
@@ -103,7 +103,7 @@ def vocab_parallel_embedding(
     """
     _check_cut("vocab_parallel_embedding: the table", table, axis)
     rows = table.shape[0]
-    mine = tokens - _first(rows, axis)
+    mine = tokens.astype(jnp.int32) - _first(rows, axis)  # in uint8, 256 rows would be none
     here = (mine >= 0) & (mine < rows)
     found = jnp.where(here[..., None], table[jnp.where(here, mine, 0)], 0)
     return _summed(found, sequence, axis)
@@ -129,7 +129,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
         highest = lax.pmax(highest, axis)
     total = _summed(jnp.sum(jnp.exp(logits - highest[..., None]), -1), None, axis)
     columns = jnp.arange(logits.shape[-1]) + _first(logits.shape[-1], axis)
-    is_target = targets[..., None] == columns
+    is_target = targets.astype(jnp.int32)[..., None] == columns
     target = _summed(jnp.sum(jnp.where(is_target, logits, 0), -1), None, axis)
     return jnp.log(total) + highest - target
 
@@ -144,15 +144,36 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
     if axis_size(axis) == 1:
         return x
     _check_whole("split_sequence: x", x, axis)
-    part = per_device(f"split_sequence: dim {dim} of", x.shape[dim], axis)
-    return lax.dynamic_slice_in_dim(collectives.vary(x, (axis,)), lax.axis_index(axis) * part, part, dim)
+    part = per_device(f"split_sequence: the size of dim {dim},", x.shape[dim], axis)
+    return lax.dynamic_slice_in_dim(collectives.vary(x, (axis,)), lax.axis_index(axis) * part, part, dim % x.ndim)
 
 
 def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
     """(..., L/T, ...) -> (..., L, ...), whole on every device."""
     if not _is_cut(x, axis):
         return x
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")
+
+
+def sum_shards(x: jax.Array, *, axis: str | tuple[str, ...] = TENSOR) -> jax.Array:
+    """What each device made of its shard of a parameter, summed; of a parameter that is whole, as it is.
+
+    For terms of the loss that look at parameters: `lax.psum` would count whole ones T times.
+
+    Args:
+      x: a sum over the elements of a parameter, such as `jnp.sum(w * w)`.
+      axis: the axes that parameters are cut over, `("tensor", "pipeline")`, say.
+
+    Returns:
+      The same shape, the same on every device of these axes.
+
+    >>> sum_shards(jnp.float32(3))
+    Array(3., dtype=float32)
+    """
+    axes = (axis,) if isinstance(axis, str) else axis
+    for one in axes:
+        x = _summed(x, None, one)
+    return x
 
 
 def _entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
@@ -163,7 +184,7 @@ def _entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Arr
         _check_whole(f"{who}: x", x, axis)
         return collectives.vary(x, (axis,))
     _check_cut(f"{who}: x, with sequence={sequence},", x, axis)
-    return lax.all_gather(x, axis, axis=sequence, tiled=True)
+    return lax.all_gather(x, axis, axis=sequence % x.ndim, tiled=True)
 
 
 def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
@@ -171,8 +192,8 @@ def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
         return x
     if sequence is None:
         return lax.psum(x, axis)
-    per_device(f"dim {sequence} of", x.shape[sequence], axis)
-    return lax.psum_scatter(x, axis, scatter_dimension=sequence, tiled=True)
+    per_device(f"the size of dim {sequence},", x.shape[sequence], axis)
+    return lax.psum_scatter(x, axis, scatter_dimension=sequence % x.ndim, tiled=True)
 
 
 def _first(count: int, axis: str) -> Any:

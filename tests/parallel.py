@@ -28,6 +28,7 @@ class Model:
     num_microbatches: int = 1
     virtual: int = 1
     remat: str = "tick"
+    dim_of_sequence: int = 1
 
     def params(self, dtype=np.float64):
         rng = np.random.default_rng(0)
@@ -63,7 +64,7 @@ class Model:
     @property
     def dim(self):
         """Where activations are cut between the blocks."""
-        return 1 if self.sequence else None
+        return self.dim_of_sequence if self.sequence else None
 
     def _asked(self, tree):
         return jaxshard.unshard(tree) if self.unshard else tree

@@ -203,6 +203,79 @@ def test_the_loss_scale_reaches_the_backward_pass_of_every_schedule(schedule, ze
 MASTERS, SCALE = {"master_dtype": "float32"}, jaxshard.LossScale(initial=2.0**15)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_whole_numbers_go_along_with_the_activation(schedule):
+    """Numbers of segments, say: they have no gradients."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(4, 3, 8)), "s": rng.normal(size=(8,))}
+    batch = {"x": rng.normal(size=(16, 8)), "segment": rng.integers(0, 3, 16)}
+
+    def plain(params, batch):
+        x = batch["x"] * params["s"]
+        for w in params["w"]:
+            x = jnp.tanh(x + w[batch["segment"]])
+        return jnp.mean((x * params["s"]) ** 2)
+
+    def loss(params, batch):
+        def stage(blocks, x, info):
+            return jax.lax.scan(lambda x, w: (x | {"h": jnp.tanh(x["h"] + w[x["segment"]])}, None), x, blocks)[0]
+
+        def first(s, rows, info):
+            return {"h": rows["x"] * s, "segment": rows["segment"]}
+
+        def last(s, x, rows, info):
+            return jnp.mean((x["h"] * s) ** 2)
+
+        how = {"schedule": schedule, "num_microbatches": 4}
+        return jaxshard.pipeline(stage, first, last, params["w"], params["s"], batch, **how)
+
+    with jax.enable_x64(True):
+        opt = jaxshard.hybrid(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), [("w", P("pipeline"))])
+        assert_close(jaxshard.value_and_grad(loss, opt)(params, batch), jax.value_and_grad(plain)(params, batch), 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_loss_in_bfloat16_is_summed_in_float32(schedule, stages):
+    """In its own type the sum of 512 microbatches would be 11 % off."""
+
+    def loss(w, batch):
+        last = lambda s, x, m, i: jnp.mean(x).astype(jnp.bfloat16)  # noqa: E731
+        how = {"schedule": schedule, "num_microbatches": 512}
+        return jaxshard.pipeline(lambda b, x, i: x + jnp.sum(b), lambda s, m, i: m, last, w, (), batch, **how)
+
+    mesh = jaxshard.make_mesh(pipeline=stages, devices=jax.devices()[:stages])
+    opt = jaxshard.ddp(optax.sgd(0.1), mesh, specs=P("pipeline"))
+    batch = np.random.default_rng(0).uniform(2, 4, (512, 1)).astype("f")
+    found = jaxshard.evaluate(loss, opt)(np.zeros((4, 1), "f"), batch)
+    assert float(found) == pytest.approx(float(batch.mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 3), ("1f1b", 2)])
+def test_stages_whose_layers_are_left_to_xla(schedule, zero):
+    """Pipeline by hand, tensor by XLA's partitioner."""
+    rng = np.random.default_rng(0)
+    params = {"e": rng.normal(size=(4, 8)), "blocks": rng.normal(size=(4, 8, 8)), "h": rng.normal(size=(8, 4))}
+    batch = {"x": rng.normal(size=(16, 4)), "y": rng.normal(size=(16, 4))}
+
+    def loss(params, batch):
+        def stage(blocks, x, info):
+            return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, blocks)[0]
+
+        def last(shared, x, rows, info):
+            return jnp.mean((x @ shared["h"] - rows["y"]) ** 2)
+
+        shared, how = {"e": params["e"], "h": params["h"]}, {"num_microbatches": 2, "schedule": schedule}
+        return jaxshard.pipeline(
+            stage, lambda s, rows, info: rows["x"] @ s["e"], last, params["blocks"], shared, batch, **how
+        )
+
+    with jax.enable_x64(True):
+        specs, mesh = [("blocks", P("pipeline", None, "tensor"))], jaxshard.make_mesh(pipeline=2, tensor=2)
+        opt = jaxshard.hybrid(optax.sgd(0.1), mesh, specs, zero, auto_axes="tensor", min_shard_size=1)
+        assert_close(jaxshard.value_and_grad(loss, opt)(params, batch), jax.value_and_grad(loss)(params, batch), 1e-12)
+
+
 # The schedule.
 
 
@@ -537,6 +610,24 @@ def test_bad_input(name):
     changes, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         simple(**changes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("last", "got"), [(lambda s, x, m, i: x.mean(-1), r"float32\[2\]"), (lambda s, x, m, i: (x.mean(), 0), "a tuple")]
+)
+def test_a_loss_of_each_row_is_refused_by_every_schedule(schedule, last, got):
+    with pytest.raises(TypeError, match=f"last_fn must return .*floating scalar, got {got}"):
+        simple(schedule=schedule, last=last)
+
+
+def test_a_type_that_a_layer_changes_is_not_called_a_cast_that_is_missing():
+    """JAX's own message about dtypes is left as it is."""
+    with pytest.raises(TypeError, match=r"^scan body function carry (.|\n)*bfloat16"):
+        simple(
+            first=lambda s, m, i: m.astype(jnp.bfloat16),
+            stage=lambda b, x, i: jax.lax.scan(lambda x, w: (x + jnp.sum(w), None), x, b)[0],
+        )
 
 
 def test_shared_params_that_are_cut():

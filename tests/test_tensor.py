@@ -97,6 +97,59 @@ def test_cross_entropy_of_large_logits_of_a_cut_vocabulary():
     assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_tokens_of_every_type(dtype, size):
+    """A vocabulary one above the largest token must not wrap around to none."""
+    count = np.iinfo(dtype).max + 1
+    table, tokens = np.arange(1.0, count + 1, dtype="f")[:, None], np.array([0, 1, count - 1], dtype)
+
+    def body(table, tokens):
+        x = tensor.vocab_parallel_embedding(tokens, table)
+        logits = jnp.zeros((3, table.shape[0])) + 30 * (table[:, 0] == count)
+        return x[:, 0], tensor.vocab_parallel_cross_entropy(logits, tokens)
+
+    mesh = jaxshard.make_mesh(tensor=size, devices=jax.devices()[:size])
+    found = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("tensor"), P()), out_specs=P()))(table, tokens)
+    for x, losses in (body(jnp.asarray(table), jnp.asarray(tokens)), found):
+        np.testing.assert_array_equal(x, [1, 2, count])
+        assert losses[0] > 20
+        assert losses[2] < 0.01
+
+
+def test_the_sequence_counted_from_the_end():
+    with jax.enable_x64(True):
+        model = dataclasses.replace(MODEL, sequence=True, dim_of_sequence=-2)
+        loss, grads = jaxshard.value_and_grad(model.loss, make("zero2", jaxshard.make_mesh(tensor=2), model))(
+            model.params(), model.batch()
+        )
+        assert_close({"loss": loss, "grads": grads}, dict(zip(("loss", "grads"), truth(MODEL), strict=True)), 1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}])
+def test_a_norm_of_params_in_the_loss(sizes):
+    """Shards are summed, and whole ones count once; unsummed, it is refused, and one sum for all is wrong."""
+    axes = tuple(sizes)
+    specs = [("blocks/(qkv|up)$", P("pipeline", None, "tensor")), ("blocks", P("pipeline")), ("embed$", P("tensor"))]
+
+    def found(each, total):
+        def loss(params, batch):
+            return jnp.mean(batch) + 0.1 * total(sum(each(jnp.sum(w * w)) for w in jax.tree.leaves(params)))
+
+        opt = jaxshard.hybrid(optax.sgd(0.1), jaxshard.make_mesh(**sizes), specs, 2, min_shard_size=1)
+        return jaxshard.value_and_grad(loss, opt)(MODEL.params(), np.ones(8))
+
+    with jax.enable_x64(True):
+        loss, grads = found(lambda x: tensor.sum_shards(x, axis=axes), lambda x: x)
+        params = MODEL.params()
+        assert float(loss) == pytest.approx(1 + 0.1 * sum(np.sum(w * w) for w in jax.tree.leaves(params)), rel=1e-12)
+        assert_close(grads, jax.tree.map(lambda w: 0.2 * w, params), 1e-12)
+        with pytest.raises(TypeError, match=r"the loss differs over \['(pipeline', ')?tensor'\].*sum_shards"):
+            found(lambda x: x, lambda x: x)
+        by_hand, _ = found(lambda x: x, lambda x: jax.lax.psum(x, axes))
+        assert abs(float(by_hand) / float(loss) - 1) > 0.1
+
+
 # What others get wrong.
 
 
