@@ -124,14 +124,14 @@ class LossFunction:
         """
         engine, options = self.options.engine, self.options
         found = layout.layout_params(engine.config, params, engine.sizes)
-        rest = engine.rest(found, params)
-        batch_specs = jax.tree.map(lambda _: P(engine.batch_axes), batch)
-        params = collectives.at(params, engine.mesh, rest)
-        batch = collectives.at(batch, engine.mesh, batch_specs)
         cut = tuple(found.spec(leaf, cut=engine.config.cuts.state) for leaf in found.params)
+        alone = tuple(axis for axis, size in engine.sizes.items() if size == 1)  # in no type, so nothing sums over them
+        specs = jax.tree.map(lambda spec: without(spec, alone), (engine.rest(found, params), cut, P(engine.batch_axes)))
+        rest, cut, rows = specs
+        params = collectives.at(params, engine.mesh, rest)
+        batch = collectives.at(batch, engine.mesh, jax.tree.map(lambda _: rows, batch))
         auto = engine.config.auto_axes
-        unsaid = (*auto, *(axis for axis, size in engine.sizes.items() if size == 1))
-        held, left, rows = jax.tree.map(lambda spec: without(spec, unsaid), (rest, cut, P(engine.batch_axes)))
+        held, left = jax.tree.map(lambda spec: without(spec, auto), (rest, cut))
 
         def body(params, batch, args, scale):
             return _Device(options, found, params, batch, args, scale, reasons).run()

@@ -38,8 +38,8 @@ def per_device(what: str, count: int, axis: str = TENSOR) -> int:
     size = axis_size(axis)
     if count % size:
         raise ValueError(
-            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them "
-            f"({-(-count // size) * size} would do)"
+            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them, {what} to "
+            f"{-(-count // size) * size}, say"
         )
     return count // size
 
@@ -144,7 +144,7 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
     if axis_size(axis) == 1:
         return x
     _check_whole("split_sequence: x", x, axis)
-    part = per_device(f"split_sequence: the size of dim {dim},", x.shape[dim], axis)
+    part = per_device("sequence length", x.shape[dim], axis)
     return lax.dynamic_slice_in_dim(collectives.vary(x, (axis,)), lax.axis_index(axis) * part, part, dim % x.ndim)
 
 
@@ -192,7 +192,7 @@ def _summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
         return x
     if sequence is None:
         return lax.psum(x, axis)
-    per_device(f"the size of dim {sequence},", x.shape[sequence], axis)
+    per_device("sequence length", x.shape[sequence], axis)
     return lax.psum_scatter(x, axis, scatter_dimension=sequence % x.ndim, tiled=True)
 
 

@@ -221,7 +221,7 @@ def test_what_is_cut_where_it_should_be_whole_is_refused():
 def test_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match=r"heads 6 / tensor 4 = 1.5 is no whole number.*heads to 8"):
         on_tensor(lambda x: x * tensor.per_device("heads", 6), jnp.ones(4))
-    with pytest.raises(ValueError, match=r"dim 1 of 6 / tensor 4"):
+    with pytest.raises(ValueError, match=r"sequence length 6 / tensor 4"):
         on_tensor(lambda x: tensor.split_sequence(x, 1), jnp.ones((2, 6)), out=P(None, "tensor"))
     model = Model(vocabulary=13)
     opt = make("zero2", jaxshard.make_mesh(tensor=4), model)
