@@ -27,6 +27,7 @@ import jaxshard.inspect
 from jaxshard.cli.config import ModelConfig
 from jaxshard.cli.model import LanguageModel, Pipelined
 from jaxshard.inspect import Report
+from jaxshard.tree import shape_of
 
 STAGES, DATA, ROWS = 4, 2, 4  # rows of a microbatch on each device
 MODEL = ModelConfig(layers=16, width=512, heads=8, hidden=2048, sequence_length=512, vocabulary=8192, mlp="gelu")
@@ -50,9 +51,7 @@ def cost(mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how
     model = LanguageModel(config, Pipelined(num_microbatches=num_microbatches, **how))
     opt = jaxshard.hybrid(optax.sgd(0.1), mesh, model.specs, zero)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
-    )
+    params = jax.tree.map(shape_of, params, opt.shardings(params).params)
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
     shape = (ROWS * DATA * num_microbatches, config.sequence_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}

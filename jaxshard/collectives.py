@@ -70,6 +70,16 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_as(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """`x` with a type that varies over the axes that the type of `shape` does."""
+    return vary(x, tuple(varying_of_shape(shape)))
+
+
+def zeros(shapes: Any) -> Any:
+    """Zeros of these shapes, dtypes and types."""
+    return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
     """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
@@ -152,6 +162,16 @@ def is_explicit(mesh: Mesh) -> bool:
 def manual_axes() -> frozenset[str]:
     """The axes that are manual here, that is, whether we are inside a shard_map, and over what."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axis_size(axis: str) -> int:
+    """The devices along a manual axis; 1 outside of `shard_map`, and where the mesh has no such axis."""
+    return lax.axis_size(axis) if axis in manual_axes() else 1
+
+
+def types_are_checked(axis: str) -> bool:
+    """Whether types say what differs over a manual axis: not under `shard_map(check_vma=False)`."""
+    return axis in varying(lax.axis_index(axis))
 
 
 def at(tree: Any, mesh: Mesh, specs: Any, *, traced: bool = False) -> Any:

@@ -297,14 +297,13 @@ class _Device:
             grads, outs = self._grad(self.shards, diff, self._microbatch(0), 0)
             return grads, jax.tree.map(lambda x: x[None], outs)
         shapes, _ = jax.eval_shape(lambda: self._grad(self.shards, diff, self._microbatch(0), 0))
-        zeros = [collectives.vary(jnp.zeros(x.shape, x.dtype), tuple(collectives.varying_of_shape(x))) for x in shapes]
 
         def step(sums, indexed):
             index, batch = indexed
             grads, outs = self._grad(self._bound_to(index), diff, batch, index)
             return [s + g for s, g in zip(sums, grads, strict=True)], outs
 
-        return lax.scan(step, zeros, (jnp.arange(m), self.batch))
+        return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
 
     def _bound_to(self, index: jax.Array) -> list[jax.Array]:
         """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""

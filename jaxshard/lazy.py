@@ -6,6 +6,7 @@ is as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches m
 the mark.
 """
 
+import abc
 import contextlib
 import contextvars
 import dataclasses
@@ -65,7 +66,7 @@ class Sharded:
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 
-class Deferred:
+class Deferred(abc.ABC):
     """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs."""
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -78,13 +79,13 @@ class Deferred:
         _known[named.__name__] = self
         return jax.jit(named)(*values)
 
+    @abc.abstractmethod
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
         """As the function: of input `position`, of so many dims."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(self, values: Sequence[Any]) -> list[Any]:
         """Flat outputs of flat inputs."""
-        raise NotImplementedError
 
 
 @contextlib.contextmanager

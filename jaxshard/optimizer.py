@@ -122,10 +122,8 @@ def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimi
         raise TypeError(f"{strategy}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
-    known = {field.name for field in dataclasses.fields(Config)} - {
-        "strategy",
-        *(() if strategy == "hybrid" else {"zero"}),
-    }
+    fixed = {"strategy"} if strategy == "hybrid" else {"strategy", "zero"}
+    known = {field.name for field in dataclasses.fields(Config)} - fixed
     for name in options:
         if name not in known:
             raise TypeError(f"{strategy}: no option {name!r}; there are {sorted(known)}")

@@ -68,7 +68,7 @@ def pipeline(
       ValueError: sizes that do not divide, or an activation that changes its shape.
     """
     _check_schedule(schedule, virtual, num_microbatches, remat)
-    num_stages = lax.axis_size(axis) if _is_manual(axis) else 1
+    num_stages = collectives.axis_size(axis)
     _check_sizes(blocks, batch, num_stages, num_microbatches, virtual)
     microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
     parts = _Parts(stage_fn, first_fn, last_fn, lax.stop_gradient(const))
@@ -99,12 +99,12 @@ class _Parts(NamedTuple):
 
 def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str) -> jax.Array:
     """Microbatches one after the other, each computed again in the backward pass."""
-    differs = _is_manual(axis) and any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
+    differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
     @jax.checkpoint
     def one(blocks, shared, microbatch, index):
         x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
-        x = _varied(x, axis) if differs else x
+        x = _cast(x, (axis,)) if differs else x
         for turn in range(plan.virtual):
             x = parts.stage(_of_round(blocks, turn, plan), x, Info(jnp.int32(turn), index))
         return parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index))
@@ -117,7 +117,7 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
     first = jax.tree.map(lambda x: x[0], microbatches)
     loss = collectives.shapes_of(one, blocks, shared, first, indices[0])
     _check_loss(loss)
-    total, _ = lax.scan(step, _typed(jnp.zeros((), _sum_dtype(loss)), loss), (indices, microbatches))
+    total, _ = lax.scan(step, collectives.vary_as(jnp.zeros((), _sum_dtype(loss)), loss), (indices, microbatches))
     total = lax.psum(total, axis) if differs else total
     return total / plan.num_microbatches
 
@@ -128,7 +128,7 @@ def _loop(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any
 def _gpipe(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str, remat: str) -> jax.Array:
     stage = lax.axis_index(axis)
     is_first, is_last = stage == 0, stage == plan.num_stages - 1
-    blocks, shared = _summed_once((blocks, shared), microbatches, axis)
+    blocks, shared = _cast((blocks, shared), _axes_of_sums(microbatches, axis))
     run_stage = jax.checkpoint(parts.stage) if remat == "stage" else parts.stage
 
     def tick(x, index):
@@ -138,12 +138,12 @@ def _gpipe(parts: _Parts, plan: Plan, blocks: Any, shared: Any, microbatches: An
         y = run_stage(blocks, x, info)
         loss = parts.last_fn(shared, y, microbatch, info)
         _check_loss(loss)
-        return _passed_on(y, axis, plan), jnp.where(work.busy & is_last, loss, 0).astype(_sum_dtype(loss))
+        return _passed(y, axis, plan, 1), jnp.where(work.busy & is_last, loss, 0).astype(_sum_dtype(loss))
 
     # What fills the pipeline at first is real too, since the gradients of what is dropped must be finite.
     filling = _at(microbatches, 0), Info(stage, collectives.vary(jnp.int32(0), (axis,)))
     kind = _settled(parts, axis, blocks, shared, *filling)
-    x = jax.tree.map(_typed, parts.first_fn(shared, *filling), kind)
+    x = jax.tree.map(collectives.vary_as, parts.first_fn(shared, *filling), kind)
     run_tick = jax.checkpoint(tick) if remat == "tick" else tick
     _, losses = lax.scan(run_tick, x, jnp.arange(plan.num_ticks, dtype=jnp.int32))
     return lax.psum(jnp.sum(losses), axis) / plan.num_microbatches
@@ -181,7 +181,7 @@ class _Pipe(lazy.Deferred):
 
         def one_tick():
             index = collectives.vary(jnp.int32(0), (axis,))
-            cast = self._cast((blocks, shared))
+            cast = _cast((blocks, shared), self.cast)
             return _of_round(cast[0], index, plan), cast[1], _at(microbatches, index), Info(index, index)
 
         chunk, shared, microbatch, info = collectives.shapes_of(one_tick)
@@ -192,9 +192,6 @@ class _Pipe(lazy.Deferred):
         _check_loss(self.last.outs)
         _check_loss_varies(self.last.outs, self.cast)
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
-
-    def _cast(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: collectives.vary(x, self.cast), tree)
 
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
         if position < self.num_blocks:
@@ -210,7 +207,8 @@ class _Pipe(lazy.Deferred):
     def run(self, values: Sequence[Any]) -> list[Any]:
         """[the mean loss]."""
         num_params = self.num_blocks + self.num_shared
-        params, scale, data = self._cast(list(values[:num_params])), values[num_params], list(values[num_params + 1 :])
+        params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
+        params = _cast(list(params), self.cast)
         diff, held = [_diff(p) for p in params], [_held(p) for p in params]
 
         @jax.custom_vjp
@@ -267,8 +265,7 @@ class _Device:
         n = self.pipe.num_blocks
         held = _of_round(self.held[:n], work.round, self.plan)
         values = [_joined(*p) for p in zip(self.params[:n], blocks, held, strict=True)]
-        y = self._call(self.pipe.stage, [*values, *jax.tree.leaves(x)], work, self.consts[0])
-        return jax.tree.map(_typed, jax.tree.unflatten(jax.tree.structure(self.pipe.kind), y), self.pipe.kind)
+        return self._activation(self._call(self.pipe.stage, [*values, *jax.tree.leaves(x)], work, self.consts[0]))
 
     def _shared(self, diff: list[Any]) -> list[Any]:
         n = self.pipe.num_blocks
@@ -276,8 +273,11 @@ class _Device:
 
     def _first(self, shared: list[Any], work: Work) -> Any:
         values = [*self._shared(shared), *_at(self.microbatches, work.microbatch)]
-        x = self._call(self.pipe.first, values, work, self.consts[1])
-        return jax.tree.map(_typed, jax.tree.unflatten(jax.tree.structure(self.pipe.kind), x), self.pipe.kind)
+        return self._activation(self._call(self.pipe.first, values, work, self.consts[1]))
+
+    def _activation(self, leaves: list[Any]) -> Any:
+        kind = self.pipe.kind
+        return jax.tree.map(collectives.vary_as, jax.tree.unflatten(jax.tree.structure(kind), leaves), kind)
 
     def _last(self, shared: list[Any], x: Any, work: Work) -> Any:
         values = [*self._shared(shared), *jax.tree.leaves(x), *_at(self.microbatches, work.microbatch)]
@@ -294,10 +294,10 @@ class _Device:
             x, total = at
             work = self.plan.forward(t, self.index)
             y = self._stage(self._blocks(diff, work.round), self._entering(diff, x, work), work)
-            return (self._onwards(y), total + self._counted(self._last(self._shared_diff(diff), y, work), work)), None
+            return (self._passed(y, 1), total + self._counted(self._last(self._shared_diff(diff), y, work), work)), None
 
         (_, total), _ = lax.scan(
-            tick, (_zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
+            tick, (collectives.zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
         )
         return lax.psum(total, self.pipe.axis) / self.plan.num_microbatches
 
@@ -319,25 +319,19 @@ class _Device:
         loss = self.pipe.last.outs
         return collectives.vary(jnp.zeros((), _sum_dtype(loss)), self.pipe.cast)
 
-    def _onwards(self, y: Any) -> Any:
-        """To the next stage; with virtual stages around, from the last to the first."""
-        num = self.plan.num_stages
-        pairs = [(i, (i + 1) % num) for i in range(num if self.plan.virtual > 1 else num - 1)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.pipe.axis, pairs), y)
-
-    def _back(self, dx: Any) -> Any:
-        num = self.plan.num_stages
-        pairs = [(i, (i - 1) % num) for i in range(0 if self.plan.virtual > 1 else 1, num)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.pipe.axis, pairs), dx)
+    def _passed(self, tree: Any, step: int) -> Any:
+        return _passed(tree, self.pipe.axis, self.plan, step)
 
     # Forward and backward.
 
     def loss_and_grads(self, diff: list[Any], scale: Any) -> tuple[Any, list[Any]]:
         """The mean loss, and the gradients of `scale` times that."""
         plan = self.plan
-        kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), _zeros(self.pipe.kind))
+        kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=_sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
-        at = _Carry(_zeros(self.pipe.kind), kept, self._no_loss(), _floats(_zeros(self.pipe.kind)), sums)
+        at = _Carry(
+            collectives.zeros(self.pipe.kind), kept, self._no_loss(), _floats(collectives.zeros(self.pipe.kind)), sums
+        )
         first, both = plan.delay, plan.num_ticks
         at = self._scan(lambda at, t: self._forward(diff, at, t)[0], at, 0, first)
         at = self._scan(functools.partial(self._both, diff, scale), at, first, both)
@@ -354,7 +348,7 @@ class _Device:
         x = self._entering(diff, at.x, work)
         kept = jax.tree.map(lambda k, x: _put(k, x, t % self.plan.num_kept), at.kept, x)
         y = self._stage(self._blocks(diff, work.round), x, work)
-        return at._replace(x=self._onwards(y), kept=kept), y, work
+        return at._replace(x=self._passed(y, 1), kept=kept), y, work
 
     def _both(self, diff: list[Any], scale: Any, at: _Carry, t: Any) -> _Carry:
         at, y, work = self._forward(diff, at, t)
@@ -389,7 +383,7 @@ class _Device:
             ]
         else:
             grads = self._added(grads, 0, d_blocks, work.busy)
-        return at._replace(dx=self._back(dx), grads=grads)
+        return at._replace(dx=self._passed(dx, -1), grads=grads)
 
     def _added(self, sums: list[Any], start: int, grads: list[Any], wanted: Any) -> list[Any]:
         """The sums with these gradients, from `start` on, where they are `wanted`: what others made of nothing real."""
@@ -453,13 +447,11 @@ def _select(which: Any, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
 
 
-def _passed_on(y: Any, axis: str, plan: Plan) -> Any:
-    pairs = [(i, i + 1) for i in range(plan.num_stages - 1)]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), y)
-
-
-def _zeros(kind: Any) -> Any:
-    return jax.tree.map(lambda x: _typed(jnp.zeros(x.shape, x.dtype), x), kind)
+def _passed(tree: Any, axis: str, plan: Plan, step: int) -> Any:
+    """To the next stage (`step` 1) or the one before (-1); with virtual stages around, from one end to the other."""
+    num = plan.num_stages
+    pairs = [(i, (i + step) % num) for i in range(num) if plan.virtual > 1 or 0 <= i + step < num]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
 
 
 def _axes_of_sums(microbatches: Any, axis: str) -> tuple[str, ...]:
@@ -467,18 +459,9 @@ def _axes_of_sums(microbatches: Any, axis: str) -> tuple[str, ...]:
     return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
 
 
-def _summed_once(params: Any, microbatches: Any, axis: str) -> Any:
-    return jax.tree.map(lambda x: collectives.vary(x, _axes_of_sums(microbatches, axis)), params)
-
-
-def _varied(tree: Any, axis: str) -> Any:
-    """Of a type that varies over the stages."""
-    return jax.tree.map(lambda x: collectives.vary(x, (axis,)), tree)
-
-
-def _typed(x: Any, kind: Any) -> Any:
-    """`x`, of a type that varies over the axes that `kind` (a shape) does."""
-    return collectives.vary(x, tuple(collectives.varying_of_shape(kind)))
+def _cast(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Of types that vary over these axes."""
+    return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
 
 
 def _settled(parts: _Parts, axis: str, blocks: Any, shared: Any, microbatch: Any, info: Info) -> Any:
@@ -487,21 +470,17 @@ def _settled(parts: _Parts, axis: str, blocks: Any, shared: Any, microbatch: Any
     Raises:
       ValueError: a stage changes the shape or dtype.
     """
-    x = collectives.shapes_of(lambda *args: _varied(parts.first_fn(*args), axis), shared, microbatch, info)
+    x = collectives.shapes_of(lambda *args: _cast(parts.first_fn(*args), (axis,)), shared, microbatch, info)
     while True:
         y = collectives.shapes_of(parts.stage, blocks, x, info)
         _check_activation(x, y)
-        wider = collectives.shapes_of(lambda x: jax.tree.map(_typed, x, y), x)
+        wider = collectives.shapes_of(lambda x: jax.tree.map(collectives.vary_as, x, y), x)
         if wider == x:
             return x
         x = wider
 
 
 # Checks.
-
-
-def _is_manual(axis: str) -> bool:
-    return axis in collectives.manual_axes()
 
 
 def _check_schedule(schedule: str, virtual: int, num_microbatches: int, remat: str) -> None:
@@ -546,7 +525,7 @@ def _check_sizes(blocks: Any, batch: Any, num_stages: int, num_microbatches: int
 
 
 def _check_types(blocks: Any, shared: Any, axis: str) -> None:
-    if axis not in collectives.varying(lax.axis_index(axis)):
+    if not collectives.types_are_checked(axis):
         raise TypeError(
             "pipeline: under shard_map(check_vma=False) nothing says what differs between stages, and gradients come "
             "out wrong: use check_vma=True, the default"

@@ -23,7 +23,7 @@ TENSOR = "tensor"
 
 def axis_size(axis: str = TENSOR) -> int:
     """The number of devices that share each layer: 1 outside of `shard_map`, and where the mesh has no such axis."""
-    return lax.axis_size(axis) if _is_manual(axis) else 1
+    return collectives.axis_size(axis)
 
 
 def per_device(what: str, count: int, axis: str = TENSOR) -> int:
@@ -201,13 +201,9 @@ def _first(count: int, axis: str) -> Any:
     return lax.axis_index(axis) * count if axis_size(axis) > 1 else 0
 
 
-def _is_manual(axis: str) -> bool:
-    return axis in collectives.manual_axes()
-
-
 def _is_cut(x: jax.Array, axis: str) -> bool:
     """Whether it differs over the axis: then also where that has one device, and only the types have to be mended."""
-    return _is_manual(axis) and axis in collectives.varying(x)
+    return axis in collectives.varying(x)
 
 
 def _check_cut(what: str, x: jax.Array, axis: str) -> None:
@@ -227,7 +223,7 @@ def _check_whole(what: str, x: jax.Array, axis: str) -> None:
 
 
 def _varying(x: jax.Array, axis: str) -> frozenset[str]:
-    if axis not in collectives.varying(lax.axis_index(axis)):
+    if not collectives.types_are_checked(axis):
         raise TypeError(
             "jaxshard.tensor: under shard_map(check_vma=False) nothing says which values are cut over the axis, and "
             "gradients come out wrong: use check_vma=True, the default"

@@ -21,7 +21,7 @@ from jaxshard.cli.folder import Snapshot
 from jaxshard.cli.model import LanguageModel, Pipelined
 from jaxshard.cli.stopping import EarlyStopping
 from jaxshard.specs import axes_in, axes_of, canonical
-from jaxshard.tree import names_of
+from jaxshard.tree import names_of, shape_of
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _SIMULATED_DEVICES = 8
@@ -104,8 +104,9 @@ class Run:
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Of each mesh axis: which part of the bytes of params, grads and state are cut over it, 0 to 1."""
+        kinds = self._kinds()
         return {
-            axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in self._kinds().items()}
+            axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
             for axis in self.opt.mesh.axis_names
         }
 
@@ -137,7 +138,7 @@ def prepare(config: Config) -> Run:
     model = make_model(config)
     opt = make_strategy(config, model, inner, mesh)
     shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
-    params = jax.tree.map(_placed, shapes, opt.shardings(shapes).params)
+    params = jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
@@ -288,10 +289,6 @@ def _my_rows(rows: int) -> tuple[int, int]:
     return jax.process_index() * mine, (jax.process_index() + 1) * mine
 
 
-def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def _num_bytes(tree: Any, shardings: Any = None) -> int:
     """Bytes on one device; without shardings, of the whole."""
     leaves = jax.tree.leaves(tree)
@@ -303,7 +300,5 @@ def _num_bytes(tree: Any, shardings: Any = None) -> int:
 
 def _part_cut(tree: Any, shardings: Any, axis: str) -> float:
     """The part of the bytes that lies in leaves cut over `axis`."""
-    leaves = jax.tree.leaves(tree)
-    sizes = [int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves]
-    cut = [axis in axes_of(sharding.spec) for sharding in jax.tree.leaves(shardings)]
-    return sum(size for size, is_cut in zip(sizes, cut, strict=True) if is_cut) / sum(sizes)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return _num_bytes([leaf for leaf, sharding in pairs if axis in axes_of(sharding.spec)]) / _num_bytes(tree)
