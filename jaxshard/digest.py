@@ -1,0 +1,132 @@
+"""Digests of arrays as they lie on devices: 32 bits that no device count, mesh or sharding changes.
+
+A digest is the sum, mod 2**32, over all elements of their bits mixed with their place. For a given place the mixing is
+one to one, so that a change of any one element always shows; of several changes at random, all but one in 2**32.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.specs import axes_in
+from jaxshard.tree import is_key, named_leaves, path_of
+
+
+def digests(tree: Any) -> dict[str, int]:
+    """Path -> digest of each array of a tree, computed where it lies.
+
+    Every process must call it, with the same tree.
+
+    Raises:
+      ReplicaError: devices that should hold the same hold different bits.
+    """
+    found = replica_digests(tree)
+    differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
+    if differ:
+        raise ReplicaError(differ)
+    return {path: int(digest.flat[0]) for path, digest in found.items()}
+
+
+def replica_digests(tree: Any) -> dict[str, np.ndarray]:
+    """Path -> uint32 for each device of the leaf's mesh, in the mesh's shape: of the copy that it has a part in."""
+    paths, leaves = zip(*((path_of(names), _array(leaf)) for names, leaf in named_leaves(tree)), strict=True)
+    found: dict[str, np.ndarray] = {}
+    for mesh in dict.fromkeys(_mesh_of(leaf) for leaf in leaves):
+        some = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if _mesh_of(leaf) == mesh}
+        specs = tuple(leaf.sharding.spec if mesh else P() for leaf in some.values())
+        digests = jax.device_get(_on_mesh(tuple(some.values()), mesh, specs))
+        shape = mesh.devices.shape if mesh else ()
+        found |= {path: digest.reshape(shape) for path, digest in zip(some, digests, strict=True)}
+    return {path: found[path] for path in paths}
+
+
+class ReplicaError(RuntimeError):
+    """Copies of an array differ between devices. `digests`: path -> uint32 of each device, in the mesh's shape."""
+
+    def __init__(self, digests: dict[str, np.ndarray]):
+        self.digests = digests
+        path, found = next(iter(digests.items()))
+        values, counts = np.unique(found, return_counts=True)
+        odd = np.flatnonzero(found.ravel() != values[counts.argmax()]).tolist()
+        others = f", and {len(digests) - 1} leaves more" if len(digests) > 1 else ""
+        super().__init__(
+            f"replicas differ: {path}: devices {odd} of the mesh have other bits than the rest{others}; nothing was "
+            "saved. ShardedOptimizer.synchronize(tree) makes copies equal again, from the first"
+        )
+
+
+def _data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _array(leaf: Any) -> jax.Array:
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _mesh_of(leaf: jax.Array) -> Any:
+    """None: it lies on one device."""
+    return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _on_mesh(leaves: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence[P]) -> list[jax.Array]:
+    """One program, and one exchange, for all leaves: (devices of the mesh,) each."""
+    if mesh is None:
+        return [_sum_of(x, [0] * x.ndim) for x in leaves]
+
+    def of_shards(leaves):
+        sums = jnp.stack([_of_shard(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+        return lax.all_gather(sums, mesh.axis_names)
+
+    # check_vma=False: each device's own result is wanted, also where the types say that all are equal.
+    run = jax.shard_map(of_shards, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    return list(run(tuple(leaves)).T)
+
+
+def _of_shard(x: jax.Array, spec: P) -> jax.Array:
+    """The digest of the copy that this device has a part in."""
+    cut = [axes_in(entry) for entry in (*spec, *(None,) * (x.ndim - len(spec)))]
+    starts = [lax.axis_index(entry) * size if entry else 0 for entry, size in zip(cut, x.shape, strict=True)]
+    axes = tuple(axis for entry in cut for axis in entry)
+    return lax.psum(_sum_of(x, starts), axes) if axes else _sum_of(x, starts)
+
+
+def _sum_of(x: jax.Array, starts: Sequence[Any]) -> jax.Array:
+    """Of a part of an array, whose first element is at `starts` in the whole."""
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for dim, start in enumerate(starts):
+        here = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
+        place = _mixed(place * jnp.uint32(31) + here + jnp.uint32(1))
+    total = jnp.uint32(0)
+    for word, bits in enumerate(_words(x)):
+        total += jnp.sum(_mixed(bits ^ (place + jnp.uint32(word))), dtype=jnp.uint32)
+    return total
+
+
+def _words(x: jax.Array) -> list[jax.Array]:
+    """The bits of the elements, as uint32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*_words(x.real), *_words(x.imag)]
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
+        return [x.astype(jnp.uint32)]
+    if x.dtype.itemsize > 4:
+        both = lax.bitcast_convert_type(x, jnp.uint32)
+        return [both[..., 0], both[..., 1]]
+    return [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)]
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """One to one on 32 bits, every bit of the input moving each of the output (MurmurHash3's last steps)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,254 @@
+"""Checkpoints: any strategy's state fits any other, every flipped bit is found, and nothing is lost."""
+
+import errno
+import shutil
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxshard
+from jaxshard.checkpoint import Best, Checkpointer, CorruptCheckpointError
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+SPECS = [("w$", P(None, "tensor"))]
+
+
+def params(seed=0):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(24, 48)).astype("f"), "b": rng.normal(size=(48,)).astype("f"), "s": np.float32(2)}
+
+
+def optimizers():
+    """Plain optax (None), and strategies over several numbers of devices."""
+    devices = jax.devices()
+
+    def mesh(count, **sizes):
+        return jaxshard.make_mesh(devices=devices[:count], **sizes)
+
+    made = {"plain": None}
+    for strategy, count in (("ddp", 2), ("zero1", 3), ("zero2", 4), ("zero2", 8), ("zero3", 1), ("zero3", 8)):
+        made[f"{strategy}-{count}"] = getattr(jaxshard, strategy)(TX, mesh(count), min_shard_size=1)
+    made["tensor-4"] = jaxshard.tensor_parallel(TX, mesh(4, tensor=2), SPECS, min_shard_size=1)
+    made["hybrid-8"] = jaxshard.hybrid(TX, mesh(8, pipeline=2, tensor=2), SPECS, 3, min_shard_size=1)
+    return made
+
+
+def state_under(opt, seed=0, dtype=None):
+    """Params and a state whose every leaf is some noise, as `opt` lays them out."""
+    p = params(seed)
+    rng = np.random.default_rng(seed + 1)
+    plain = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(TX.init, p))
+    if opt is None:
+        return {"params": jax.tree.map(jnp.asarray, p), "state": jax.tree.map(jnp.asarray, plain)}
+    return {"params": opt.place(p), "state": jax.device_put(plain, opt.shardings(p).state)}
+
+
+def template_under(opt):
+    if opt is None:
+        return jax.eval_shape(lambda: state_under(None))
+    shapes = jax.eval_shape(lambda: params())
+    at = opt.shardings(shapes).params
+    placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at)
+    return {"params": placed, "state": opt.init(placed)}
+
+
+def assert_same_bits(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_every_strategy_restores_under_every_other(tmp_path):
+    """And from and to plain optax, bit for bit, laid out as the one that restores has it."""
+    made = optimizers()
+    for i, (saver, opt) in enumerate(made.items()):
+        saved = state_under(opt, seed=i)
+        with Checkpointer(tmp_path / saver) as checkpoints:
+            checkpoints.save(3, saved)
+            for other in made.values():
+                template = template_under(other)
+                step, found = checkpoints.restore(template)
+                assert step == 3
+                assert_same_bits(found, saved)
+                for x, like in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
+                    assert like.sharding is None or x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_trees_of_all_kinds(tmp_path):
+    tree = {
+        "pair": Pair(np.arange(3, dtype=np.int8), [jnp.ones((2, 2), jnp.bfloat16), ()]),
+        "number": 7,
+        "flag": True,
+        "rate": 0.5,
+        "empty": jnp.zeros((0, 4)),
+        "key": jax.random.key(5),
+        "keys": jax.random.split(jax.random.key(6), 3),
+        "../out": np.float32(1),
+        "a.b": np.float32(2),
+        "a": {"b": np.float32(3), "b/c": np.float32(4), "%": np.float32(5)},
+    }
+    with Checkpointer(tmp_path / "in" / "here") as checkpoints:
+        checkpoints.save(0, tree)
+        _, found = checkpoints.restore(tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert found["number"] == 7
+    assert found["flag"] is True
+    assert isinstance(found["pair"], Pair)
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    assert jnp.array_equal(jax.random.bits(found["keys"][1]), jax.random.bits(tree["keys"][1]))
+    rest = [{name: leaf for name, leaf in x.items() if "key" not in name} for x in (found, tree)]
+    for a, b in zip(*map(jax.tree.leaves, rest), strict=True):
+        assert np.asarray(a).tolist() == np.asarray(b).tolist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]  # nothing outside of the folder
+
+
+def test_arrays_may_be_donated_while_they_are_written(tmp_path):
+    opt = jaxshard.zero2(TX, jaxshard.make_mesh(), min_shard_size=1)
+    step = jaxshard.train_step(lambda p, b: jnp.mean((b @ p["w"] + p["b"]) ** 2) * p["s"], opt)
+    p, state = opt.place(params()), opt.init(params())
+    batch, seen = np.random.default_rng(0).normal(size=(16, 24)).astype("f"), {}
+    with Checkpointer(tmp_path, keep_last=9) as checkpoints:
+        for i in range(4):
+            p, state, _ = step(p, state, batch)
+            seen[i] = jax.tree.map(np.array, {"params": p, "state": state})
+            checkpoints.save(i, {"params": p, "state": state})
+        assert checkpoints.steps() == [0, 1, 2] or checkpoints.steps() == [0, 1, 2, 3]
+        checkpoints.wait()
+        for i in range(4):
+            assert_same_bits(checkpoints.restore(template_under(opt), i)[1], seen[i])
+
+
+def test_what_is_kept(tmp_path):
+    tree = {"x": jnp.arange(4.0)}
+    with Checkpointer(tmp_path, keep_last=2, keep_every=10, keep_best=Best("loss", 2)) as checkpoints:
+        for step, loss in ((1, 5.0), (2, 1.0), (10, 4.0), (11, 3.0), (12, 2.0), (13, 6.0), (14, 7.0)):
+            checkpoints.save(step, tree, metrics={"loss": loss}, blocking=True)
+        assert checkpoints.steps() == [2, 10, 12, 13, 14]
+        assert checkpoints.info(12)["metrics"] == {"loss": 2.0}
+        with pytest.raises(ValueError, match=r"step 12 is saved already"):
+            checkpoints.save(12, tree)
+
+
+def data_files(folder):
+    """The files that hold arrays, by size."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"]
+    return sorted(found, key=lambda path: path.stat().st_size)
+
+
+def flip(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+    path.write_bytes(data)
+
+
+def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
+    """Orbax's own loading takes most of them for data."""
+    rng = np.random.default_rng(0)
+    saved = {"params": {"w": jnp.asarray(rng.normal(size=(64, 64)), "f")}}
+    with Checkpointer(tmp_path / "good") as checkpoints:
+        checkpoints.save(1, saved)
+    for i in range(12):
+        folder = tmp_path / f"bad{i}"
+        shutil.copytree(tmp_path / "good", folder)
+        shutil.copytree(folder / "1", folder / "2")
+        flip(data_files(folder / "2")[-1], rng)
+        with Checkpointer(folder) as checkpoints:
+            assert checkpoints.latest_valid() == 1
+            with pytest.raises(CorruptCheckpointError, match="checkpoint 2 is corrupt"):
+                checkpoints.restore(saved, 2)
+            with pytest.warns(UserWarning, match="checkpoint 2 is corrupt.*trying the one before"):
+                step, found = checkpoints.restore(saved)
+            assert step == 1
+            assert_same_bits(found, saved)
+
+
+@pytest.mark.parametrize("harm", ["short", "empty", "gone", "index"])
+def test_files_that_are_cut_short_or_gone(tmp_path, harm):
+    saved = {"w": jnp.arange(4096.0)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        checkpoints.save(2, saved, blocking=True)
+    path = tmp_path / "2" / "_CHECKPOINT_METADATA" if harm == "index" else data_files(tmp_path / "2")[-1]
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: 0 if harm == "empty" else path.stat().st_size // 2])
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.warns(UserWarning, match="checkpoint 2 is corrupt"):
+            step, found = checkpoints.restore(saved)
+        assert step == 1
+        assert_same_bits(found, saved)
+        with pytest.raises(CorruptCheckpointError) as raised:
+            checkpoints.verify(2)
+        assert raised.value.step == 2
+
+
+def test_what_was_never_committed_is_ignored_and_kept_aside(tmp_path):
+    saved = {"w": jnp.arange(4.0)}
+    (tmp_path / "9").mkdir(parents=True)
+    (tmp_path / "9" / "precious").write_text("x")
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.steps() == []
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            checkpoints.restore(saved)
+        checkpoints.save(3, saved, blocking=True)
+        assert checkpoints.steps() == [3]
+        assert checkpoints.restore(saved)[0] == 3
+    (aside,) = tmp_path.glob("9.uncommitted.*")
+    assert (aside / "precious").read_text() == "x"
+
+
+def test_templates_that_do_not_fit_are_told_apart_before_anything_is_read(tmp_path):
+    saved = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4), "c": jnp.zeros(5)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, blocking=True)
+        for path in data_files(tmp_path / "1"):
+            path.unlink()
+        wrong = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(4, jnp.bfloat16), "d": jnp.zeros(5)}
+        with pytest.raises(ValueError, match="does not fit the template") as raised:
+            checkpoints.restore(wrong)
+    message = str(raised.value)
+    assert "d is not in the checkpoint" in message
+    assert "c is not in the template" in message
+    assert "a has shape (2, 3), the template (3, 2)" in message
+    assert "b has dtype float32, the template bfloat16 (cast=True converts)" in message
+
+
+def test_dtypes_are_converted_only_where_that_is_asked_for(tmp_path):
+    saved = {"w": jnp.linspace(0, 1, 8)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        _, found = checkpoints.restore({"w": jnp.zeros(8, jnp.bfloat16)}, cast=True)
+    assert_same_bits(found, {"w": saved["w"].astype(jnp.bfloat16)})
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="name a folder"):
+        Checkpointer(tmp_path / "file")
+    with pytest.raises(ValueError, match="keep_last 0 must be 1 or more"):
+        Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="mode 'low' min or max"):
+        Checkpointer(tmp_path, keep_best=Best("loss", mode="low"))
+    with Checkpointer(tmp_path / "new") as checkpoints:
+        with pytest.raises(TypeError, match="a/b is a str; only arrays and numbers"):
+            checkpoints.save(1, {"a": {"b": "text"}})
+        with pytest.raises(ValueError, match="the tree has no leaves"):
+            checkpoints.save(1, {})
+        with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
+            checkpoints.restore({"x": jnp.zeros(2)}, 4)
+        usage = shutil.disk_usage(tmp_path)._replace(free=7)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(OSError, match=r"no space: the checkpoint takes 0.0 MB") as raised:
+            checkpoints.save(1, {"x": jnp.zeros(2)})
+        assert raised.value.errno == errno.ENOSPC
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]

@@ -1,0 +1,104 @@
+"""Digests: the same wherever an array lies, another one for every flipped bit, and one for each replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxshard
+from jaxshard.digest import ReplicaError, digests, replica_digests
+
+DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "uint32", "bool", "float8_e4m3fn"]
+
+
+def some(dtype, shape=(8, 12), seed=0):
+    bits = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize), dtype=np.uint8)
+    return (bits[..., 0] % 2).astype(bool) if dtype == "bool" else bits.view(jnp.dtype(dtype))[..., 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_on_every_mesh_and_sharding(dtype):
+    """NaNs of all kinds, too: bits count, not values."""
+    x = some(dtype)
+    want = digests({"x": x})["x"]
+    for sizes in ({}, {"tensor": 2}, {"pipeline": 2, "tensor": 2}):
+        mesh = jaxshard.make_mesh(**sizes)
+        for spec in (P(), P("data"), P(None, "tensor"), P("data", "tensor"), P(("data", "tensor"))):
+            assert digests({"x": jax.device_put(x, NamedSharding(mesh, spec))})["x"] == want
+    for count in (1, 2, 4):
+        mesh = jaxshard.make_mesh(devices=jax.devices()[:count])
+        assert digests({"x": jax.device_put(x, NamedSharding(mesh, P("data")))})["x"] == want
+
+
+def test_wide_types_and_keys():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(4, 3))
+        for given in (x, x.astype(complex), np.arange(7), jax.random.key(3)):
+            assert digests([given]) == digests([jnp.array(given)])
+        assert digests([x])["0"] != digests([np.nextafter(x, 9)])["0"]
+
+
+def test_every_flipped_bit_shows():
+    rng = np.random.default_rng(0)
+    mesh = jaxshard.make_mesh(tensor=2)
+    x = some("float32", (16, 64))
+    want = digests([x])["0"]
+    found = set()
+    for _ in range(300):
+        flipped = x.copy().view(np.uint32)
+        flipped[tuple(rng.integers(0, flipped.shape))] ^= np.uint32(1) << np.uint32(rng.integers(32))
+        placed = jax.device_put(flipped.view(np.float32), NamedSharding(mesh, P("data", "tensor")))
+        found.add(digests([placed])["0"])
+    assert want not in found
+    assert len(found) > 250  # of 300 places in 32768, some twice
+
+
+def test_moved_elements_show():
+    x = some("float32", (6, 10))
+    seen = {digests([y])["0"] for y in (x, x[::-1].copy(), x[:, ::-1].copy(), np.roll(x, 1), x.reshape(10, 6), x.T)}
+    assert len(seen) == 6
+    zeros = {digests([np.zeros(shape, "f")])["0"] for shape in ((4,), (5,), (2, 2), (1, 4), (4, 1))}
+    assert len(zeros) == 5
+
+
+def test_empty_and_scalar():
+    assert digests({"a": np.zeros((0, 3), "f"), "b": np.float32(2)}) == {"a": 0, "b": digests([np.float32(2)])["0"]}
+
+
+def one_copy_differs(x, mesh, spec, device):
+    """A global array of which one device's part has one bit flipped."""
+    sharding = NamedSharding(mesh, spec)
+    parts = []
+    for d, index in sharding.addressable_devices_indices_map(x.shape).items():
+        part = np.array(x[index])
+        if d == device:
+            part.view(np.uint32).flat[3] ^= 1
+        parts.append(jax.device_put(part, d))
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def test_a_replica_that_differs_is_found_and_named():
+    """Also a shard that is repeated over another axis."""
+    mesh = jaxshard.make_mesh(tensor=2)
+    x, bad = some("float32"), mesh.devices.flat[5]
+    tree = {"whole": jax.device_put(x, NamedSharding(mesh, P())), "w": one_copy_differs(x, mesh, P("tensor"), bad)}
+    assert len(np.unique(replica_digests(tree)["whole"])) == 1
+    with pytest.raises(ReplicaError, match=r"replicas differ: w: devices \[.*\] of the mesh .*synchronize") as raised:
+        digests(tree)
+    found = raised.value.digests["w"]
+    assert found.shape == mesh.devices.shape
+    assert np.unique(found, return_counts=True)[1].min() == 2  # the row of the mesh whose copy has that shard
+    whole = one_copy_differs(x, mesh, P(), bad)
+    with pytest.raises(ReplicaError, match=r"0: devices \[5\] of the mesh"):
+        digests([whole])
+
+
+def test_synchronize_mends_it():
+    import optax
+
+    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh())
+    x = some("int32")
+    broken = {"w": one_copy_differs(x, opt.mesh, P(), opt.mesh.devices.flat[3])}
+    assert digests(opt.synchronize(broken)) == digests({"w": x})
