@@ -8,31 +8,41 @@ devices and compared. Structure comes from the template alone, so nothing is eve
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import shutil
-import urllib.parse
+import socket
+import string
+import threading
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
+from jaxshard import processes
 from jaxshard.digest import digests
 from jaxshard.tree import is_key, named_leaves, path_of
 
 _FORMAT = 1
+_INDEX = "_CHECKPOINT_METADATA"
+_VERIFIED_BYTES = 2**28  # read at once by `verify`
 
 
 class CorruptCheckpointError(RuntimeError):
-    """What is on disk is not what was saved. `step`; `leaf`: the first path that shows it, if it is known."""
+    """What was read is not what was saved. `step` (None: bytes); `leaf`: the first path that shows it, if known."""
 
-    def __init__(self, step: int, leaf: str | None, reason: str):
-        super().__init__(f"checkpoint {step} is corrupt: {leaf + ': ' if leaf else ''}{reason}")
+    def __init__(self, step: int | None, leaf: str | None, reason: str):
+        what = "these bytes are" if step is None else f"checkpoint {step} is"
+        super().__init__(f"{what} corrupt: {leaf + ': ' if leaf else ''}{reason}")
         self.step, self.leaf = step, leaf
 
 
@@ -48,7 +58,7 @@ class Best:
 class Checkpointer:
     """Saves and restores trees of arrays in a folder, a sub-folder for each step.
 
-    Every process must make the same calls.
+    With several processes all must make the same calls, in a folder that all of them see.
 
     Args:
       path: the folder; it is made when something is saved.
@@ -88,7 +98,9 @@ class Checkpointer:
         kept += [_best(keep_best)] if keep_best else []
         self._policy: Any = policies.AnyPreservationPolicy(kept)
         self._orbax: ocp.training.Checkpointer | None = None
-        self._saving: Any = None
+        self._lock: _Lock | None = None
+        self._saving: tuple[int, Any] | None = None
+        self._corrupt: set[int] = set()  # found so by `restore`
 
     def __enter__(self) -> Self:
         return self
@@ -115,57 +127,80 @@ class Checkpointer:
                 errno.ENOENT, f"there is no checkpoint of step {step}; there are {self.steps()}", str(self.path)
             )
         try:
-            found = self._storage().metadata(step)
-            index = found.custom_metadata
-            assert isinstance(index, dict)
-            return {"step": step, "metrics": found.metrics, "run": index["run"], "leaves": index["leaves"]}
-        except Exception as error:
+            index = json.loads((self.path / str(step) / _INDEX).read_text())["custom_metadata"]
+            return {"step": step, **{name: index[name] for name in ("metrics", "run", "leaves")}}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {_first_line(error)}") from error
 
     # Saving.
+
+    def claim(self) -> str:
+        """Makes the folder and locks it for this run until `close`; returns the run's id. `save` does it too.
+
+        Raises:
+          OSError: the folder cannot be made or written to, or another run is writing there.
+        """
+        return processes.from_first("claim", self._claim)
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None, blocking: bool = False) -> None:
         """Saves `tree`; returns as soon as its arrays are copied off the devices, so that they may be donated.
 
         Args:
-          step: its name; newer than what is there.
+          step: its name, 0 or more.
           tree: arrays (of any sharding) and numbers.
           metrics: for `keep_best`, and for those who look.
           blocking: wait until it is written.
 
         Raises:
           ValueError: the step is there already; names that collide.
+          TypeError: a leaf that is no array and no number.
+          ProcessError: processes save other steps or other trees.
           ReplicaError: copies of an array differ between devices.
-          OSError: no space; and whatever an earlier save failed of, if it was not waited for.
+          OSError: no space; another run writes here; and whatever an earlier save failed of, if it was not waited for.
         """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
+        arrays = processes.together("save", lambda: _flat(tree))
+        processes.check_same("save", _described(step, arrays), "all must save the same step of the same tree")
         self.wait()
-        if step in self.steps():
-            raise ValueError(f"checkpoint: step {step} is saved already in {self.path}; steps never change")
-        arrays = _flat(tree)
-        self._check_space(arrays)
-        index = {"format": _FORMAT, "run": self._run_id(), "leaves": _index(arrays)}
-        stored = {name: x for name, x in arrays.items() if np.size(x)}
-        self._begin()
-        self._saving = self._storage().save_async(
-            step, stored, force=True, custom_metadata=index, metrics=dict(metrics) if metrics else None
+        run = self.claim()
+        if processes.from_first("save", lambda: self._prepare(step, arrays)):
+            self._forget()
+        arrays = {path: _everywhere(x) for path, x in arrays.items()}
+        measured = dict(metrics) if metrics else None
+        index = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(arrays)}
+        stored = {_escaped(path): x for path, x in arrays.items() if np.size(x)}
+        storage = self._storage()
+        self._saving = (
+            step,
+            processes.together(
+                "save",
+                lambda: storage.save_async(step, stored, force=True, custom_metadata=index, metrics=measured),
+            ),
         )
         if blocking:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save is written. Raises what it failed of."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        """Until the last save is written. Raises what it failed of, on every process."""
+        if self._saving is None:
+            return
+        (step, response), self._saving = self._saving, None
+        errors = _ended(response)
+        if errors:
+            abandoned, self._orbax = self._orbax, None
+            _ABANDONED.append(abandoned)  # other processes' parts may be waiting for ever; closing would too
+            raise _unsaved(step, errors, self.path)
 
     def close(self) -> None:
-        """Waits, and ends background threads."""
+        """Waits, ends background threads, and lets others write here."""
         try:
             self.wait()
         finally:
-            if self._orbax is not None:
-                self._orbax.close()
-                self._orbax = None
+            self._forget()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     # Restoring.
 
@@ -184,95 +219,132 @@ class Checkpointer:
           CorruptCheckpointError: what is on disk is not what was saved.
         """
         self.wait()
+        wanted = processes.together("restore", lambda: _flat(template))
         if step is not None:
-            return step, self._restored(template, step, cast)
-        if not self.steps():
+            return step, _unflat(template, self._restored(wanted, step, cast))
+        steps = processes.from_first("restore", self.steps)
+        if not steps:
             raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path))
         errors = []
-        for found in reversed(self.steps()):
+        for found in reversed(steps):
             try:
-                return found, self._restored(template, found, cast)
+                return found, _unflat(template, self._restored(wanted, found, cast))
             except CorruptCheckpointError as error:
                 warnings.warn(f"{error}; trying the one before", stacklevel=2)
                 errors.append(error)
+                self._corrupt.add(found)
         raise errors[0]
 
     def verify(self, step: int) -> None:
-        """Reads every array of a checkpoint on this machine, and compares digests.
+        """Reads every array of a checkpoint, a part at a time, spread over all devices, and compares digests.
 
         Raises:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
-        leaves = self.info(step)["leaves"]
-        template = {path: np.zeros(found["shape"], jnp.dtype(found["dtype"])) for path, found in leaves.items()}
-        self._loaded(template, step, leaves)
+        leaves = self._leaves(step)
+        for part in _parts(leaves):
+            self._loaded({path: _spread(leaves[path]) for path in part}, step, leaves)
 
     def latest_valid(self) -> int | None:
         """The newest step whose arrays are all as they were saved; it reads them."""
-        for step in reversed(self.steps()):
+        for step in reversed(processes.from_first("latest_valid", self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
                 return step
         return None
 
-    def _restored(self, template: Any, step: int, cast: bool) -> Any:
-        wanted, leaves = _flat(template), self.info(step)["leaves"]
-        _check_same(wanted, leaves, step, cast)
-        arrays = self._loaded(wanted, step, leaves)
-        return _unflat(template, arrays)
+    def _leaves(self, step: int) -> dict[str, Any]:
+        return processes.together("restore", lambda: self.info(step))["leaves"]
+
+    def _restored(self, wanted: dict[str, Any], step: int, cast: bool) -> dict[str, Any]:
+        leaves = self._leaves(step)
+        processes.together("restore", lambda: _check_same(wanted, leaves, step, cast))
+        return self._loaded(wanted, step, leaves)
 
     def _loaded(self, wanted: dict[str, Any], step: int, leaves: dict[str, Any]) -> dict[str, Any]:
         """The arrays in the dtypes they were saved in, where `wanted` lie; digests checked."""
         stored = {_escaped(path): _target(x, leaves[path]) for path, x in wanted.items() if np.prod(x.shape)}
-        try:
-            loaded = self._storage().load(step, stored)
-        except Exception as error:
-            raise CorruptCheckpointError(step, None, f"it cannot be read: {_first_line(error)}") from error
-        arrays = {_unescaped(name): loaded[name] for name in stored}
+        loaded, errors = processes.attempted("restore", lambda: _read(self.path / str(step), stored))
+        if errors:
+            first = next(iter(errors.values()))
+            raise CorruptCheckpointError(step, None, f"it cannot be read: {_first_line(first)}") from first
+        assert loaded is not None
+        arrays = {path: loaded[_escaped(path)] for path in wanted if _escaped(path) in stored}
         for path, digest in digests(arrays).items():
             if digest != leaves[path]["digest"]:
                 raise CorruptCheckpointError(step, path, "other bits than were saved")
         return {path: arrays.get(path, x) for path, x in wanted.items()}
 
-    # The folder.
+    # The folder. These run on the first process alone.
 
     def _storage(self) -> ocp.training.Checkpointer:
         if self._orbax is None:
             self._orbax = ocp.training.Checkpointer(str(self.path), preservation_policy=self._policy)
         return self._orbax
 
-    def _begin(self) -> None:
-        """Makes the folder; what has a step's name and was never committed is put aside."""
-        if jax.process_index():
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        for entry in self.path.iterdir():
-            if entry.name.isdecimal() and not _is_committed(entry):
-                entry.rename(entry.with_name(f"{entry.name}.uncommitted.{uuid.uuid4().hex[:8]}"))
+    def _claim(self) -> str:
+        if self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _Lock(self.path)
+            for entry in self.path.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(entry, ignore_errors=True)  # of a save that was cut off
+        return self._lock.run
 
-    def _run_id(self) -> str:
-        """The same for all checkpoints of a folder."""
-        known = self.path / "run"
+    def _prepare(self, step: int, arrays: dict[str, Any]) -> bool:
+        """Looks for what would be in the way of saving, and puts aside what has a step's name and is none.
 
-        def read() -> str:
-            if not known.exists():
-                self.path.mkdir(parents=True, exist_ok=True)
-                known.write_text(uuid.uuid4().hex)
-            return known.read_text()
+        Returns:
+          whether there was any.
+        """
+        found = [entry for entry in self.path.iterdir() if entry.name.isdecimal()]
+        bad = {entry: "uncommitted" for entry in found if not _is_committed(entry)}
+        bad |= {entry: "corrupt" for entry in found if int(entry.name) in self._corrupt}
+        self._corrupt.clear()
+        for entry, why in bad.items():
+            entry.rename(entry.with_name(f"{entry.name}.{why}.{uuid.uuid4().hex[:8]}"))
+        if step in self.steps():
+            raise ValueError(f"checkpoint: step {step} is saved already in {self.path}; steps never change")
+        _check_space(self.path, sum(int(x.size) * x.dtype.itemsize for x in arrays.values()))
+        return bool(bad)
 
-        return _from_first(read)
+    def _forget(self) -> None:
+        """What orbax knows of the folder."""
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
 
-    def _check_space(self, arrays: dict[str, Any]) -> None:
-        needed = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
-        nearest = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
-        free = int(_from_first(lambda: str(shutil.disk_usage(nearest).free)))
-        if free < needed:
+
+_ABANDONED: list[Any] = []
+
+
+class _Lock:
+    """This process's right to write in a folder, which the system takes back when the process ends.
+
+    Raises:
+      OSError: another run has it.
+    """
+
+    def __init__(self, path: Path):
+        self._lock, self._notes = filelock.FileLock(path / ".lock"), path / "run.json"
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            writer = self._noted().get("writer", "another process")
             raise OSError(
-                errno.ENOSPC,
-                f"no space: the checkpoint takes {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; nothing was "
-                "written",
-                str(self.path),
-            )
+                errno.EBUSY, f"{writer} is writing checkpoints here; end it, or give each run its own folder", str(path)
+            ) from None
+        self.run: str = self._noted().get("id") or uuid.uuid4().hex
+        writer = f"process {os.getpid()} on {socket.gethostname()}"
+        self._notes.write_text(json.dumps({"id": self.run, "writer": writer}))
+
+    def _noted(self) -> dict[str, str]:
+        try:
+            return json.loads(self._notes.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def release(self) -> None:
+        self._lock.release()
 
 
 def _best(best: Best) -> Any:
@@ -288,27 +360,72 @@ def _best(best: Best) -> Any:
 
 def _is_committed(folder: Path) -> bool:
     """Whether orbax ended writing it: both files come last, before the folder gets its name."""
-    return all((folder / name).is_file() for name in ("commit_success.txt", "_CHECKPOINT_METADATA"))
+    return all((folder / name).is_file() for name in ("commit_success.txt", _INDEX))
 
 
-def _from_first(make: Any) -> str:
-    """What the first process makes of it, on every process. Its error is everybody's."""
-    if jax.process_count() == 1:
-        return make()
-    from jax.experimental import multihost_utils
+def _check_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"no space: the checkpoint takes {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; nothing was "
+            "written",
+            str(path),
+        )
 
-    said = b""
-    if jax.process_index() == 0:
+
+# What orbax does.
+
+
+def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """This process's parts; no process waits for another, so that one that fails can say so."""
+    alone = ocp.Context()
+    alone.multiprocessing.active_processes = {jax.process_index()}
+    alone.multiprocessing.primary_host = jax.process_index()
+    alone.pytree.loading.partial_load = True
+    with alone:
+        return ocp.load(str(folder), wanted) if wanted else {}
+
+
+def _ended(response: Any) -> dict[int, BaseException]:
+    """Waits for a save. Where it fails for one process, the others' parts may wait for that one for ever: so nobody
+    waits any longer than until one has failed."""
+    ended = threading.Event()
+    failed: list[BaseException] = []
+
+    def wait() -> None:
         try:
-            said = b"+" + make().encode()
-        except OSError as error:
-            said = b"-" + str(error).encode()
-    buffer = np.zeros(1024, np.uint8)
-    buffer[: len(said[:1024])] = np.frombuffer(said[:1024], np.uint8)
-    said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).rstrip(b"\0")
-    if said.startswith(b"-"):
-        raise OSError(said[1:].decode(errors="replace"))
-    return said[1:].decode()
+            response.result()
+        except BaseException as error:
+            failed.append(error)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while True:
+        ended.wait(None if jax.process_count() == 1 else 0.2)
+
+        def look() -> bool:
+            if failed:
+                raise failed[0]
+            return ended.is_set()
+
+        done, errors = processes.attempted("wait", look)
+        if errors:
+            return errors
+        if all(json.loads(said) for said in processes.gathered("wait", json.dumps(done))):
+            return {}
+
+
+def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:
+    error = errors.get(jax.process_index()) or next(iter(errors.values()))
+    text = _first_line(error)
+    if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+        number, reason = errno.ENOSPC, "no space left on the disk"
+    else:
+        number, reason = getattr(error, "errno", None) or errno.EIO, "it could not be written"
+    made = OSError(number, f"checkpoint {step} was not saved: {reason}; older ones are whole ({text})", str(path))
+    made.__cause__ = error
+    return made
 
 
 # Trees as flat sets of arrays.
@@ -346,12 +463,28 @@ def _storable(path: str, leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
+def _everywhere(x: Any) -> Any:
+    """What each of several processes holds for itself, as one array with a copy on each device."""
+    if jax.process_count() == 1 or not _is_local(x):
+        return x
+    whole = np.asarray(x)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P()), lambda index: whole[index])
+
+
+def _is_local(x: Any) -> bool:
+    """Whether it lies on devices of this process alone, or on none."""
+    sharding = getattr(x, "sharding", None)
+    return sharding is None or sharding.is_fully_addressable
+
+
 def _index(arrays: dict[str, Any]) -> dict[str, Any]:
     found = digests(arrays)
-    return {
-        path: {"shape": list(x.shape), "dtype": str(x.dtype), "digest": digest}
-        for (path, x), digest in zip(arrays.items(), found.values(), strict=True)
-    }
+    return {path: {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]} for path, x in arrays.items()}
+
+
+def _described(step: int, arrays: dict[str, Any]) -> str:
+    return "\n".join([f"step {step}", *(f"{path} {x.dtype}{list(x.shape)}" for path, x in arrays.items())])
 
 
 def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int, cast: bool) -> None:
@@ -371,10 +504,30 @@ def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int, cast:
 def _target(x: Any, saved: dict[str, Any]) -> Any:
     """Where orbax is to put an array, in the dtype it was saved in."""
     dtype = jnp.dtype(saved["dtype"])
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray) or (jax.process_count() > 1 and _is_local(x)):
         return np.zeros(x.shape, dtype)
     sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+
+def _spread(saved: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """A leaf cut over all devices, where they divide one of its dims."""
+    shape, mesh = tuple(saved["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
+    spec = P() if cut is None else P(*(None,) * cut, "all")
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(saved["dtype"]), sharding=NamedSharding(mesh, spec))
+
+
+def _parts(leaves: dict[str, Any]) -> Iterator[list[str]]:
+    """The paths, in groups of so many bytes as are read at once."""
+    part, total = [], 0
+    for path, saved in leaves.items():
+        size = int(np.prod(saved["shape"])) * jnp.dtype(saved["dtype"]).itemsize
+        if part and total + size > _VERIFIED_BYTES:
+            yield part
+            part, total = [], 0
+        part, total = [*part, path], total + size
+    yield part
 
 
 def _unflat(template: Any, arrays: dict[str, Any]) -> Any:
@@ -386,20 +539,23 @@ def _like(leaf: Any, x: Any) -> Any:
     """An array that was loaded, as the kind of thing that the template has there."""
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(x)
+    if isinstance(x, np.ndarray) and not isinstance(leaf, np.ndarray | np.generic):
+        x = jax.device_put(x, leaf.sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(x, impl=str(jax.random.key_impl(leaf)))
     if isinstance(x, jax.ShapeDtypeStruct):  # of no elements, so never stored
         return jnp.zeros(x.shape, x.dtype, device=x.sharding)
     return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
 
 
 def _escaped(path: str) -> str:
-    """A name without separators, which no file system takes for a way out of the folder."""
-    return urllib.parse.quote(path, safe="").replace(".", "%2E")
+    """A name of letters, digits, _ and -, which nothing takes for a way out of the folder; the rest as ~ and hex.
 
-
-def _unescaped(name: str) -> str:
-    return urllib.parse.unquote(name)
+    >>> _escaped("../a")
+    '~2E~2E~2Fa'
+    """
+    kept = string.ascii_letters + string.digits + "_-"
+    return "".join(chr(byte) if chr(byte) in kept else f"~{byte:02X}" for byte in path.encode())
 
 
 def _first_line(error: BaseException) -> str:

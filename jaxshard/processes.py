@@ -1,0 +1,108 @@
+"""What the processes of a run agree on, before one of them does what the others do not. A lone process agrees at once.
+
+Every function here must be called by all processes alike. They meet at a barrier of `jax.distributed` that knows who is
+missing, and then exchange a few bytes through their devices.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+T = TypeVar("T")
+MEETING_SECONDS = 120
+_meetings = itertools.count()
+
+
+class ProcessError(RuntimeError):
+    """Another process could not do its part, or said something else. `process`: its index."""
+
+    def __init__(self, process: int, reason: str):
+        super().__init__(f"process {process}: {reason}")
+        self.process = process
+
+
+def meet(what: str, seconds: float | None = None) -> None:
+    """Waits until all processes are here.
+
+    Raises:
+      TimeoutError: some did not come in time (by default MEETING_SECONDS); it says which.
+    """
+    if jax.process_count() == 1:
+        return
+    from orbax.checkpoint import multihost
+
+    seconds = seconds or MEETING_SECONDS
+    wait: Any = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    try:
+        wait(key=f"jaxshard.{next(_meetings)}", timeout_ms=int(seconds * 1000))
+    except Exception as error:
+        raise TimeoutError(
+            f"{what}: not all {jax.process_count()} processes came within {seconds:g} s; all of them must make this "
+            f"call: {error}"
+        ) from error
+
+
+def gathered(what: str, said: str) -> list[str]:
+    """What each process said, in their order."""
+    if jax.process_count() == 1:
+        return [said]
+    from jax.experimental import multihost_utils
+
+    meet(what)
+    mine = np.frombuffer(said.encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).ravel()
+    padded = np.zeros(-(-int(lengths.max()) // 1024) * 1024, np.uint8)  # few sizes: each is a program
+    padded[: len(mine)] = mine
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1) if padded.size else lengths
+    return [bytes(np.asarray(row[:length], np.uint8)).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:
+    """(what it returned here, process -> error): this process's own error, and the others' as `ProcessError`."""
+    result, mine = None, None
+    try:
+        result = attempt()
+    except Exception as error:
+        mine = error
+    said = gathered(what, f"{type(mine).__name__}: {mine}" if mine else "")
+    errors: dict[int, BaseException] = {i: ProcessError(i, text) for i, text in enumerate(said) if text}
+    return result, errors | ({jax.process_index(): mine} if mine else {})
+
+
+def together(what: str, attempt: Callable[[], T]) -> T:
+    """What `attempt` returns, on every process; where it fails for one, it fails for all."""
+    result, errors = attempted(what, attempt)
+    raise_first(errors)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def raise_first(errors: dict[int, BaseException]) -> None:
+    """This process's own error before another's."""
+    for error in (errors.get(jax.process_index()), *errors.values()):
+        if error is not None:
+            raise error
+
+
+def from_first(what: str, make: Callable[[], Any]) -> Any:
+    """What the first process makes (anything that JSON can say), on every process; so too its error."""
+    made = together(what, lambda: json.dumps(make()) if jax.process_index() == 0 else "")
+    return json.loads(gathered(what, made)[0])
+
+
+def check_same(what: str, said: str, cure: str) -> None:
+    """Raises ProcessError, on every process, unless all say the same.
+
+    `cure` tells what to do.
+    """
+    everyone = gathered(what, said)
+    for process, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ProcessError(process, f"{what}: it has {_part(other)}, process 0 {_part(everyone[0])}: {cure}")
+
+
+def _part(said: str) -> str:
+    return said if len(said) <= 200 else f"{said[:200]}..."
