@@ -167,7 +167,7 @@ class Checkpointer:
         if processes.from_first("save", lambda: self._prepare(step, arrays)):
             self._forget()
         arrays = {path: _everywhere(x) for path, x in arrays.items()}
-        measured = dict(metrics) if metrics else None
+        measured: Any = dict(metrics) if metrics else None
         index = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(arrays)}
         stored = {_escaped(path): x for path, x in arrays.items() if np.size(x)}
         storage = self._storage()
@@ -539,7 +539,9 @@ def _like(leaf: Any, x: Any) -> Any:
     """An array that was loaded, as the kind of thing that the template has there."""
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(x)
-    if isinstance(x, np.ndarray) and not isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic):
+        return x.astype(leaf.dtype)
+    if isinstance(x, np.ndarray):
         x = jax.device_put(x, leaf.sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(x, impl=str(jax.random.key_impl(leaf)))

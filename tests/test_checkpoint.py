@@ -1,6 +1,7 @@
 """Checkpoints: any strategy's state fits any other, every flipped bit is found, and nothing is lost."""
 
 import errno
+import gc
 import shutil
 from collections import namedtuple
 
@@ -78,6 +79,13 @@ def test_every_strategy_restores_under_every_other(tmp_path):
                 assert_same_bits(found, saved)
                 for x, like in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
                     assert like.sharding is None or x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+@pytest.fixture
+def damage():
+    """Orbax leaves coroutines behind where reading fails; they are to end within the test that expects that."""
+    yield
+    gc.collect()
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -171,6 +179,8 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
             assert_same_bits(found, saved)
 
 
+@pytest.mark.usefixtures("damage")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine 'Store:RuntimeWarning")
 @pytest.mark.parametrize("harm", ["short", "empty", "gone", "index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
@@ -251,4 +261,4 @@ def test_bad_input(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"no space: the checkpoint takes 0.0 MB") as raised:
             checkpoints.save(1, {"x": jnp.zeros(2)})
         assert raised.value.errno == errno.ENOSPC
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".lock", "run.json"]
