@@ -8,6 +8,7 @@ devices and compared. Structure comes from the template alone, so nothing is eve
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
@@ -128,6 +130,8 @@ class Checkpointer:
             )
         try:
             index = json.loads((self.path / str(step) / _INDEX).read_text())["custom_metadata"]
+            if index.pop("digest") != _digest_of(_canonical(index)).hex():
+                raise ValueError("its digest is another")
             return {"step": step, **{name: index[name] for name in ("metrics", "run", "leaves")}}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {_first_line(error)}") from error
@@ -168,7 +172,8 @@ class Checkpointer:
             self._forget()
         arrays = {path: _everywhere(x) for path, x in arrays.items()}
         measured: Any = dict(metrics) if metrics else None
-        index = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(arrays)}
+        index: Any = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(arrays)}
+        index["digest"] = _digest_of(_canonical(index)).hex()
         stored = {_escaped(path): x for path, x in arrays.items() if np.size(x)}
         storage = self._storage()
         self._saving = (
@@ -312,6 +317,60 @@ class Checkpointer:
         if self._orbax is not None:
             self._orbax.close()
             self._orbax = None
+
+
+def to_bytes(tree: Any) -> bytes:
+    """A tree of arrays and numbers, its digests with it, as one string of bytes (msgpack, by flax).
+
+    All of it goes through this process's memory: a `Checkpointer` is for what is large, or lies on several processes.
+
+    Raises:
+      ValueError: names that collide; an array that lies on other processes, too.
+      TypeError: a leaf that is no array and no number.
+
+    >>> import jax.numpy as jnp
+    >>> from_bytes({"w": jnp.zeros(3)}, to_bytes({"w": jnp.arange(3.0)}))
+    {'w': Array([0., 1., 2.], dtype=float32)}
+    """
+    arrays = _flat(tree)
+    for path, x in arrays.items():
+        if not _is_local(x):
+            raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
+    raw = {path: _raw(jax.device_get(x)) for path, x in arrays.items()}
+    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": _index(arrays), "arrays": raw})
+    return _digest_of(data) + data
+
+
+def from_bytes(template: Any, data: bytes, *, cast: bool = False) -> Any:
+    """The tree that `to_bytes` made `data` of, each array as `template` has it (see `Checkpointer.restore`).
+
+    Raises:
+      ValueError: the template has other leaves, shapes or dtypes.
+      CorruptCheckpointError: the bytes are not what was made.
+    """
+    wanted = _flat(template)
+    if _digest_of(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+        raise CorruptCheckpointError(None, None, "their digest is another; were they cut short, or made by to_bytes?")
+    found: Any = serialization.msgpack_restore(data[_DIGEST_BYTES:])
+    leaves = found["leaves"]
+    _check_same(wanted, leaves, None, cast)
+    return _unflat(template, {path: _from_raw(found["arrays"][path], leaves[path]) for path in wanted})
+
+
+_DIGEST_BYTES = 32
+
+
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _raw(x: Any) -> np.ndarray:
+    """The bits of an array, of dtypes that msgpack does not know, too."""
+    return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+
+
+def _from_raw(raw: Any, leaf: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(raw.tobytes(), jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
 
 
 _ABANDONED: list[Any] = []
@@ -483,11 +542,16 @@ def _index(arrays: dict[str, Any]) -> dict[str, Any]:
     return {path: {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]} for path, x in arrays.items()}
 
 
+def _canonical(index: dict[str, Any]) -> bytes:
+    return json.dumps(index, sort_keys=True).encode()
+
+
 def _described(step: int, arrays: dict[str, Any]) -> str:
     return "\n".join([f"step {step}", *(f"{path} {x.dtype}{list(x.shape)}" for path, x in arrays.items())])
 
 
-def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int, cast: bool) -> None:
+def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None, cast: bool) -> None:
+    what = "these bytes do" if step is None else f"checkpoint {step} does"
     wrong = [f"{path} is not in the checkpoint" for path in wanted if path not in leaves]
     wrong += [f"{path} is not in the template" for path in leaves if path not in wanted]
     for path, x in wanted.items():
@@ -498,7 +562,7 @@ def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int, cast:
             wrong.append(f"{path} has dtype {saved['dtype']}, the template {x.dtype} (cast=True converts)")
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"checkpoint {step} does not fit the template: " + "; ".join(wrong[:5]) + more)
+        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
 
 
 def _target(x: Any, saved: dict[str, Any]) -> Any:
@@ -542,7 +606,7 @@ def _like(leaf: Any, x: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         return x.astype(leaf.dtype)
     if isinstance(x, np.ndarray):
-        x = jax.device_put(x, leaf.sharding)
+        x = jax.device_put(x, leaf.sharding, may_alias=False)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(x, impl=str(jax.random.key_impl(leaf)))
     if isinstance(x, jax.ShapeDtypeStruct):  # of no elements, so never stored

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.checkpoint import Best, Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint import Best, Checkpointer, CorruptCheckpointError, from_bytes, to_bytes
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 SPECS = [("w$", P(None, "tensor"))]
@@ -181,7 +181,7 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
 
 @pytest.mark.usefixtures("damage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine 'Store:RuntimeWarning")
-@pytest.mark.parametrize("harm", ["short", "empty", "gone", "index"])
+@pytest.mark.parametrize("harm", ["short", "empty", "gone", "index", "a digit of the index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
     with Checkpointer(tmp_path) as checkpoints:
@@ -190,6 +190,9 @@ def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     path = tmp_path / "2" / "_CHECKPOINT_METADATA" if harm == "index" else data_files(tmp_path / "2")[-1]
     if harm == "gone":
         path.unlink()
+    elif harm == "a digit of the index":
+        path = tmp_path / "2" / "_CHECKPOINT_METADATA"
+        path.write_text(path.read_text().replace("4096", "4095"))
     else:
         path.write_bytes(path.read_bytes()[: 0 if harm == "empty" else path.stat().st_size // 2])
     with Checkpointer(tmp_path) as checkpoints:
@@ -239,6 +242,48 @@ def test_dtypes_are_converted_only_where_that_is_asked_for(tmp_path):
         checkpoints.save(1, saved)
         _, found = checkpoints.restore({"w": jnp.zeros(8, jnp.bfloat16)}, cast=True)
     assert_same_bits(found, {"w": saved["w"].astype(jnp.bfloat16)})
+
+
+ALL_KINDS = {
+    "pair": Pair(np.arange(3, dtype=np.int8), [jnp.ones((2, 2), jnp.bfloat16), ()]),
+    "fp8": jnp.linspace(-1, 1, 9).astype(jnp.float8_e4m3fn),
+    "number": 7,
+    "flag": True,
+    "empty": jnp.zeros((0, 4)),
+    "key": jax.random.key(5),
+    "a.b": np.float32(2),
+    "a": {"b": np.complex64(3j), "b/c": np.float32(4)},
+}
+
+
+def test_bytes_of_all_kinds_and_strategies():
+    found = from_bytes(ALL_KINDS, to_bytes(ALL_KINDS))
+    assert jax.tree.structure(found) == jax.tree.structure(ALL_KINDS)
+    assert jnp.array_equal(jax.random.key_data(found.pop("key")), jax.random.key_data(ALL_KINDS["key"]))
+    rest = {name: leaf for name, leaf in ALL_KINDS.items() if name != "key"}
+    for a, b in zip(*map(jax.tree.leaves, (found, rest)), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    made = optimizers()
+    saved = to_bytes(state_under(made["zero3-8"]))
+    for opt in made.values():
+        assert_same_bits(from_bytes(template_under(opt), saved), state_under(made["zero3-8"]))
+
+
+def test_bytes_that_are_not_what_was_made():
+    """Every flipped bit is found."""
+    tree, rng = {"w": jnp.arange(300.0), "b": jnp.ones(3, jnp.bfloat16)}, np.random.default_rng(0)
+    good = to_bytes(tree)
+    for cut in (0, 1, len(good) // 2, len(good) - 1):
+        with pytest.raises(CorruptCheckpointError, match="these bytes are corrupt"):
+            from_bytes(tree, good[:cut])
+    for _ in range(60):
+        bad = bytearray(good)
+        bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
+        with pytest.raises(CorruptCheckpointError, match="these bytes are corrupt"):
+            from_bytes(tree, bytes(bad))
+    with pytest.raises(ValueError, match="these bytes do not fit the template: w has shape"):
+        from_bytes({"w": jnp.zeros(4), "b": tree["b"]}, good)
 
 
 def test_bad_input(tmp_path, monkeypatch):
