@@ -4,6 +4,7 @@ Every function here must be called by all processes alike. They meet at a barrie
 missing, and then exchange a few bytes through their devices.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable
@@ -33,8 +34,13 @@ def meet(what: str, seconds: float | None = None) -> None:
     """
     if jax.process_count() == 1:
         return
-    from orbax.checkpoint import multihost
+    try:
+        from orbax.checkpoint import multihost
+    except ModuleNotFoundError:  # then without a time limit
+        from jax.experimental import multihost_utils
 
+        multihost_utils.sync_global_devices(f"jaxshard.{next(_meetings)}")
+        return
     seconds = seconds or MEETING_SECONDS
     wait: Any = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
     try:
@@ -55,10 +61,10 @@ def gathered(what: str, said: str) -> list[str]:
     meet(what)
     mine = np.frombuffer(said.encode(), np.uint8)
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).ravel()
-    padded = np.zeros(-(-int(lengths.max()) // 1024) * 1024, np.uint8)  # few sizes: each is a program
+    padded = np.zeros((int(lengths.max()) // 1024 + 1) * 1024, np.uint8)  # few sizes: each is a program
     padded[: len(mine)] = mine
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1) if padded.size else lengths
-    return [bytes(np.asarray(row[:length], np.uint8)).decode() for row, length in zip(rows, lengths, strict=True)]
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:
@@ -94,15 +100,19 @@ def from_first(what: str, make: Callable[[], Any]) -> Any:
 
 
 def check_same(what: str, said: str, cure: str) -> None:
-    """Raises ProcessError, on every process, unless all say the same.
+    """Raises ProcessError, on every process, unless all say the same; it names the first line that differs.
 
     `cure` tells what to do.
     """
+    digests = gathered(what, hashlib.sha256(said.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
     everyone = gathered(what, said)
-    for process, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise ProcessError(process, f"{what}: it has {_part(other)}, process 0 {_part(everyone[0])}: {cure}")
+    process = next(i for i, digest in enumerate(digests) if digest != digests[0])
+    lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
+    first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
+    raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
 
 
-def _part(said: str) -> str:
-    return said if len(said) <= 200 else f"{said[:200]}..."
+def _part(line: str) -> str:
+    return line if len(line) <= 160 else f"{line[:160]}..."

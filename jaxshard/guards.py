@@ -1,0 +1,123 @@
+"""What watches over a run: signals that ask it to end, a clock that ends it when it hangs."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+
+HUNG = 75  # EX_TEMPFAIL: worth another try
+
+
+class Preemption:
+    """While entered, SIGTERM and Ctrl-C ask the run to end between two steps; a second one ends it at once.
+
+    With several processes a signal to any of them reaches all, by way of JAX's preemption service, and all of them see
+    it at the same step. That needs a call of `reached` at every step, by all.
+
+    Args:
+      say: told of the signal, once, by the process that gets it.
+
+    >>> with Preemption() as preemption:
+    ...     [step for step in range(3) if not preemption.reached(step)]
+    [0, 1, 2]
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None):
+        self._say = say
+        self._signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def status(self) -> int:
+        """The exit status that says which signal it was: 128 + its number; 143 where another process got it."""
+        return 128 + (self._signal or signal.SIGTERM)
+
+    def reached(self, step: int) -> bool:
+        """Whether to save and end now, before `step`: the same on all processes."""
+        if jax.process_count() == 1:
+            return self._signal is not None
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # With several processes SIGTERM is JAX's, which hands it on to all.
+            mine = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
+            self._previous = {number: signal.signal(number, self._ask) for number in mine}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self._signal is not None:
+            self._leave(number)
+        self._signal = number
+        self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _leave(self, number: int) -> None:
+        if jax.process_count() == 1 and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        os._exit(128 + number)
+
+
+class Watchdog:
+    """Ends the process, with the stacks of all threads on standard error, when nothing was heard for too long.
+
+    A process that hangs keeps its heartbeats, so JAX never finds out, and all others wait for it. Each has a watchdog:
+    they all end, with status 75, and what started them can start them again.
+
+    Args:
+      seconds: without a `beat`.
+      exit: ends the process.
+
+    >>> with Watchdog(60) as watchdog:
+    ...     for step in range(3):
+    ...         watchdog.beat()
+    """
+
+    def __init__(self, seconds: float, exit: Callable[[int], Any] = os._exit):
+        if seconds <= 0:
+            raise ValueError(f"Watchdog: {seconds} seconds must be above 0")
+        self._seconds, self._exit = seconds, exit
+        self._last = time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxshard watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """All is well: a step was taken."""
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(1.0, self._seconds / 10)):
+            silent = time.monotonic() - self._last
+            if silent > self._seconds:
+                self._end(silent)
+                return
+
+    def _end(self, silent: float) -> None:
+        stream = sys.__stderr__
+        if stream is not None:
+            print(f"jaxshard: process {jax.process_index()} took no step for {silent:.0f} s; its stacks:", file=stream)
+            faulthandler.dump_traceback(stream, all_threads=True)
+            stream.flush()
+        self._exit(HUNG)

@@ -1,0 +1,84 @@
+"""What the processes of the fault tests run. Each function is one program; `group.program` names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxshard
+from jaxshard import processes
+from jaxshard.checkpoint import Checkpointer
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def join() -> int:
+    jaxshard.initialize(initialization_timeout=60, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=30)
+    return jax.process_index()
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) - params["b"]) ** 2)
+
+
+def params(seed=0):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(16, 24)).astype("f"), "b": rng.normal(size=24).astype("f")}
+
+
+def optimizer(strategy="zero2"):
+    return getattr(jaxshard, strategy)(TX, jaxshard.make_mesh(), min_shard_size=1)
+
+
+def rows(step, opt, count=16):
+    whole = np.random.default_rng(step).normal(size=(count, 16)).astype("f")
+    each = count // jax.process_count()
+    return jaxshard.shard_batch({"x": whole[jax.process_index() * each :][:each]}, opt)
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def saved_and_restored(folder):
+    """A state saved by both processes is restored by both, and digests say that it is the same."""
+    join()
+    opt = optimizer()
+    p = opt.place(params())
+    state = opt.init(p)
+    step = jaxshard.train_step(loss_fn, opt)
+    p, state, _ = step(p, state, rows(0, opt))
+    tree = {"params": p, "state": state, "step": 1, "key": jax.random.key(3)}
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, tree)
+        found = checkpoints.restore(tree)[1]
+        assert checkpoints.latest_valid() == 1
+    assert found["step"] == 1
+    for a, b in zip(jax.tree.leaves((tree["params"], tree["state"])), jax.tree.leaves((found["params"], found["state"]))):
+        assert a.sharding == b.sharding
+        for one, two in zip(a.addressable_shards, b.addressable_shards):
+            assert np.asarray(one.data).tobytes() == np.asarray(two.data).tobytes()
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    say("whole")
+
+
+def other_saves(folder, what):
+    """Processes that would save other things are all told so, and nothing is written."""
+    index = join()
+    processes.MEETING_SECONDS = 5
+    tree = {"w": jnp.arange(4.0)}
+    step = 1
+    if what == "steps" and index:
+        step = 2
+    if what == "trees" and index:
+        tree = {"v": jnp.arange(4.0)}
+    with Checkpointer(folder) as checkpoints:
+        if what == "one" and index:
+            import time
+
+            time.sleep(8)
+            return
+        try:
+            checkpoints.save(step, tree)
+        except Exception as error:
+            say("refused:", type(error).__name__, error)

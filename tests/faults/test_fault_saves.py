@@ -1,0 +1,24 @@
+"""Several processes that save: all the same, or nothing."""
+
+import pytest
+from group import Group, program
+
+
+def test_two_processes_save_and_restore_together(tmp_path):
+    with Group(program("saved_and_restored", tmp_path / "ck"), tmp_path) as group:
+        assert group.wait() == [0, 0], group.text()
+    assert all("whole" in group.log(i) for i in range(2))
+
+
+@pytest.mark.parametrize("what", ["steps", "trees", "one"])
+def test_processes_that_save_other_things_are_refused(tmp_path, what):
+    """F19, F20, F21."""
+    with Group(program("other_saves", tmp_path / "ck", what), tmp_path) as group:
+        group.wait()
+    logs = [group.log(i) for i in range(2)]
+    if what == "one":
+        assert "refused: TimeoutError save: not all 2 processes came within 5 s" in logs[0], group.text()
+    else:
+        words = {"steps": "'step 2', process 0 'step 1'", "trees": "'v float32[4]', process 0 'w float32[4]'"}[what]
+        assert all(f"refused: ProcessError process 1: save: it has {words}" in log for log in logs), group.text()
+    assert not list(tmp_path.glob("ck/1*"))
