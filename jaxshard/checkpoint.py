@@ -164,17 +164,17 @@ class Checkpointer:
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
-        arrays = processes.together("save", lambda: _flat(tree))
-        processes.check_same("save", _described(step, arrays), "all must save the same step of the same tree")
+        leaves = processes.together("save", lambda: _flat(tree))
+        processes.check_same("save", _described(step, leaves), "all must save the same step of the same tree")
         self.wait()
-        run = self.claim()
+        run, arrays = self.claim(), _arrays(leaves)
         if processes.from_first("save", lambda: self._prepare(step, arrays)):
             self._forget()
-        arrays = {path: _everywhere(x) for path, x in arrays.items()}
+        leaves |= {path: _everywhere(x) for path, x in arrays.items()}
         measured: Any = dict(metrics) if metrics else None
-        index: Any = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(arrays)}
+        index: Any = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(leaves)}
         index["digest"] = _digest_of(_canonical(index)).hex()
-        stored = {_escaped(path): x for path, x in arrays.items() if np.size(x)}
+        stored = {_escaped(path): x for path, x in _arrays(leaves).items() if np.size(x)}
         storage = self._storage()
         self._saving = (
             step,
@@ -226,14 +226,14 @@ class Checkpointer:
         self.wait()
         wanted = processes.together("restore", lambda: _flat(template))
         if step is not None:
-            return step, _unflat(template, self._restored(wanted, step, cast))
+            return step, _unflat(template, wanted, self._restored(wanted, step, cast))
         steps = processes.from_first("restore", self.steps)
         if not steps:
             raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path))
         errors = []
         for found in reversed(steps):
             try:
-                return found, _unflat(template, self._restored(wanted, found, cast))
+                return found, _unflat(template, wanted, self._restored(wanted, found, cast))
             except CorruptCheckpointError as error:
                 warnings.warn(f"{error}; trying the one before", stacklevel=2)
                 errors.append(error)
@@ -247,7 +247,7 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         leaves = self._leaves(step)
-        for part in _parts(leaves):
+        for part in _parts({path: saved for path, saved in leaves.items() if "digest" in saved}):
             self._loaded({path: _spread(leaves[path]) for path in part}, step, leaves)
 
     def latest_valid(self) -> int | None:
@@ -267,7 +267,9 @@ class Checkpointer:
         return self._loaded(wanted, step, leaves)
 
     def _loaded(self, wanted: dict[str, Any], step: int, leaves: dict[str, Any]) -> dict[str, Any]:
-        """The arrays in the dtypes they were saved in, where `wanted` lie; digests checked."""
+        """The leaves in the dtypes they were saved in, where `wanted` lie; digests checked."""
+        numbers = {path: _number(leaves[path]) for path in wanted if "value" in leaves[path]}
+        wanted = {path: _shape(x) for path, x in wanted.items() if path not in numbers}
         stored = {_escaped(path): _target(x, leaves[path]) for path, x in wanted.items() if np.prod(x.shape)}
         loaded, errors = processes.attempted("restore", lambda: _read(self.path / str(step), stored))
         if errors:
@@ -278,7 +280,7 @@ class Checkpointer:
         for path, digest in digests(arrays).items():
             if digest != leaves[path]["digest"]:
                 raise CorruptCheckpointError(step, path, "other bits than were saved")
-        return {path: arrays.get(path, x) for path, x in wanted.items()}
+        return {**numbers, **wanted, **arrays}
 
     # The folder. These run on the first process alone.
 
@@ -332,12 +334,12 @@ def to_bytes(tree: Any) -> bytes:
     >>> from_bytes({"w": jnp.zeros(3)}, to_bytes({"w": jnp.arange(3.0)}))
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    arrays = _flat(tree)
-    for path, x in arrays.items():
+    leaves = _flat(tree)
+    for path, x in _arrays(leaves).items():
         if not _is_local(x):
             raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
-    raw = {path: _raw(jax.device_get(x)) for path, x in arrays.items()}
-    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": _index(arrays), "arrays": raw})
+    raw = {path: _raw(jax.device_get(x)) for path, x in _arrays(leaves).items()}
+    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": _index(leaves), "arrays": raw})
     return _digest_of(data) + data
 
 
@@ -354,7 +356,8 @@ def from_bytes(template: Any, data: bytes, *, cast: bool = False) -> Any:
     found: Any = serialization.msgpack_restore(data[_DIGEST_BYTES:])
     leaves = found["leaves"]
     _check_same(wanted, leaves, None, cast)
-    return _unflat(template, {path: _from_raw(found["arrays"][path], leaves[path]) for path in wanted})
+    raw = found["arrays"]
+    return _unflat(template, wanted, {path: _from_raw(raw.get(path), leaves[path]) for path in wanted})
 
 
 _DIGEST_BYTES = 32
@@ -369,7 +372,9 @@ def _raw(x: Any) -> np.ndarray:
     return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 
-def _from_raw(raw: Any, leaf: dict[str, Any]) -> np.ndarray:
+def _from_raw(raw: Any, leaf: dict[str, Any]) -> Any:
+    if raw is None:
+        return _number(leaf)
     return np.frombuffer(raw.tobytes(), jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
 
 
@@ -491,7 +496,7 @@ def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Path -> array; of typed keys their data.
+    """Path -> array or Python's number; of typed keys their data.
 
     Raises:
       ValueError: there are no leaves, or two have the same path.
@@ -509,9 +514,10 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _storable(path: str, leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-        x = np.asarray(leaf)
-        return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _as_on_devices(path, np.asarray(leaf))
+    if isinstance(leaf, _NUMBERS):
+        return leaf
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(f"checkpoint: {path} is a {type(leaf).__name__}; only arrays and numbers can be saved")
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -520,6 +526,32 @@ def _storable(path: str, leaf: Any) -> Any:
         data = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
+    """NumPy's wide dtypes as JAX has them: float64 rounded to float32, unless x64 is on."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and x.size and not (x.astype(dtype) == x).all():
+        raise ValueError(f"checkpoint: {path} has numbers too large for {dtype}; enable jax_enable_x64")
+    return x.astype(dtype)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _arrays(leaves: dict[str, Any]) -> dict[str, Any]:
+    return {path: x for path, x in leaves.items() if not isinstance(x, _NUMBERS)}
+
+
+def _number(saved: dict[str, Any]) -> Any:
+    """Python's number, to the last bit."""
+    make = {"bool": lambda text: text == "True", "int": int, "float": float, "complex": complex}
+    return make[saved["dtype"]](saved["value"])
+
+
+def _shape(x: Any) -> Any:
+    """An array, or of a number what NumPy makes of it."""
+    return np.asarray(x) if isinstance(x, _NUMBERS) else x
 
 
 def _everywhere(x: Any) -> Any:
@@ -537,17 +569,25 @@ def _is_local(x: Any) -> bool:
     return sharding is None or sharding.is_fully_addressable
 
 
-def _index(arrays: dict[str, Any]) -> dict[str, Any]:
-    found = digests(arrays)
-    return {path: {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]} for path, x in arrays.items()}
+def _index(leaves: dict[str, Any]) -> dict[str, Any]:
+    found = digests(_arrays(leaves))
+    return {
+        path: {"shape": [], "dtype": type(x).__name__, "value": repr(x)}
+        if isinstance(x, _NUMBERS)
+        else {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]}
+        for path, x in leaves.items()
+    }
 
 
 def _canonical(index: dict[str, Any]) -> bytes:
     return json.dumps(index, sort_keys=True).encode()
 
 
-def _described(step: int, arrays: dict[str, Any]) -> str:
-    return "\n".join([f"step {step}", *(f"{path} {x.dtype}{list(x.shape)}" for path, x in arrays.items())])
+def _described(step: int, leaves: dict[str, Any]) -> str:
+    lines = (
+        f"{path} {x!r}" if isinstance(x, _NUMBERS) else f"{path} {x.dtype}{list(x.shape)}" for path, x in leaves.items()
+    )
+    return "\n".join([f"step {step}", *lines])
 
 
 def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None, cast: bool) -> None:
@@ -555,14 +595,24 @@ def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None
     wrong = [f"{path} is not in the checkpoint" for path in wanted if path not in leaves]
     wrong += [f"{path} is not in the template" for path in leaves if path not in wanted]
     for path, x in wanted.items():
-        saved = leaves.get(path, {"shape": list(x.shape), "dtype": str(x.dtype)})
-        if list(x.shape) != saved["shape"]:
-            wrong.append(f"{path} has shape {tuple(saved['shape'])}, the template {tuple(x.shape)}")
-        elif str(x.dtype) != saved["dtype"] and not cast:
-            wrong.append(f"{path} has dtype {saved['dtype']}, the template {x.dtype} (cast=True converts)")
+        saved, shape = leaves.get(path), np.shape(x)
+        if saved and shape != tuple(saved["shape"]):
+            wrong.append(f"{path} has shape {tuple(saved['shape'])}, the template {shape}")
+        elif saved and not cast and not _same_dtype(x, saved):
+            dtype = type(x).__name__ if isinstance(x, _NUMBERS) else x.dtype
+            wrong.append(f"{path} has dtype {saved['dtype']}, the template {dtype} (cast=True converts)")
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
+
+
+def _same_dtype(x: Any, saved: dict[str, Any]) -> bool:
+    """A number and an array of no dims are the same where their kind is: both whole, or both real."""
+    if isinstance(x, _NUMBERS) or "value" in saved:
+        kinds = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float", "c": "complex"}
+        mine, other = np.asarray(x).dtype if isinstance(x, _NUMBERS) else x.dtype, saved["dtype"]
+        return kinds[mine.kind] == (other if "value" in saved else kinds[jnp.dtype(other).kind])
+    return str(x.dtype) == saved["dtype"]
 
 
 def _target(x: Any, saved: dict[str, Any]) -> Any:
@@ -594,19 +644,20 @@ def _parts(leaves: dict[str, Any]) -> Iterator[list[str]]:
     yield part
 
 
-def _unflat(template: Any, arrays: dict[str, Any]) -> Any:
+def _unflat(template: Any, wanted: dict[str, Any], found: dict[str, Any]) -> Any:
+    """The leaves that were loaded, in the template's structure and each of its kind; `wanted`: its paths in order."""
     leaves, treedef = jax.tree.flatten(template)
-    return jax.tree.unflatten(treedef, [_like(leaf, x) for leaf, x in zip(leaves, arrays.values(), strict=True)])
+    return jax.tree.unflatten(treedef, [_like(leaf, found[path]) for leaf, path in zip(leaves, wanted, strict=True)])
 
 
 def _like(leaf: Any, x: Any) -> Any:
     """An array that was loaded, as the kind of thing that the template has there."""
-    if isinstance(leaf, bool | int | float | complex):
+    if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
         return type(leaf)(x)
     if isinstance(leaf, np.ndarray | np.generic):
-        return x.astype(leaf.dtype)
-    if isinstance(x, np.ndarray):
-        x = jax.device_put(x, leaf.sharding, may_alias=False)
+        return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(x, np.ndarray | bool | int | float | complex):
+        x = jax.device_put(np.asarray(x), leaf.sharding, may_alias=False)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(x, impl=str(jax.random.key_impl(leaf)))
     if isinstance(x, jax.ShapeDtypeStruct):  # of no elements, so never stored

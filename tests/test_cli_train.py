@@ -71,7 +71,8 @@ def saved_snapshot(folder, *, devices=8):
     """The newest saved model, read by a fresh run of the folder's own configuration."""
     config = toml.load(RunFolder(folder).config)
     config = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, devices=devices))
-    return folders.restore(RunFolder(folder), train.prepare(config).template)
+    with folders.open_saves(RunFolder(folder), config.train) as saves:
+        return folders.restore(saves, train.prepare(config).template)
 
 
 def saved(folder, *, devices=8):
@@ -129,7 +130,7 @@ def test_run_leaves_its_files(trained):
     folder, _ = trained
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.toml", "metrics.jsonl", "loss.png", "tensorboard", "model"}
-    assert [path.name for path in (folder / "model").iterdir()] == ["6"]
+    assert {path.name for path in (folder / "model").iterdir()} == {"6", ".lock", "run.json"}
     assert toml.load(folder / "config.toml").train.seed == 3
 
 

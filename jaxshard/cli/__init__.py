@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; `arguments` are those of the shell by default.
 
     Returns:
-      The exit status: 0 done, 1 training failed, 2 bad input (nothing was written), 130 interrupted.
+      The exit status: 0 done, 1 training failed, 2 bad input (nothing was written), 130 or 143 interrupted
+        (saved, unless it says otherwise), 75 hung (worth another try).
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):

@@ -149,8 +149,24 @@ class TrainConfig:
     """An evaluation improves if it is better than the best by more than so many bits per byte."""
     save_every: int = 0
     """Steps between two saves of the model; 0 saves only at the end."""
+    keep_last: int = 2
+    """So many of the newest saves are kept."""
+    keep_every: int = 0
+    """Saves of steps divisible by this are kept for ever; 0: none for that."""
+    keep_best: int = 0
+    """So many of the saves with the lowest held-out loss are kept; it counts where a save follows an evaluation."""
     max_skips: int = 20
-    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    """Steps in a row that may be skipped because loss or gradient is not finite; one more is a divergence."""
+    on_divergence: Literal["end", "roll-back"] = "end"
+    """End the run, or go back to the last save and on from there with other rows (at most three times)."""
+    check_every: int = 500
+    """Steps between two checks that all copies of params and state are the same to the bit; 0 checks only saves."""
+    mend_copies: bool = False
+    """Make copies that differ equal again, from the first, and go on; by default the run ends."""
+    hang_seconds: float = 1800
+    """A process in which no step ends for so long shows its stacks and exits with status 75; 0 waits for ever."""
+    heartbeat_seconds: int = 60
+    """With several processes: one that is not heard of for so long counts as dead, and the others end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +191,10 @@ class Arguments(Config):
     """Folder of the run, new or empty; by default runs/<date>-<time>."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run saved in --out, by its own configuration where none is given."""
+    resume_if_saved: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with what is saved in --out, if anything is, else start there: the same command starts and restarts."""
+    processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Start so many processes here, the (simulated) devices dealt out among them, to try out what a cluster does."""
 
 
 def check(config: Config) -> None:
@@ -269,11 +289,12 @@ _POSITIVE = (
     *("optimizer.learning_rate", "optimizer.clip_norm"),
     *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
     *("sharding.microbatches", "sharding.stage_microbatches"),
-    *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every")),
+    *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every", "keep_last", "heartbeat_seconds")),
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
     *("train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
+    *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
 )
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
 

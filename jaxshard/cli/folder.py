@@ -12,15 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import v1 as ocp
-
+from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.cli.config import TrainConfig
 from jaxshard.cli.stopping import EarlyStopping
-
-_KEPT_SAVES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +25,30 @@ class Snapshot:
     state: Any
     step: int  # how many steps were taken
     stopping: EarlyStopping
+    position: Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far the text is read, and what else decides the rows of a batch.
+
+    Attributes:
+      drawn: batches.
+      rows: of each.
+      seed: of their order, and of dropout.
+      text: its CRC-32, as a signed number.
+    """
+
+    drawn: int
+    rows: int
+    seed: int
+    text: int
+
+    def carried_over(self, to: Position) -> Position:
+        """Where a run of other rows goes on, so that no row comes twice; at the beginning in another text."""
+        if self.text != to.text:
+            return to
+        return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +92,23 @@ class RunFolder:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise ValueError(f"--out {self.path}: {nearest} is no folder that can be written to: name another one")
 
+    def check_unsaved(self) -> None:
+        """Raises ValueError unless there is nothing here but what a run leaves that ended before its first save."""
+        if (self.path.is_dir() and not self.config.is_file()) or not self.path.is_dir():
+            self.check_free()
+
+    def is_saved(self) -> bool:
+        """Whether there is a saved run here."""
+        return self.config.is_file() and self.latest_step() is not None
+
     def check_saved(self) -> None:
         """Raises ValueError if there is no saved run here."""
-        if not self.config.is_file() or self.latest_step() is None:
+        if not self.is_saved():
             raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
 
     def latest_step(self) -> int | None:
         """The step of the newest saved model."""
-        steps = [int(entry.name) for entry in self.model.glob("*") if entry.name.isdecimal()]
-        return max(steps, default=None)
+        return max(Checkpointer(self.model).steps(), default=None)
 
     def _write(self, path: Path, text: str) -> None:
         replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -97,9 +123,9 @@ class RunFolder:
         """Makes the folder of a run, new or resumed, that has taken `step` steps."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(self.config, config)
-        self._forget_after(step)
+        self.forget_after(step)
 
-    def _forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> None:
         """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again."""
         kept = [record for record in self.records() if record["step"] <= step]
         self._write(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
@@ -115,46 +141,36 @@ def replace(path: Path, write: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def save(folder: RunFolder, snapshot: Snapshot) -> None:
-    """Saves the model for `restore`, once per step; only the newest saves are kept. Every process must call it."""
-    if folder.latest_step() == snapshot.step:
-        return
-    with _checkpointer(folder) as checkpointer:
-        checkpointer.save(snapshot.step, _to_tree(snapshot))
+def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:
+    """Where the run's models are saved, and which of them are kept."""
+    best = Best("heldout_loss", train.keep_best) if train.keep_best else None
+    return Checkpointer(folder.model, keep_last=train.keep_last, keep_every=train.keep_every or None, keep_best=best)
 
 
-def restore(folder: RunFolder, template: Snapshot) -> Snapshot:
-    """The newest saved model, put where `template` says, whatever strategy and mesh it was saved from.
+def save(saves: Checkpointer, snapshot: Snapshot, heldout_loss: float | None = None) -> None:
+    """Saves the model for `restore`, while training goes on. Every process must call it."""
+    metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
+    saves.save(snapshot.step, _to_tree(snapshot), metrics=metrics)
+
+
+def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
+    """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
 
     Args:
-      folder: of the run.
+      saves: of the run.
       template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
     """
-    step = folder.latest_step()
-    assert step is not None
-    with _checkpointer(folder) as checkpointer:
-        tree = checkpointer.load(step, jax.tree.map(_as_template, _to_tree(template)))
-    best, misses = float(tree["stopping"]["best"]), int(tree["stopping"]["misses"])
-    stopping = dataclasses.replace(template.stopping, best=best, misses=misses)
-    return Snapshot(tree["params"], tree["state"], int(tree["step"]), stopping)
-
-
-def _checkpointer(folder: RunFolder) -> ocp.training.Checkpointer:
-    newest: Any = ocp.training.preservation_policies.LatestN(_KEPT_SAVES)
-    return ocp.training.Checkpointer(str(folder.model.absolute()), preservation_policy=newest)
+    _, tree = saves.restore(_to_tree(template))
+    stopping = dataclasses.replace(template.stopping, **tree["stopping"])
+    return Snapshot(tree["params"], tree["state"], tree["step"], stopping, Position(**tree["data"]))
 
 
 def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Orbax takes global arrays, no numbers. The loss was a float32, so nothing is lost."""
-    everywhere = NamedSharding(_mesh_of(snapshot.params), P())
-    stopping = {"best": np.float32(snapshot.stopping.best), "misses": np.int32(snapshot.stopping.misses)}
-    numbers = jax.device_put({"step": np.int32(snapshot.step), "stopping": stopping}, everywhere)
-    return {"params": snapshot.params, "state": snapshot.state, **numbers}
-
-
-def _as_template(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _mesh_of(params: Any) -> Any:
-    return jax.tree.leaves(params)[0].sharding.mesh
+    """The loss was a float32, so nothing is lost."""
+    return {
+        "params": snapshot.params,
+        "state": snapshot.state,
+        "step": snapshot.step,
+        "stopping": {"best": snapshot.stopping.best, "misses": snapshot.stopping.misses},
+        "data": dataclasses.asdict(snapshot.position),
+    }

@@ -19,12 +19,24 @@ from jaxshard.cli.run import Run, num_updates
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hooks:
-    """What the loop calls: the compiled step and evaluation, the saving, the question whether to stop."""
+    """What the loop calls.
+
+    Attributes:
+      step, evaluate: compiled.
+      save: takes a snapshot and, after an evaluation, its loss.
+      checked: the snapshot, whose copies are all the same; asked every so many steps.
+      ended: whether something asks the run to end before this step.
+      alive: told that all is well.
+      back: after a divergence, the snapshot to go on from; None ends the run.
+    """
 
     step: Callable[..., tuple[Any, Any, dict[str, Any]]]
     evaluate: Callable[[Any], float]
-    save: Callable[[Snapshot], None]
-    interrupted: Callable[[], bool]
+    save: Callable[[Snapshot, float | None], None]
+    checked: Callable[[Snapshot], Snapshot]
+    ended: Callable[[int], bool]
+    alive: Callable[[], None]
+    back: Callable[[Snapshot, str], Snapshot | None]
 
 
 class Meter:
@@ -74,6 +86,13 @@ class Meter:
         """What happened since the last fetch (an evaluation, a save) is no part of a step's time."""
         self._clock = time.perf_counter()
 
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Forgets what came after `snapshot`."""
+        self._recorder.rewind(snapshot.step)
+        self.skipped = snapshot.step - num_updates(snapshot.state)
+        self._pending, self._losses, self._num_steps, self._seconds = None, [], 0, 0.0
+        self.restart_clock()
+
     def heldout(self, step: int, loss: float) -> None:
         """Records an evaluation; one that is not finite is shown alone."""
         scalars = {"heldout_loss": loss, "heldout_bits_per_byte": bits(loss)}
@@ -112,26 +131,45 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
     Raises:
       FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
     """
-    train, first = run.config.train, snapshot.step
+    train = run.config.train
     meter.restart_clock()
-    while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.interrupted():
-        batch, keys = run.batch(snapshot.step), run.keys(snapshot.step)
+    while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
+        hooks.alive()
+        batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
         try:
             params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
-            hooks.save(snapshot)
-            raise FloatingPointError(_divergence(first + error.step, error.what, train.max_skips)) from error
-        snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1)
+            meter.fetch()
+            why = _divergence(snapshot.step - 1, error.what, train.max_skips)
+            back = hooks.back(snapshot, why)
+            if back is None:
+                raise FloatingPointError(why) from error
+            snapshot = back
+            meter.go_back(snapshot)
+            continue
+        position = dataclasses.replace(snapshot.position, drawn=snapshot.position.drawn + 1)
+        snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1, position=position)
         meter.dispatched(snapshot.step, metrics)
-        if snapshot.step % train.eval_every == 0 or snapshot.step == train.steps:
-            meter.fetch()
-            loss = hooks.evaluate(snapshot.params)
-            meter.heldout(snapshot.step, loss)
-            snapshot = dataclasses.replace(snapshot, stopping=snapshot.stopping.after(loss))
-            meter.restart_clock()
-        if train.save_every and snapshot.step % train.save_every == 0:
-            meter.fetch()
-            hooks.save(snapshot)
-            meter.restart_clock()
+        snapshot = _between(run, snapshot, hooks, meter)
     meter.fetch()
+    return snapshot
+
+
+def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
+    """What is due after a step: a check, an evaluation, a save."""
+    train, loss = run.config.train, None
+    if train.check_every and snapshot.step % train.check_every == 0:
+        meter.fetch()
+        snapshot = hooks.checked(snapshot)
+        meter.restart_clock()
+    if snapshot.step % train.eval_every == 0 or snapshot.step == train.steps:
+        meter.fetch()
+        loss = hooks.evaluate(snapshot.params)
+        meter.heldout(snapshot.step, loss)
+        snapshot = dataclasses.replace(snapshot, stopping=snapshot.stopping.after(loss))
+        meter.restart_clock()
+    if train.save_every and snapshot.step % train.save_every == 0:
+        meter.fetch()
+        hooks.save(snapshot, loss)
+        meter.restart_clock()
     return snapshot

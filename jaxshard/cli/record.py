@@ -25,10 +25,13 @@ class Recorder:
     """
 
     def __init__(self, folder: RunFolder, first: int, writes: bool):
-        self._writes = writes
-        if writes:
-            self._lines = folder.metrics.open("a", encoding="utf-8")
-            self._events = tensorboardX.SummaryWriter(str(folder.tensorboard), purge_step=first + 1)
+        self._folder, self._writes = folder, writes
+        self._open(first)
+
+    def _open(self, first: int) -> None:
+        if self._writes:
+            self._lines = self._folder.metrics.open("a", encoding="utf-8")
+            self._events = tensorboardX.SummaryWriter(str(self._folder.tensorboard), purge_step=first + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -37,6 +40,13 @@ class Recorder:
         if self._writes:
             self._lines.close()
             self._events.close()
+
+    def rewind(self, step: int) -> None:
+        """Drops what is recorded beyond `step`, for those steps will be taken again."""
+        self.__exit__()
+        if self._writes:
+            self._folder.forget_after(step)
+        self._open(step)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records `scalars` as known after `step` steps."""

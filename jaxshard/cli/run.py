@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ import optax
 from jax.sharding import NamedSharding
 
 import jaxshard
+from jaxshard import processes
 from jaxshard.cli import data
 from jaxshard.cli.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig
-from jaxshard.cli.folder import Snapshot
+from jaxshard.cli.folder import Position, Snapshot
 from jaxshard.cli.model import LanguageModel, Pipelined
 from jaxshard.cli.stopping import EarlyStopping
 from jaxshard.specs import axes_in, axes_of, canonical
@@ -67,9 +69,32 @@ class Run:
         trees = jax.tree_util.tree_map_with_path(_in_one_stack, (self.template.params, self.template.state))
         return dataclasses.replace(self.template, params=trees[0], state=trees[1])
 
-    def batch(self, step: int) -> Any:
-        """The rows of `step`, each process making its own."""
-        return jaxshard.shard_batch(self.batches(step, *_my_rows(self.batches.rows)), self.opt)
+    def batch(self, index: int) -> Any:
+        """The rows of one batch, each process making those of its devices."""
+        first, last = self._my_rows(self.batches.rows)
+        return self._global(self.batches(index, first, last), first, self.batches.rows)
+
+    @property
+    def _batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.opt.mesh, jax.P(("replica", "data")))
+
+    def _my_rows(self, rows: int) -> tuple[int, int]:
+        """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
+        places: Any = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
+        parts = [index[0].indices(rows) for index in places]
+        return min(part[0] for part in parts), max(part[1] for part in parts)
+
+    def _global(self, batch: Any, first: int, rows: int) -> Any:
+        """Global arrays of so many rows, of those that this process has: from `first` on."""
+
+        def made(x: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(rows)
+                return x[start - first : stop - first]
+
+            return jax.make_array_from_callback((rows, *x.shape[1:]), self._batch_sharding, part)
+
+        return jax.tree.map(made, batch)
 
     def keys(self, step: int) -> tuple[jax.Array, ...]:
         """What the step takes besides the batch: a key, if anything is random."""
@@ -83,15 +108,17 @@ class Run:
         microbatches, max_skips = self.config.sharding.microbatches, self.config.train.max_skips
         return jaxshard.train_step(self.model.loss, self.opt, microbatches=microbatches, max_skips=max_skips)
 
-    def make_evaluate(self) -> Callable[[Any], float]:
-        """`evaluate(params)` is the mean loss, in nats, over the held-out text."""
+    def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Any], float]:
+        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is told of each batch."""
         evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
         rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
 
         def mean_loss(params: Any) -> float:
             total = 0.0
-            for batch, weight in data.heldout_batches(self.heldout, rows, length, *_my_rows(rows)):
-                total += weight * float(evaluate(params, jaxshard.shard_batch(batch, self.opt)))
+            first, last = self._my_rows(rows)
+            for batch, weight in data.heldout_batches(self.heldout, rows, length, first, last):
+                total += weight * float(evaluate(params, self._global(batch, first, rows)))
+                alive()
             return float(np.float32(total / (len(self.heldout) - 1)))  # what a save can keep to the last bit
 
         return mean_loss
@@ -125,11 +152,16 @@ class Run:
 
 
 def prepare(config: Config) -> Run:
-    """Reads the text, finds the devices and lays everything out, by shapes alone.
+    """Finds the devices, reads the text and lays everything out, by shapes alone.
 
     Raises:
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
+    start_devices(config)
+    return processes.together("start", lambda: _prepared(config))
+
+
+def _prepared(config: Config) -> Run:
     text = data.read_text(config.data.path)
     train, heldout = data.split(text, config.data.heldout, config.model.sequence_length)
     mesh = make_mesh(config.sharding)
@@ -142,7 +174,11 @@ def prepare(config: Config) -> Run:
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
-    return Run(config, text, heldout, batches, model, schedule, opt, Snapshot(params, opt.init(params), 0, stopping))
+    position = Position(
+        0, config.train.rows, config.train.seed, int(np.uint32(zlib.crc32(text.tobytes())).view(np.int32))
+    )
+    start = Snapshot(params, opt.init(params), 0, stopping, position)
+    return Run(config, text, heldout, batches, model, schedule, opt, start)
 
 
 def make_model(config: Config) -> LanguageModel:
@@ -161,12 +197,15 @@ def make_strategy(config: Config, model: LanguageModel, inner: optax.GradientTra
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
 
+def start_devices(config: Config) -> None:
+    """Joins this process to the others of a run, and simulates devices where there is no accelerator."""
+    _simulate_cpus(config.sharding.devices)
+    _join_processes(config.train.heartbeat_seconds)
+
+
 def make_mesh(sharding: ShardingConfig) -> Any:
-    """The mesh of real devices, or of simulated ones where there is no accelerator."""
-    wanted = sharding.devices
-    _simulate_cpus(wanted)
-    _join_processes()
-    devices = jax.devices()
+    """The mesh of all devices, or with one process of so many."""
+    devices, wanted = jax.devices(), sharding.devices
     if wanted is not None and jax.process_count() == 1:
         if len(devices) < wanted:
             raise ValueError(
@@ -262,9 +301,9 @@ def _simulate_cpus(wanted: int | None) -> None:
         return
 
 
-def _join_processes() -> None:
+def _join_processes(heartbeat_seconds: int) -> None:
     try:
-        jaxshard.initialize()
+        jaxshard.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
     except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
         if "must be called before" not in str(error) and "only be called once" not in str(error):
             raise
@@ -282,11 +321,6 @@ def _check_rows(config: Config, mesh: Any) -> None:
             f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
             f"{config.train.rows // parts * parts + parts} would be"
         )
-
-
-def _my_rows(rows: int) -> tuple[int, int]:
-    mine = rows // jax.process_count()
-    return jax.process_index() * mine, (jax.process_index() + 1) * mine
 
 
 def _num_bytes(tree: Any, shardings: Any = None) -> int:

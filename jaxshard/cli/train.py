@@ -5,28 +5,32 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import tyro
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 import jaxshard.inspect
+from jaxshard import processes
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import folder as folders
-from jaxshard.cli import toml
+from jaxshard.cli import local, toml
 from jaxshard.cli.config import Arguments, Config, check
 from jaxshard.cli.data import zlib_bits_per_byte
-from jaxshard.cli.folder import RunFolder, Snapshot
-from jaxshard.cli.interrupt import Interrupt
+from jaxshard.cli.folder import RunFolder, Snapshot, open_saves
 from jaxshard.cli.loop import Hooks, Meter, fit
 from jaxshard.cli.record import Recorder, draw
 from jaxshard.cli.report import Display, axis_table, bits, make_console, memory_table
 from jaxshard.cli.run import Run, prepare, reshaped
+from jaxshard.digest import ReplicaError, digests
+from jaxshard.guards import Preemption, Watchdog
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
 
@@ -45,20 +49,55 @@ class Job:
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
     try:
-        job = make_job(parse(arguments))
-    except ValueError as error:
+        given = parse(arguments)
+        if given.processes is not None:
+            return local.run(arguments, given)
+        job = make_job(given)
+    except _REFUSALS as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
-    console = make_console()
     try:
-        snapshot, interrupted = execute(job, compile_step(job, console), console)
-    except FloatingPointError as error:
+        return _trained(job)
+    except BaseException as error:
+        if jax.process_count() > 1:  # the others wait at the next exchange, as would this one to take its leave of them
+            _leave_at_once(error)
+        raise
+
+
+_REFUSALS = (ValueError, processes.ProcessError, TimeoutError)
+
+
+def _trained(job: Job) -> int:
+    console = make_console()
+    if jax.process_index() > 0:
+        warnings.simplefilter("ignore")
+    saves = open_saves(job.folder, job.run.config.train)
+    try:
+        saves.claim()
+        processes.check_same("start", _fingerprint(job), "start all processes by the same command")
+    except (OSError, *_REFUSALS) as error:
+        return _fail(error, 2)
+    try:
+        with saves:
+            snapshot, status = execute(job, compile_step(job, console), console, saves)
+    except (FloatingPointError, OSError, ReplicaError) as error:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", 1)
     except KeyboardInterrupt:
         return _fail(f"interrupted; {_saved_so_far(job.folder)}", 130)
-    _conclude(console, job, snapshot, interrupted)
-    return 130 if interrupted else 0
+    _conclude(console, job, snapshot, status)
+    return status
+
+
+def _leave_at_once(error: BaseException) -> None:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _fingerprint(job: Job) -> str:
+    """What must be the same for all processes, but for the step's program, which `train_step` compares."""
+    return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\nmesh: {job.run.opt.mesh.shape}\n"
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -69,11 +108,13 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """
     given = _from_command_line(arguments, Arguments())
     file = given.config
-    if given.resume:
-        if given.out is None:
-            raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
-        RunFolder(given.out).check_saved()
-        file = file or RunFolder(given.out).config
+    if (given.resume or given.resume_if_saved) and given.out is None:
+        raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
+    if given.out is not None:
+        if given.resume:
+            RunFolder(given.out).check_saved()
+        if _goes_on(given):
+            file = file or RunFolder(given.out).config
     if file is not None:
         base = toml.load(file)
         sections = {section.name: getattr(base, section.name) for section in dataclasses.fields(Config)}
@@ -91,8 +132,24 @@ def make_job(given: Arguments) -> Job:
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
-    _agree(lambda: _check_same_model(folder, config) if given.resume else folder.check_free())
-    return Job(run, folder, given.resume)
+    return Job(run, folder, processes.from_first("start", lambda: _check_folder(given, folder, config)))
+
+
+def _goes_on(given: Arguments) -> bool:
+    """Whether there is a saved run to go on with, as was asked for."""
+    return given.resume or (given.resume_if_saved and given.out is not None and RunFolder(given.out).is_saved())
+
+
+def _check_folder(given: Arguments, folder: RunFolder, config: Config) -> bool:
+    """Returns whether the run goes on with what is saved there."""
+    goes_on = _goes_on(given)
+    if goes_on:
+        _check_same_model(folder, config)
+    elif given.resume_if_saved:
+        folder.check_unsaved()
+    else:
+        folder.check_free()
+    return goes_on
 
 
 def compile_step(job: Job, console: Console) -> Any:
@@ -108,35 +165,92 @@ def compile_step(job: Job, console: Console) -> Any:
     return step
 
 
-def execute(job: Job, step: Any, console: Console) -> tuple[Snapshot, bool]:
-    """Trains and saves; returns what was saved last, and whether Ctrl-C ended it.
+def execute(job: Job, step: Any, console: Console, saves: Checkpointer) -> tuple[Snapshot, int]:
+    """Trains and saves; returns what was saved last, and the exit status: 0, or that of the signal that ended it.
 
     Raises:
       FloatingPointError: too many steps in a row were skipped.
+      ReplicaError: copies of an array differ between devices.
+      OSError: a save failed.
     """
     run, folder = job.run, job.folder
-    writes = jax.process_index() == 0
-
-    def save(snapshot: Snapshot) -> None:
-        folders.save(folder, reshaped(snapshot, run.saved_template))
-
-    snapshot = reshaped(folders.restore(folder, run.saved_template), run.template) if job.resume else run.start()
+    writes, train = jax.process_index() == 0, run.config.train
+    snapshot = _resumed(run, saves, console) if job.resume else run.start()
     if writes:
         folder.begin(toml.dump(run.config), snapshot.step)
     with (
         Recorder(folder, snapshot.step, writes) as recorder,
-        Display(console, snapshot.step, run.config.train.steps) as display,
-        Interrupt(console.print) as interrupt,
+        Display(console, snapshot.step, train.steps) as display,
+        Preemption(console.print) as preemption,
+        Watchdog(train.hang_seconds or math.inf) as watchdog,
     ):
-        hooks = Hooks(step, run.make_evaluate(), save, lambda: interrupt.asked)
+        guarded = _Guarded(run, saves, console, preemption, snapshot.step if job.resume else None)
+        evaluate = run.make_evaluate(watchdog.beat)
+        hooks = Hooks(step, evaluate, guarded.save, guarded.checked, guarded.ended, watchdog.beat, guarded.back)
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
-        save(snapshot)
+        guarded.save(snapshot, None)
+        saves.wait()
     if meter.skipped:
         console.print(f"skipped: {meter.skipped} of {snapshot.step} steps, for a loss or gradient that was not finite")
     if writes:
         draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
-    return snapshot, interrupt.asked
+    return snapshot, preemption.status if guarded.was_ended else 0
+
+
+class _Guarded:
+    """What keeps a run from losing anything: its saves, its checks, its ways to end."""
+
+    def __init__(self, run: Run, saves: Checkpointer, console: Console, preemption: Preemption, saved: int | None):
+        self._run, self._saves, self._console, self._preemption = run, saves, console, preemption
+        self._times_back, self._saved = 0, saved
+        self.was_ended = False
+
+    def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
+        """Begins to save, once for each step."""
+        if snapshot.step != self._saved:
+            folders.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
+            self._saved = snapshot.step
+
+    def ended(self, step: int) -> bool:
+        self.was_ended = self._preemption.reached(step)
+        return self.was_ended
+
+    def checked(self, snapshot: Snapshot) -> Snapshot:
+        """Raises ReplicaError, or mends, where copies differ."""
+        try:
+            digests((snapshot.params, snapshot.state))
+            return snapshot
+        except ReplicaError as error:
+            if not self._run.config.train.mend_copies:
+                raise
+            self._console.print(f"step {snapshot.step}: {error}. All copies are now as the first")
+        params, state = (self._run.opt.synchronize(tree) for tree in (snapshot.params, snapshot.state))
+        return dataclasses.replace(snapshot, params=params, state=state)
+
+    def back(self, snapshot: Snapshot, why: str) -> Snapshot | None:
+        """The last save, with rows that were not tried yet; None where the run has to end."""
+        train = self._run.config.train
+        if train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not self._saves.steps():
+            self.save(snapshot, None)
+            self._saves.wait()
+            return None
+        self._times_back += 1
+        found = _resumed(self._run, self._saves, self._console)
+        self._saved = found.step
+        self._console.print(f"{why}; back to step {found.step}, and on with other rows", soft_wrap=True)
+        return dataclasses.replace(found, position=snapshot.position)
+
+
+_TIMES_BACK = 3
+
+
+def _resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
+    """The newest save that is whole, as this run has it."""
+    snapshot = reshaped(folders.restore(saves, run.saved_template), run.template)
+    if snapshot.position.text != run.template.position.text:
+        console.print("the text is another one: it is read from its beginning")
+    return dataclasses.replace(snapshot, position=snapshot.position.carried_over(run.template.position))
 
 
 def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
@@ -150,35 +264,21 @@ def _dated_folder() -> Path:
 
 
 def _check_same_model(folder: RunFolder, config: Config) -> None:
-    """Refuses what would change the saved arrays; their sums (precision.reduce) may change at any time."""
+    """Refuses what would change the saved arrays or start chance anew; sums (precision.reduce) may change."""
     saved, given = (_saved_as(each) for each in (toml.load(folder.config), config))
     changes = ", ".join(
         f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
     )
     if changes:
-        raise ValueError(f"--resume: the model saved in {folder.path} is another one: {changes}; leave these as saved")
+        raise ValueError(f"--resume: the run saved in {folder.path} is another one: {changes}; leave these as saved")
 
 
 def _saved_as(config: Config) -> dict[str, Any]:
-    """The options that decide which arrays are saved, and what they mean."""
+    """The options that decide which arrays are saved, what they mean, and what chance brings."""
     sections = {"model": dataclasses.asdict(config.model), "precision": dataclasses.asdict(config.precision)}
+    sections["train"] = {"seed": config.train.seed}
     del sections["precision"]["reduce"]
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-
-
-def _agree(check_folder: Callable[[], None]) -> None:
-    """The first process checks the folder, before any other can see what the first one makes there."""
-    error = None
-    if jax.process_index() == 0:
-        try:
-            check_folder()
-        except ValueError as found:
-            error = found
-    refused = error is not None
-    if jax.process_count() > 1:
-        refused = bool(multihost_utils.broadcast_one_to_all(np.asarray(refused)))
-    if refused:
-        raise error or ValueError("the first process refused the folder of the run; its message says why")
 
 
 def _introduce(console: Console, run: Run) -> None:
@@ -202,10 +302,10 @@ def _marks(run: Run) -> Iterator[str]:
         yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text):.2f} bits/byte"
 
 
-def _conclude(console: Console, job: Job, snapshot: Snapshot, interrupted: bool) -> None:
+def _conclude(console: Console, job: Job, snapshot: Snapshot, status: int) -> None:
     config, folder = job.run.config, job.folder
     best, mark = bits(snapshot.stopping.best), zlib_bits_per_byte(job.run.heldout)
-    if interrupted:
+    if status:
         console.print(f"interrupted after step {snapshot.step}; the model is saved")
     elif snapshot.stopping.stopped:
         console.print(
@@ -214,7 +314,7 @@ def _conclude(console: Console, job: Job, snapshot: Snapshot, interrupted: bool)
     if math.isfinite(best):
         console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
     console.print(f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
-    more = "" if interrupted else f" --train.steps {2 * config.train.steps}"
+    more = "" if status else f" --train.steps {2 * config.train.steps}"
     console.print(f"to go on: jaxshard train --resume --out {folder.path}{more}", soft_wrap=True)
 
 

@@ -54,9 +54,13 @@ def saved_and_restored(folder):
         found = checkpoints.restore(tree)[1]
         assert checkpoints.latest_valid() == 1
     assert found["step"] == 1
-    for a, b in zip(jax.tree.leaves((tree["params"], tree["state"])), jax.tree.leaves((found["params"], found["state"]))):
+    for a, b in zip(
+        jax.tree.leaves((tree["params"], tree["state"])),
+        jax.tree.leaves((found["params"], found["state"])),
+        strict=True,
+    ):
         assert a.sharding == b.sharding
-        for one, two in zip(a.addressable_shards, b.addressable_shards):
+        for one, two in zip(a.addressable_shards, b.addressable_shards, strict=True):
             assert np.asarray(one.data).tobytes() == np.asarray(two.data).tobytes()
     assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
     say("whole")
