@@ -201,6 +201,9 @@ def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """
     if isinstance(x, jax.Array) and is_key(x):
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        whole = np.array(x)  # `device_put` would send all of it to all processes, to compare
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     placed = jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array):
         return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed

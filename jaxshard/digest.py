@@ -30,7 +30,8 @@ def digests(tree: Any) -> dict[str, int]:
     found = replica_digests(tree)
     differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
     if differ:
-        raise ReplicaError(differ)
+        leaves = {path_of(names): _array(leaf) for names, leaf in named_leaves(tree)}
+        raise ReplicaError(differ, _mesh_of(leaves[next(iter(differ))]).devices)
     return {path: int(digest.flat[0]) for path, digest in found.items()}
 
 
@@ -50,20 +51,18 @@ def replica_digests(tree: Any) -> dict[str, np.ndarray]:
 class ReplicaError(RuntimeError):
     """Copies of an array differ between devices. `digests`: path -> uint32 of each device, in the mesh's shape."""
 
-    def __init__(self, digests: dict[str, np.ndarray]):
+    def __init__(self, digests: dict[str, np.ndarray], devices: np.ndarray):
         self.digests = digests
         path, found = next(iter(digests.items()))
         values, counts = np.unique(found, return_counts=True)
-        odd = np.flatnonzero(found.ravel() != values[counts.argmax()]).tolist()
-        others = f", and {len(digests) - 1} leaves more" if len(digests) > 1 else ""
+        odd = devices[found != values[counts.argmax()]].ravel()
+        more = f" and {odd.size - 4} more" if odd.size > 4 else ""
+        named = ", ".join(f"{device.id} of process {device.process_index}" for device in odd[:4])
+        others = f", and so do {len(digests) - 1} leaves more" if len(digests) > 1 else ""
         super().__init__(
-            f"replicas differ: {path}: devices {odd} of the mesh have other bits than the rest{others}; nothing was "
-            "saved. ShardedOptimizer.synchronize(tree) makes copies equal again, from the first"
+            f"copies differ: {path} has other bits on device {named}{more} than on the rest{others}. Look for what "
+            "made them differ; ShardedOptimizer.synchronize(tree) makes all copies as the first"
         )
-
-
-def _data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _array(leaf: Any) -> jax.Array:

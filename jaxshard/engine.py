@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, dealing, inner, layout, local, precision
+from jaxshard import collectives, dealing, inner, layout, local, precision, processes
 from jaxshard.inner import Settled, fast
 from jaxshard.layout import Config, Layout, Shardings
 from jaxshard.mesh import REPLICA_AXIS
@@ -101,6 +101,7 @@ class Engine:
             return collectives.at(params, self.mesh, rest)
         layout.warn_if_awkward(found)
         check_alive("place: params", params)
+        processes.check_same_arrays("place", params)
         return jax.tree.map(collectives.copy_to, params, self._named(rest))
 
     def within_reach(self, args: Any) -> Any:

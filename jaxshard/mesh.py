@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxshard.rollcall import roll_call
+
 AXES = ("pipeline", "replica", "data", "tensor")
 REPLICA_AXIS = "replica"
 
@@ -80,10 +82,14 @@ def initialize(
       coordinator_address: "host:port" of process 0.
       num_processes: how many processes there are.
       process_id: which one this is, from 0.
-      **options: passed on to `jax.distributed.initialize`.
+      **options: passed on to `jax.distributed.initialize`; `initialization_timeout`, 300 seconds by default, is how
+        long to wait for others.
 
     Raises:
-      ValueError: some of the three are known and others not, or a number is out of range.
+      ValueError: some of the three are known and others not, a number is out of range, or processes disagree.
+      TimeoutError: some processes did not come; it says which. (What JAX has detected by itself, JAX reports.)
+      OSError: the coordinator's port is taken.
+      RuntimeError: JAX runs already, or was initialized.
     """
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = num_processes if num_processes is not None else _from_environment("JAX_NUM_PROCESSES")
@@ -101,6 +107,8 @@ def initialize(
     assert rank is not None
     if not 0 <= rank < count:
         raise ValueError(f"initialize: process_id {rank} is not in 0 .. {count - 1} (num_processes {count})")
+    if not jax.distributed.is_initialized():
+        roll_call(str(address), count, rank, options.get("initialization_timeout", 300))
     jax.distributed.initialize(address, count, rank, **options)
 
 

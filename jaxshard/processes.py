@@ -7,11 +7,14 @@ missing, and then exchange a few bytes through their devices.
 import hashlib
 import itertools
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+from jaxshard.tree import is_key, named_leaves, path_of
 
 T = TypeVar("T")
 MEETING_SECONDS = 120
@@ -112,6 +115,19 @@ def check_same(what: str, said: str, cure: str) -> None:
     lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
     first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
     raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
+
+
+def check_same_arrays(what: str, tree: Any) -> None:
+    """Raises ProcessError, on every process, where they hold other values in what is not on the devices of all."""
+    if jax.process_count() == 1:
+        return
+    lines = []
+    for names, leaf in named_leaves(tree):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            x = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+            lines.append(f"{path_of(names)}: {x.dtype}{list(x.shape)} with CRC-32 {zlib.crc32(x.tobytes()):08x}")
+    if lines:
+        check_same(what, "\n".join(lines), "give the same values to all processes (from the same seed, say)")
 
 
 def _part(line: str) -> str:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
+from jaxshard import collectives, processes
+from jaxshard.digest import digests
 from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
@@ -100,6 +101,7 @@ class TrainStep:
     extra: Callable[[Any, Any], dict[str, Any]] | None
     max_skips: int | None
     _programs: dict[Any, "_Program"] = dataclasses.field(default_factory=dict, repr=False)
+    _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
     _verdicts: "_Verdicts" = dataclasses.field(default_factory=lambda: _Verdicts(), repr=False)
 
     def __call__(self, params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -111,9 +113,14 @@ class TrainStep:
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
         self._verdicts.check(self.max_skips, self.loss.options.engine.config.loss_scale)
+        processes.check_same_arrays("train_step", {"params": params, "state": state})
         params, state = _placed((params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
-        results = program.run(params, state, batch, *self.loss.options.engine.within_reach(args))
+        args = self.loss.options.engine.within_reach(args)
+        if jax.process_count() > 1 and program not in self._agreed:
+            _check_processes(program, params, state, batch, args)
+            self._agreed.append(program)
+        results = program.run(params, state, batch, *args)
         self._verdicts.expect(program.names, results[2])
         return results
 
@@ -257,7 +264,20 @@ class _Verdicts:
         warnings.warn(f"train_step: call {call} changed nothing: {why}", stacklevel=5)
 
 
-@dataclasses.dataclass(frozen=True)
+def _check_processes(program: "_Program", params: Any, state: Any, batch: Any, args: Any) -> None:
+    """Before the first step: whether all processes run the same program, from the same params and state.
+
+    Raises:
+      ProcessError: something in the program differs (a learning rate, a shape).
+      ReplicaError: a leaf differs.
+    """
+    text = program.run.lower(params, state, batch, *args).as_text()
+    cure = "give the same code, options and numbers (learning rate) to all processes"
+    processes.check_same("train_step: the step's program", text, cure)
+    digests({"params": params, "state": state, "batch": batch})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
     run: Any
     params: Any

@@ -146,7 +146,7 @@ def test_every_option_has_a_sentence():
                 assert isinstance(sentence, ast.Expr), ast.unparse(option)
                 assert ast.literal_eval(sentence.value).endswith(".")
                 num_options += 1
-    assert num_options == len(toml.known_keys()) + 3  # and CONFIG, --out, --resume
+    assert num_options == len(toml.known_keys()) + 5  # and CONFIG, --out, --resume, --resume-if-saved, --processes
 
 
 def test_main_helps_and_refuses(capsys):

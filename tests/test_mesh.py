@@ -100,6 +100,7 @@ def started(monkeypatch):
     """What `jax.distributed.initialize` is called with; nothing starts."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(sys.modules["jaxshard.mesh"], "roll_call", lambda *_: None)
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
     return calls

@@ -86,3 +86,75 @@ def other_saves(folder, what):
             checkpoints.save(step, tree)
         except Exception as error:
             say("refused:", type(error).__name__, error)
+
+
+def differing(what):
+    """Processes whose program, params or rows differ are refused before their first step, all of them."""
+    index = join()
+    rate = 1e-2 * (1 + index) if what == "learning rate" else 1e-2
+    opt = jaxshard.zero2(optax.sgd(rate), jaxshard.make_mesh(), min_shard_size=1)
+    whole = params(seed=index if what == "params" else 0)
+    everywhere = jax.sharding.NamedSharding(opt.mesh, jax.P())
+    p = {name: jax.make_array_from_callback(x.shape, everywhere, lambda i, x=x: x[i]) for name, x in whole.items()}
+    batch = rows(0, opt)
+    if what == "local batch":
+        batch = {"x": np.zeros((8, 16), np.float32)}
+    if what == "rows of one shard":
+        opt = jaxshard.hybrid(optax.sgd(rate), jaxshard.make_mesh(pipeline=2))
+        batch = jaxshard.shard_batch({"x": np.full((8, 16), index, np.float32)}, opt)
+        p = opt.place(whole)
+    if what == "placed params":
+        p = opt.place(params(seed=index))
+    try:
+        step = jaxshard.train_step(loss_fn, opt)
+        step(p, opt.init(p), batch)
+    except Exception as error:
+        say("refused:", type(error).__name__, error)
+
+
+def with_callbacks():
+    """What is printed in a step is no difference between processes."""
+    join()
+    opt = optimizer()
+
+    def loss(p, batch):
+        value = loss_fn(p, batch)
+        jax.debug.callback(lambda x: None, value)
+        return value
+
+    p = opt.place(params())
+    _, _, metrics = jaxshard.train_step(loss, opt)(p, opt.init(p), rows(0, opt))
+    jax.block_until_ready(metrics)
+    say("stepped")
+
+
+def disk_full(folder, count):
+    """The second process's disk is full while it writes; asks for the save's end, then loads the old step."""
+    import resource
+    import signal
+
+    index = join() if int(count) > 1 else 0
+    opt = optimizer()
+    p = opt.place(params())
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, p, blocking=True)
+        big = {"w": jnp.zeros((2, 1 << 20)) + jnp.arange(1 << 20), "p": p["w"]}
+        big["w"] = jax.random.normal(jax.random.key(0), (8, 1 << 18))
+        big["w"] = opt.place({"w": np.asarray(big["w"])})["w"]
+        if index == int(count) - 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        import time
+
+        start = time.monotonic()
+        try:
+            checkpoints.save(2, big)
+            checkpoints.wait()
+        except OSError as error:
+            say(f"refused after {time.monotonic() - start:.0f} s:", error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        step, _ = checkpoints.restore(p)
+        say("restored", step)
+    import os
+
+    os._exit(0)

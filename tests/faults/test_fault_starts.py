@@ -1,0 +1,28 @@
+"""What must not even start: processes that differ."""
+
+import re
+
+import pytest
+from group import Group, program
+
+REFUSED = {
+    "learning rate": "ProcessError process 1: train_step: the step's program: it has .* give the same code",
+    "params": r"ReplicaError copies differ: params/b has other bits on device \d+ of process \d",
+    "placed params": "ProcessError process 1: place: it has 'b: float32.24. with CRC-32 .*', process 0 'b: .* the same seed",
+    "local batch": "ValueError batch: x holds this process's rows only; make global arrays with",
+    "rows of one shard": r"ReplicaError copies differ: batch/x has other bits on device \d+ of process \d",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_processes_that_differ_are_refused_before_the_first_step(tmp_path, what):
+    """F16."""
+    with Group(program("differing", what), tmp_path) as group:
+        group.wait()
+    for index in range(2):
+        assert re.search(f"refused: .*{REFUSED[what]}", group.log(index)), group.text()
+
+
+def test_callbacks_are_no_difference(tmp_path):
+    with Group(program("with_callbacks"), tmp_path) as group:
+        assert group.wait() == [0, 0], group.text()
