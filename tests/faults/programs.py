@@ -1,12 +1,18 @@
 """What the processes of the fault tests run. Each function is one program; `group.program` names it."""
 
+import os
+import resource
+import signal
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jaxshard
-from jaxshard import processes
+from jaxshard import guards, processes
 from jaxshard.checkpoint import Checkpointer
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -78,8 +84,6 @@ def other_saves(folder, what):
         tree = {"v": jnp.arange(4.0)}
     with Checkpointer(folder) as checkpoints:
         if what == "one" and index:
-            import time
-
             time.sleep(8)
             return
         try:
@@ -103,9 +107,9 @@ def differing(what):
         opt = jaxshard.hybrid(optax.sgd(rate), jaxshard.make_mesh(pipeline=2))
         batch = jaxshard.shard_batch({"x": np.full((8, 16), index, np.float32)}, opt)
         p = opt.place(whole)
-    if what == "placed params":
-        p = opt.place(params(seed=index))
     try:
+        if what == "placed params":
+            p = opt.place(params(seed=index))
         step = jaxshard.train_step(loss_fn, opt)
         step(p, opt.init(p), batch)
     except Exception as error:
@@ -129,32 +133,60 @@ def with_callbacks():
 
 
 def disk_full(folder, count):
-    """The second process's disk is full while it writes; asks for the save's end, then loads the old step."""
-    import resource
-    import signal
-
-    index = join() if int(count) > 1 else 0
-    opt = optimizer()
+    """The last process can write no more than a few bytes of a file; all are told so, and the old step loads."""
+    join() if int(count) > 1 else None
+    opt = jaxshard.zero3(TX, jaxshard.make_mesh(), min_shard_size=1)
     p = opt.place(params())
+    big = opt.place({"w": np.random.default_rng(0).normal(size=(512, 4096)).astype("f")})
     with Checkpointer(folder) as checkpoints:
         checkpoints.save(1, p, blocking=True)
-        big = {"w": jnp.zeros((2, 1 << 20)) + jnp.arange(1 << 20), "p": p["w"]}
-        big["w"] = jax.random.normal(jax.random.key(0), (8, 1 << 18))
-        big["w"] = opt.place({"w": np.asarray(big["w"])})["w"]
-        if index == int(count) - 1:
+        if jax.process_index() == int(count) - 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        import time
-
         start = time.monotonic()
         try:
             checkpoints.save(2, big)
             checkpoints.wait()
         except OSError as error:
-            say(f"refused after {time.monotonic() - start:.0f} s:", error)
+            say("refused:", error)
+        say("seconds", time.monotonic() - start)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        step, _ = checkpoints.restore(p)
-        say("restored", step)
-    import os
+        say("restored", checkpoints.restore(p)[0])
+        os._exit(0)  # a background thread of the others may still wait
 
-    os._exit(0)
+
+def hang(seconds):
+    """One process stops in Python, between two steps."""
+    index = join()
+    opt = optimizer()
+    step = jaxshard.train_step(loss_fn, opt)
+    p = opt.place(params())
+    state = opt.init(p)
+    with guards.Watchdog(float(seconds)) as watchdog:
+        for i in range(1000):
+            p, state, metrics = step(p, state, rows(i, opt))
+            jax.block_until_ready(metrics)
+            watchdog.beat()
+            if i == 3:
+                say("hangs" if index else "goes on")
+                if index:
+                    a_lock_that_nobody_opens()
+
+
+def a_lock_that_nobody_opens():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def steps(heartbeat):
+    """Steps without end."""
+    jaxshard.initialize(heartbeat_timeout_seconds=int(heartbeat))
+    opt = optimizer()
+    step = jaxshard.train_step(loss_fn, opt)
+    p = opt.place(params())
+    state = opt.init(p)
+    for i in range(10**6):
+        p, state, metrics = step(p, state, rows(i, opt))
+        jax.block_until_ready(metrics)
+        say("step", i)

@@ -1,5 +1,7 @@
 """Several processes that save: all the same, or nothing."""
 
+import re
+
 import pytest
 from group import Group, program
 
@@ -22,3 +24,15 @@ def test_processes_that_save_other_things_are_refused(tmp_path, what):
         words = {"steps": "'step 2', process 0 'step 1'", "trees": "'v float32[4]', process 0 'w float32[4]'"}[what]
         assert all(f"refused: ProcessError process 1: save: it has {words}" in log for log in logs), group.text()
     assert not list(tmp_path.glob("ck/1*"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_full_disk_is_named_by_every_process_and_the_old_step_loads(tmp_path, count):
+    """F9, by a limit on the size of files, which fails while the save is under way."""
+    with Group(program("disk_full", tmp_path / "ck", count), tmp_path, count) as group:
+        assert group.wait() == [0] * count, group.text()
+    for index in range(count):
+        log = group.log(index)
+        assert "refused: [Errno 27] checkpoint 2 was not saved" in log or "no space" in log, group.text()
+        assert float(re.search(r"seconds ([\d.]+)", log)[1]) < 30
+        assert "restored 1" in log

@@ -8,7 +8,7 @@ from group import Group, program
 REFUSED = {
     "learning rate": "ProcessError process 1: train_step: the step's program: it has .* give the same code",
     "params": r"ReplicaError copies differ: params/b has other bits on device \d+ of process \d",
-    "placed params": "ProcessError process 1: place: it has 'b: float32.24. with CRC-32 .*', process 0 'b: .* the same seed",
+    "placed params": "ProcessError process 1: place: it has 'b: float32.24. with CRC-32 .*, process 0 .* the same seed",
     "local batch": "ValueError batch: x holds this process's rows only; make global arrays with",
     "rows of one shard": r"ReplicaError copies differ: batch/x has other bits on device \d+ of process \d",
 }

@@ -1,0 +1,44 @@
+"""Processes that die, hang, or are told to end."""
+
+import signal
+import time
+
+from group import Group, program
+
+
+def test_a_process_that_hangs_ends_the_job_with_its_stacks(tmp_path):
+    """F18."""
+    with Group(program("hang", 4), tmp_path) as group:
+        group.says("hangs", 1)
+        start = time.monotonic()
+        statuses = group.wait(60)
+        assert 75 in statuses
+        assert all(statuses), statuses
+        assert time.monotonic() - start < 20
+    assert "took no step for" in group.log(1)
+    assert "a_lock_that_nobody_opens" in group.log(1)
+
+
+def killed(tmp_path, index, number=signal.SIGKILL):
+    """The exit statuses after one process is killed within a step, and how long that took."""
+    with Group(program("steps", 10), tmp_path) as group:
+        group.says("step 3", 0)
+        group.signal(number, index)
+        start = time.monotonic()
+        return group.wait(60), time.monotonic() - start
+
+
+def test_a_killed_process_ends_the_others(tmp_path):
+    """F1: within the heartbeat (10 s here) and 5 s."""
+    statuses, seconds = killed(tmp_path, 1)
+    assert statuses[1] == -signal.SIGKILL
+    assert statuses[0] not in (0, None)
+    assert seconds < 15
+
+
+def test_a_killed_coordinator_ends_the_others(tmp_path):
+    """F2."""
+    statuses, seconds = killed(tmp_path, 0)
+    assert statuses[0] == -signal.SIGKILL
+    assert statuses[1] not in (0, None)
+    assert seconds < 15
