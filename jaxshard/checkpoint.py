@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ import string
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -88,18 +89,16 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: Best | None = None,
     ):
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        counts = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best and keep_best.count}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer: {name} {value} must be 1 or more")
+        if keep_best and keep_best.mode not in ("min", "max"):
+            raise ValueError(f"Checkpointer: keep_best has mode {keep_best.mode!r}, which must be min or max")
         self.path = Path(path).absolute()
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "Checkpointer: this is a file; name a folder", str(self.path))
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(keep_last)]
-        kept += [policies.EveryNSteps(keep_every)] if keep_every else []
-        kept += [_best(keep_best)] if keep_best else []
-        self._policy: Any = policies.AnyPreservationPolicy(kept)
-        self._orbax: ocp.training.Checkpointer | None = None
+        self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
         self._lock: _Lock | None = None
         self._saving: tuple[int, Any] | None = None
         self._corrupt: set[int] = set()  # found so by `restore`
@@ -133,7 +132,7 @@ class Checkpointer:
             if index.pop("digest") != _digest_of(_canonical(index)).hex():
                 raise ValueError("its digest is another")
             return {"step": step, **{name: index[name] for name in ("metrics", "run", "leaves")}}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {_first_line(error)}") from error
 
     # Saving.
@@ -168,21 +167,15 @@ class Checkpointer:
         processes.check_same("save", _described(step, leaves), "all must save the same step of the same tree")
         self.wait()
         run, arrays = self.claim(), _arrays(leaves)
-        if processes.from_first("save", lambda: self._prepare(step, arrays)):
-            self._forget()
+        processes.from_first("save", lambda: self._prepare(step, arrays))
         leaves |= {path: _everywhere(x) for path, x in arrays.items()}
         measured: Any = dict(metrics) if metrics else None
         index: Any = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(leaves)}
         index["digest"] = _digest_of(_canonical(index)).hex()
         stored = {_escaped(path): x for path, x in _arrays(leaves).items() if np.size(x)}
-        storage = self._storage()
-        self._saving = (
-            step,
-            processes.together(
-                "save",
-                lambda: storage.save_async(step, stored, force=True, custom_metadata=index, metrics=measured),
-            ),
-        )
+        target = str(self.path / str(step))
+        response = processes.together("save", lambda: ocp.save_async(target, stored, custom_metadata=index))
+        self._saving = step, response
         if blocking:
             self.wait()
 
@@ -193,16 +186,14 @@ class Checkpointer:
         (step, response), self._saving = self._saving, None
         errors = _ended(response)
         if errors:
-            abandoned, self._orbax = self._orbax, None
-            _ABANDONED.append(abandoned)  # other processes' parts may be waiting for ever; closing would too
             raise _unsaved(step, errors, self.path)
+        processes.from_first("wait", self._prune)
 
     def close(self) -> None:
-        """Waits, ends background threads, and lets others write here."""
+        """Waits, and lets others write here."""
         try:
             self.wait()
         finally:
-            self._forget()
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -250,6 +241,21 @@ class Checkpointer:
         for part in _parts({path: saved for path, saved in leaves.items() if "digest" in saved}):
             self._loaded({path: _spread(leaves[path]) for path in part}, step, leaves)
 
+    def read(self, step: int, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """(path, array) of all leaves or of some, in the order of `paths`, in host memory, digests checked.
+
+        As much is read at a time as `verify` reads, or one leaf if that is larger.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          CorruptCheckpointError: the first leaf that is not what was saved.
+        """
+        leaves = self._leaves(step)
+        for part in _parts({path: leaves[path] for path in (leaves if paths is None else paths)}):
+            hosts = {path: np.zeros(leaves[path]["shape"], jnp.dtype(leaves[path]["dtype"])) for path in part}
+            found = self._loaded(hosts, step, leaves)
+            yield from ((path, np.asarray(found[path])) for path in part)
+
     def latest_valid(self) -> int | None:
         """The newest step whose arrays are all as they were saved; it reads them."""
         for step in reversed(processes.from_first("latest_valid", self.steps)):
@@ -271,38 +277,36 @@ class Checkpointer:
         numbers = {path: _number(leaves[path]) for path in wanted if "value" in leaves[path]}
         wanted = {path: _shape(x) for path, x in wanted.items() if path not in numbers}
         stored = {_escaped(path): _target(x, leaves[path]) for path, x in wanted.items() if np.prod(x.shape)}
+        with jax.enable_x64(jax.config.read("jax_enable_x64") or _are_wide(leaves)):
+            return {**numbers, **wanted, **self._digested(wanted, stored, step, leaves)}
+
+    def _digested(self, wanted: Any, stored: Any, step: int, leaves: dict[str, Any]) -> dict[str, Any]:
         loaded, errors = processes.attempted("restore", lambda: _read(self.path / str(step), stored))
         if errors:
             first = next(iter(errors.values()))
             raise CorruptCheckpointError(step, None, f"it cannot be read: {_first_line(first)}") from first
         assert loaded is not None
         arrays = {path: loaded[_escaped(path)] for path in wanted if _escaped(path) in stored}
-        for path, digest in digests(arrays).items():
+        for path, x in arrays.items():
+            if isinstance(x, jax.ShapeDtypeStruct):  # as it was asked for
+                raise CorruptCheckpointError(step, path, "it is not there")
+        for path, digest in digests(arrays).items() if arrays else ():
             if digest != leaves[path]["digest"]:
                 raise CorruptCheckpointError(step, path, "other bits than were saved")
-        return {**numbers, **wanted, **arrays}
+        return arrays
 
     # The folder. These run on the first process alone.
-
-    def _storage(self) -> ocp.training.Checkpointer:
-        if self._orbax is None:
-            self._orbax = ocp.training.Checkpointer(str(self.path), preservation_policy=self._policy)
-        return self._orbax
 
     def _claim(self) -> str:
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _Lock(self.path)
-            for entry in self.path.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(entry, ignore_errors=True)  # of a save that was cut off
+            for entry in (*self.path.glob("*.orbax-checkpoint-tmp*"), *self.path.glob("*.deleted.*")):
+                shutil.rmtree(entry, ignore_errors=True)  # of a save, or of a deletion, that was cut off
         return self._lock.run
 
-    def _prepare(self, step: int, arrays: dict[str, Any]) -> bool:
-        """Looks for what would be in the way of saving, and puts aside what has a step's name and is none.
-
-        Returns:
-          whether there was any.
-        """
+    def _prepare(self, step: int, arrays: dict[str, Any]) -> None:
+        """Looks for what would be in the way of saving; puts aside what has a step's name and is none."""
         found = [entry for entry in self.path.iterdir() if entry.name.isdecimal()]
         bad = {entry: "uncommitted" for entry in found if not _is_committed(entry)}
         bad |= {entry: "corrupt" for entry in found if int(entry.name) in self._corrupt}
@@ -312,13 +316,23 @@ class Checkpointer:
         if step in self.steps():
             raise ValueError(f"checkpoint: step {step} is saved already in {self.path}; steps never change")
         _check_space(self.path, sum(int(x.size) * x.dtype.itemsize for x in arrays.values()))
-        return bool(bad)
 
-    def _forget(self) -> None:
-        """What orbax knows of the folder."""
-        if self._orbax is not None:
-            self._orbax.close()
-            self._orbax = None
+    def _prune(self) -> None:
+        """Deletes what is not to be kept; a folder loses its name first, so that none is ever half there."""
+        steps = self.steps()
+        regular = {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        for step in set(steps) - {*steps[-self._keep_last :], *self._best(steps)} - regular:
+            shutil.rmtree((self.path / str(step)).rename(self.path / f"{step}.deleted.{uuid.uuid4().hex[:8]}"))
+
+    def _best(self, steps: list[int]) -> list[int]:
+        if self._keep_best is None:
+            return []
+        best, found = self._keep_best, {}
+        for step in steps:
+            with contextlib.suppress(CorruptCheckpointError):
+                found[step] = (self.info(step)["metrics"] or {}).get(best.metric)
+        measured = [step for step, value in found.items() if value is not None and not math.isnan(value)]
+        return sorted(measured, key=lambda step: found[step], reverse=best.mode == "max")[: best.count]
 
 
 def to_bytes(tree: Any) -> bytes:
@@ -378,9 +392,6 @@ def _from_raw(raw: Any, leaf: dict[str, Any]) -> Any:
     return np.frombuffer(raw.tobytes(), jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
 
 
-_ABANDONED: list[Any] = []
-
-
 class _Lock:
     """This process's right to write in a folder, which the system takes back when the process ends.
 
@@ -409,17 +420,6 @@ class _Lock:
 
     def release(self) -> None:
         self._lock.release()
-
-
-def _best(best: Best) -> Any:
-    if best.mode not in ("min", "max") or best.count < 1:
-        raise ValueError(f"Best: count {best.count} must be 1 or more, mode {best.mode!r} min or max")
-    return ocp.training.preservation_policies.BestN(
-        get_metric_fn=lambda metrics: metrics[best.metric],
-        reverse=best.mode == "min",
-        n=best.count,
-        keep_checkpoints_without_metrics=False,
-    )
 
 
 def _is_committed(folder: Path) -> bool:
@@ -543,10 +543,12 @@ def _arrays(leaves: dict[str, Any]) -> dict[str, Any]:
     return {path: x for path, x in leaves.items() if not isinstance(x, _NUMBERS)}
 
 
+_OF_KIND = {"b": "True".__eq__, "i": int, "f": float, "c": complex}
+
+
 def _number(saved: dict[str, Any]) -> Any:
     """Python's number, to the last bit."""
-    make = {"bool": lambda text: text == "True", "int": int, "float": float, "complex": complex}
-    return make[saved["dtype"]](saved["value"])
+    return _OF_KIND[np.dtype(saved["dtype"]).kind](saved["value"])
 
 
 def _shape(x: Any) -> Any:
@@ -572,7 +574,7 @@ def _is_local(x: Any) -> bool:
 def _index(leaves: dict[str, Any]) -> dict[str, Any]:
     found = digests(_arrays(leaves))
     return {
-        path: {"shape": [], "dtype": type(x).__name__, "value": repr(x)}
+        path: {"shape": [], "dtype": str(np.asarray(x).dtype), "value": repr(x)}
         if isinstance(x, _NUMBERS)
         else {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]}
         for path, x in leaves.items()
@@ -599,7 +601,7 @@ def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None
         if saved and shape != tuple(saved["shape"]):
             wrong.append(f"{path} has shape {tuple(saved['shape'])}, the template {shape}")
         elif saved and not cast and not _same_dtype(x, saved):
-            dtype = type(x).__name__ if isinstance(x, _NUMBERS) else x.dtype
+            dtype = _shape(x).dtype
             wrong.append(f"{path} has dtype {saved['dtype']}, the template {dtype} (cast=True converts)")
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -607,12 +609,12 @@ def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None
 
 
 def _same_dtype(x: Any, saved: dict[str, Any]) -> bool:
-    """A number and an array of no dims are the same where their kind is: both whole, or both real."""
+    """Between numbers and arrays of no dims, their kinds alone count: both whole, say."""
+    mine, other = np.asarray(x).dtype if isinstance(x, _NUMBERS) else x.dtype, jnp.dtype(saved["dtype"])
     if isinstance(x, _NUMBERS) or "value" in saved:
-        kinds = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float", "c": "complex"}
-        mine, other = np.asarray(x).dtype if isinstance(x, _NUMBERS) else x.dtype, saved["dtype"]
-        return kinds[mine.kind] == (other if "value" in saved else kinds[jnp.dtype(other).kind])
-    return str(x.dtype) == saved["dtype"]
+        kinds = {"u": "i", "V": "f"}  # V: bfloat16 and the like
+        return kinds.get(mine.kind, mine.kind) == kinds.get(other.kind, other.kind)
+    return mine == other
 
 
 def _target(x: Any, saved: dict[str, Any]) -> Any:
@@ -622,6 +624,12 @@ def _target(x: Any, saved: dict[str, Any]) -> Any:
         return np.zeros(x.shape, dtype)
     sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+
+def _are_wide(leaves: dict[str, Any]) -> bool:
+    """Whether some need 64 bits that JAX would take away."""
+    dtypes = {jnp.dtype(saved["dtype"]) for saved in leaves.values() if "digest" in saved}
+    return any(jax.dtypes.canonicalize_dtype(dtype) != dtype for dtype in dtypes)
 
 
 def _spread(saved: dict[str, Any]) -> jax.ShapeDtypeStruct:
@@ -676,4 +684,4 @@ def _escaped(path: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]

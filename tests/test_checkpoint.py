@@ -292,7 +292,7 @@ def test_bad_input(tmp_path, monkeypatch):
         Checkpointer(tmp_path / "file")
     with pytest.raises(ValueError, match="keep_last 0 must be 1 or more"):
         Checkpointer(tmp_path, keep_last=0)
-    with pytest.raises(ValueError, match="mode 'low' min or max"):
+    with pytest.raises(ValueError, match="mode 'low', which must be min or max"):
         Checkpointer(tmp_path, keep_best=Best("loss", mode="low"))
     with Checkpointer(tmp_path / "new") as checkpoints:
         with pytest.raises(TypeError, match="a/b is a str; only arrays and numbers"):

@@ -1,7 +1,8 @@
-"""The command `jaxshard`: `jaxshard train` trains the reference model. Its parts load when they are needed."""
+"""The command `jaxshard`: `train` trains the reference model, `ckpt` looks at checkpoints. Parts load when needed."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,25 +15,33 @@ usage: jaxshard COMMAND [OPTIONS]
 commands:
   train [CONFIG.toml] [OPTIONS]   train a byte-level transformer with a sharded optimizer
                                   (with nothing given: 8 simulated devices, ZeRO-2, English text)
+  ckpt ls DIR                     list the checkpoints of a folder or of a run
+  ckpt info DIR                   show a checkpoint's leaves
+  ckpt verify DIR                 read all arrays and compare their digests
+  ckpt diff DIR DIR2              compare two checkpoints
+  ckpt export DIR --safetensors FILE
+                                  write a checkpoint's arrays to one file
 
 options:
-  -h, --help                      show this text; `jaxshard train --help` lists all of its options
+  -h, --help                      show this text; `jaxshard COMMAND --help` lists a command's options
   --version                       show the version
 
 examples:
   jaxshard train
   jaxshard train configs/zero3.toml --data my_texts/ --train.steps 2000 --out runs/mine
   jaxshard train --resume --out runs/mine
+  jaxshard ckpt verify runs/mine
+  jaxshard ckpt export runs/mine --safetensors model.safetensors --only ^params/
 """
-_COMMANDS = ("train",)
+_COMMANDS = ("train", "ckpt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; `arguments` are those of the shell by default.
 
     Returns:
-      The exit status: 0 done, 1 training failed, 2 bad input (nothing was written), 130 or 143 interrupted
-        (saved, unless it says otherwise), 75 hung (worth another try).
+      The exit status: 0 done, 1 training failed, or a checkpoint is corrupt or another, 2 bad input (nothing was
+      written), 75 hung (worth another try), 130 or 143 interrupted (by Ctrl-C, SIGTERM).
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
@@ -45,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxshard: no command {command!r}; there is {', '.join(_COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)
         return 2
     try:
-        from jaxshard.cli import train
+        module = importlib.import_module(f"jaxshard.cli.{command}")
     except ModuleNotFoundError as error:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
-    return train.command(rest)
+    return module.command(rest)

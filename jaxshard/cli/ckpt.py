@@ -1,0 +1,299 @@
+"""`jaxshard ckpt`: lists, checks, compares and exports checkpoints, on the CPU, so that it takes no GPU from a run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.cli import export as files
+from jaxshard.cli.diff import differences
+
+_DESCRIPTION = """Looks at checkpoints, on the CPU.
+
+DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
+Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input (and diff of what is corrupt)."""
+_NUMBERS = ("step", "on disk", "leaves", "elements", "in arrays", "bytes", "digest or number")
+
+_Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard ckpt`; returns the exit status."""
+    commands = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
+    try:
+        with _cpu():
+            return tyro.extras.subcommand_cli_from_dict(
+                commands,
+                prog="jaxshard ckpt",
+                description=_DESCRIPTION,
+                args=list(arguments),
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except CorruptCheckpointError as error:
+        return _fail(error, 2 if arguments[0] == "diff" else 1)
+    except OSError as error:
+        return _fail(f"{error.strerror}: {error.filename}" if error.strerror else error, 2)
+    except ValueError as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", 130)
+
+
+def ls(folder: _Dir) -> int:
+    """List checkpoints, and what is in their folder but is none.
+
+    Args:
+      folder: of checkpoints, of a run or of a step.
+    """
+    checkpoints, step = _opened(folder)
+    steps = checkpoints.steps() if step is None else [step]
+    others = _others(checkpoints.path, steps) if step is None else {}
+    if not steps and not others:
+        raise ValueError(_none_in(checkpoints.path))
+    console = _console()
+    if steps:
+        table = _table("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "metrics")
+        for each in steps:
+            table.add_row(*_row(checkpoints, each))
+        console.print(table)
+    for name, what in others.items():
+        console.print(f"{_printable(name)}: no checkpoint: {what}")
+    return 0
+
+
+def info(folder: _Dir, step: int | None = None) -> int:
+    """Show a checkpoint's leaves: path, shape, dtype, bytes and digest (of numbers, themselves). No array is read.
+
+    Args:
+      folder: of checkpoints, of a run or of a step.
+      step: which one; the newest by default.
+    """
+    checkpoints, step = _chosen(folder, step)
+    found, console = checkpoints.info(step), _console()
+    console.print(f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
+    console.print(f"run: {found['run']}\nmetrics: {_metrics(found['metrics']) or 'none'}")
+    table = _table("path", "shape", "dtype", "bytes", "digest or number")
+    leaves = found["leaves"]
+    for path, leaf in leaves.items():
+        shape, mark = str(tuple(leaf["shape"])), leaf["value"] if "value" in leaf else f"{leaf['digest']:08x}"
+        table.add_row(_printable(path), shape, leaf["dtype"], f"{files.num_bytes(leaf):,}", _printable(mark))
+    console.print(table)
+    console.print(f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
+    return 0
+
+
+def verify(folder: _Dir, step: int | None = None) -> int:
+    """Read every array, and compare its digest with the one that was saved.
+
+    Args:
+      folder: of checkpoints, of a run or of a step.
+      step: which one; all by default.
+    """
+    checkpoints, steps = _asked(folder, step)
+    corrupt, console = False, _console()
+    for each in steps:
+        try:
+            checkpoints.verify(each)
+            found = "whole"
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            gone = each not in checkpoints.steps()
+            corrupt |= not gone
+            found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
+        console.print(_printable(f"step {each}: {found}"))
+    return int(corrupt)
+
+
+def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
+    """Compare two checkpoints by shapes, dtypes and digests: a line for each leaf that is only in the first (-), only
+    in the second (+), or another (!). Of a folder with several, the newest is taken; name a step's folder to take that:
+    `jaxshard ckpt diff runs/mine/model/100 runs/mine/model/200`.
+
+    Args:
+      left: one checkpoint.
+      right: the other.
+      values: read the leaves that differ, and show their largest absolute difference.
+    """
+    console = _console()
+    one, two = _chosen(left, None), _chosen(right, None)
+    for sign, (checkpoints, step) in (("-", one), ("+", two)):
+        console.print(f"{sign} step {step} in {checkpoints.path}")
+    num_apart = 0
+    for line in differences(one, two, values):
+        console.print(_printable(line))
+        num_apart += 1
+    console.print(f"leaves that differ: {num_apart}")
+    return int(num_apart > 0)
+
+
+def export(folder: _Dir, safetensors: Path, step: int | None = None, only: str | None = None) -> int:
+    """Write a checkpoint's arrays to one .safetensors file, named by their paths as `info` shows them, with their
+    slashes. A typed key is its uint32 data. Every digest is checked before the file appears.
+
+    Args:
+      folder: of checkpoints, of a run or of a step.
+      safetensors: the file to write; it must not be there yet.
+      step: which one; the newest by default.
+      only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
+    """
+    checkpoints, step = _chosen(folder, step)
+    files.check_free(safetensors)
+    found = checkpoints.info(step)
+    leaves = files.ordered(_only(found["leaves"], only))
+    notes = {"step": str(step), "run": str(found["run"])}
+    files.write(safetensors, leaves, checkpoints.read(step, list(leaves)), notes)
+    size = decimal(_num_bytes(leaves))
+    _console().print(f"wrote {safetensors}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    return 0
+
+
+# Which checkpoint is meant.
+
+
+def _opened(folder: Path) -> tuple[Checkpointer, int | None]:
+    """The checkpoints that a folder stands for, and the step if it is the folder of one."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a folder")
+    folder = folder.resolve()
+    here, above = Checkpointer(folder), Checkpointer(folder.parent)
+    if folder.name.isdecimal() and int(folder.name) in above.steps():
+        return above, int(folder.name)
+    if not here.steps() and (folder / "model").is_dir():
+        return Checkpointer(folder / "model"), None
+    return here, None
+
+
+def _asked(folder: Path, step: int | None) -> tuple[Checkpointer, list[int]]:
+    """The checkpoints of a folder, and the steps that are meant: all, or the one."""
+    checkpoints, itself = _opened(folder)
+    if step is not None and itself is not None:
+        raise ValueError(f"--step {step}: {folder} is the folder of step {itself}; leave --step out")
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(_none_in(checkpoints.path))
+    if step is not None and step not in steps:
+        newest = ", ".join(map(str, steps[-8:]))
+        raise ValueError(f"--step {step}: no such checkpoint in {checkpoints.path}; the newest are {newest}")
+    one = itself if step is None else step
+    return checkpoints, steps if one is None else [one]
+
+
+def _chosen(folder: Path, step: int | None) -> tuple[Checkpointer, int]:
+    checkpoints, steps = _asked(folder, step)
+    return checkpoints, steps[-1]
+
+
+def _none_in(folder: Path) -> str:
+    return f"no checkpoint in {folder}: name a folder of checkpoints, or a run's folder, which has them in model/"
+
+
+def _others(folder: Path, steps: Sequence[int]) -> dict[str, str]:
+    """Name -> what it is, of what looks like a checkpoint and is no whole one."""
+    found = {}
+    for name in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
+        if ".orbax-checkpoint-tmp" in name:
+            found[name] = "temporary: it is being written, or its writing was cut off"
+        elif aside := re.fullmatch(r"\d+\.(uncommitted|corrupt)\..*", name):
+            found[name] = f"put aside, {aside[1]}"
+        elif name.isdecimal() and int(name) not in steps:
+            found[name] = "uncommitted: it was not written to its end"
+    return found
+
+
+def _only(leaves: Mapping[str, Any], pattern: str | None) -> dict[str, Any]:
+    try:
+        found = {path: leaf for path, leaf in leaves.items() if re.search(pattern or "", path)}
+    except re.error as error:
+        raise ValueError(f"--only {pattern}: no regular expression: {error}") from None
+    if not found:
+        raise ValueError(f"--only {pattern}: none of {len(leaves)} leaves matches; the first is {next(iter(leaves))}")
+    return found
+
+
+# What is shown.
+
+
+def _row(checkpoints: Checkpointer, step: int) -> list[str]:
+    folder = checkpoints.path / str(step)
+    try:
+        cells = [str(step), _saved(folder), decimal(_size(folder))]
+        found = checkpoints.info(step)
+    except CorruptCheckpointError:
+        return [*cells, "", "", "", "unreadable", ""]
+    except FileNotFoundError:  # by the run that writes here
+        return [str(step), "deleted", *[""] * 6]
+    leaves = found["leaves"]
+    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", decimal(_num_bytes(leaves))]
+    return [*cells, *sizes, "ok", _metrics(found["metrics"])]
+
+
+def _saved(folder: Path) -> str:
+    return datetime.datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+
+
+def _size(folder: Path) -> int:
+    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+
+
+def _metrics(metrics: Mapping[str, Any] | None) -> str:
+    return _printable(", ".join(f"{name} {value}" for name, value in (metrics or {}).items()))
+
+
+def _num_elements(leaves: Mapping[str, Any]) -> int:
+    return sum(int(np.prod(leaf["shape"])) for leaf in leaves.values())
+
+
+def _num_bytes(leaves: Mapping[str, Any]) -> int:
+    return sum(map(files.num_bytes, leaves.values()))
+
+
+def _console() -> Console:
+    """Lines are left whole, for the terminal to wrap and other programs to read."""
+    return Console(highlight=False, markup=False, emoji=False, width=10**5)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
+    return table
+
+
+def _printable(text: str) -> str:
+    """What was read from a file cannot move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# How it runs.
+
+
+@contextlib.contextmanager
+def _cpu() -> Iterator[None]:
+    """JAX on the CPU, if it did not start yet; with 64 bits, which some checkpoints have."""
+    options = {"jax_platforms": "cpu", "jax_enable_x64": True}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"jaxshard ckpt: {_printable(str(reason))}", file=sys.stderr)
+    return status
