@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+COMPILED: Path | None = None  # where JAX keeps programs
 
 
 class Group:
@@ -28,7 +29,7 @@ class Group:
         self, arguments: Sequence[str], folder: Path, count: int = 2, devices: int = 2, environment: dict | None = None
     ):
         self.logs = [folder / f"log{index}.{time.monotonic_ns()}" for index in range(count)]
-        self.port = free_port()
+        self.folder, self.port = folder, free_port()
         self.processes = []
         for index, log in enumerate(self.logs):
             with log.open("wb") as file:
@@ -51,6 +52,8 @@ class Group:
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(COMPILED or self.folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         if count > 1:
             made |= {
@@ -108,12 +111,6 @@ def program(name: str, *arguments: object) -> list[str]:
 
 def trainer(*arguments: object) -> list[str]:
     return ["-m", "jaxshard", "train", *map(str, arguments)]
-
-
-@contextlib.contextmanager
-def ended(group: Group, seconds: float = 120) -> Iterator[list[int]]:
-    with group:
-        yield group.wait(seconds)
 
 
 def free_port() -> int:

@@ -1,0 +1,114 @@
+"""`jaxshard train` over several processes, killed and told to end; what is resumed equals what never stopped."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from group import Group, trainer
+
+TINY = """
+[model]
+layers = 1
+width = 32
+heads = 2
+hidden = 48
+sequence_length = 16
+dropout = 0.1
+[optimizer]
+warmup_steps = 2
+[sharding]
+min_shard_size = 64
+[train]
+steps = 30
+log_every = 1
+eval_every = 15
+save_every = 7
+heartbeat_seconds = 10
+[data]
+heldout_bytes = 700
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return tmp_path / "tiny.toml"
+
+
+def losses(folder):
+    """Step -> loss, as far as they are recorded."""
+    if not (folder / "metrics.jsonl").exists():
+        return {}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+
+
+def state_bytes(folder):
+    """Every array of the newest save, by its path."""
+    from jaxshard.checkpoint import Checkpointer
+
+    checkpoints = Checkpointer(folder / "model")
+    step = checkpoints.steps()[-1]
+    return step, {path: x.tobytes() for path, x in checkpoints.read(step)}
+
+
+def train(tmp_path, *arguments, count=2, devices=4, seconds=100, status=0):
+    with Group(trainer(*arguments), tmp_path, count, devices // count) as group:
+        assert group.wait(seconds) == [status] * count, group.text()
+        return [group.log(i) for i in range(count)]
+
+
+HYBRID = ["--sharding.strategy", "hybrid", "--sharding.pipeline", "2", "--model.layers", "2"]
+
+
+@pytest.mark.parametrize("options", [[], HYBRID], ids=["zero2", "stages on other processes"])
+def test_two_processes_of_two_devices_train_as_one_of_four(tmp_path, tiny, options):
+    options = [tiny, "--train.steps", "6", *options]
+    logs = train(tmp_path, *options, "--out", tmp_path / "two")
+    train(tmp_path, *options, "--out", tmp_path / "one", count=1)
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert list(two) == list(one) == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=2e-5)
+    assert "held out" in logs[0]
+    assert "step" not in logs[1]  # only the first process prints
+
+
+def test_sigterm_to_one_process_saves_the_same_step_on_all_and_what_goes_on_is_the_same(tmp_path, tiny):
+    """F11, and bit for bit."""
+    train(tmp_path, tiny, "--out", tmp_path / "whole")
+    with Group(trainer(tiny, "--out", tmp_path / "parts", "--resume-if-saved"), tmp_path, devices=2) as group:
+        group.until(lambda: len(losses(tmp_path / "parts")) > 8, "eight steps")
+        group.signal(signal.SIGTERM, 1)
+        assert group.wait(60) == [143, 143], group.text()
+        assert "the model is saved" in group.log(0)
+    step, _ = state_bytes(tmp_path / "parts")
+    assert 8 < step < 30
+    train(tmp_path, tiny, "--out", tmp_path / "parts", "--resume-if-saved")
+    assert state_bytes(tmp_path / "parts") == state_bytes(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_processes_started_here(tmp_path, tiny):
+    """`--processes 2`, ended by Ctrl-C from the terminal, which reaches all."""
+    arguments = trainer(
+        tiny, "--out", tmp_path / "run", "--processes", 2, "--sharding.devices", 4, "--train.steps", 4000
+    )
+    with Group(arguments, tmp_path, 1) as group:
+        group.until(lambda: len(losses(tmp_path / "run")) > 14, "steps")
+        os.killpg(group.processes[0].pid, signal.SIGINT)
+        assert group.wait(60) == [130], group.text()
+        assert group.log().count("the model is saved") >= 1
+    assert state_bytes(tmp_path / "run")[0] >= 15
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tiny):
+    """F23."""
+    with Group(trainer(tiny, "--out", tmp_path / "run", "--train.steps", 4000), tmp_path, 1, devices=2) as first:
+        first.until(lambda: len(losses(tmp_path / "run")) > 8, "steps")
+        logs = train(tmp_path, tiny, "--out", tmp_path / "run", "--resume", count=1, devices=2, status=2)
+        assert "is writing checkpoints here; end it, or give each run its own folder" in logs[0]
+        assert first.processes[0].poll() is None
+        first.signal(signal.SIGTERM, 0)
+        assert first.wait(60) == [143]
