@@ -22,18 +22,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import v1 as ocp
 
 from jaxshard import processes
 from jaxshard.digest import digests
 from jaxshard.tree import is_key, named_leaves, path_of
+
+try:
+    import filelock
+    from orbax.checkpoint import v1 as ocp
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name) from error
 
 _FORMAT = 1
 _INDEX = "_CHECKPOINT_METADATA"
@@ -161,8 +165,9 @@ class Checkpointer:
           ReplicaError: copies of an array differ between devices.
           OSError: no space; another run writes here; and whatever an earlier save failed of, if it was not waited for.
         """
-        if type(step) is not int or step < 0:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
+        step = int(step)
         leaves = processes.together("save", lambda: _flat(tree))
         processes.check_same("save", _described(step, leaves), "all must save the same step of the same tree")
         self.wait()

@@ -394,6 +394,10 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
         (["--out", "short.txt/run"], "is no folder that can be written to"),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
+        (["--resume-if-saved"], "--resume needs --out DIR"),
+        (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
+        (["--processes", "3", "--out", "new"], "--processes 3: 8 devices (sharding.devices) must be divisible by it"),
+        (["--processes", "2"], "several processes need --out DIR"),
     ],
 )
 def test_bad_input_is_told_and_nothing_is_written(tiny, tmp_path, monkeypatch, capsys, options, message):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import tyro
@@ -58,11 +60,18 @@ def command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
     try:
-        return _trained(job)
-    except BaseException as error:
-        if jax.process_count() > 1:  # the others wait at the next exchange, as would this one to take its leave of them
-            _leave_at_once(error)
+        status = _trained(job)
+    except BaseException:
+        if jax.process_count() > 1:
+            traceback.print_exc()
+            _leave_at_once()  # the others wait at the next exchange, as would this one to take its leave of them
         raise
+    if status == 1 and jax.process_count() > 1:
+        with contextlib.suppress(TimeoutError):
+            processes.meet("end", 10)
+        time.sleep(jax.process_index() == 0)  # the coordinator goes last
+        _leave_at_once()  # parts of a save that failed may wait for others still
+    return status
 
 
 _REFUSALS = (ValueError, processes.ProcessError, TimeoutError)
@@ -89,15 +98,16 @@ def _trained(job: Job) -> int:
     return status
 
 
-def _leave_at_once(error: BaseException) -> None:
-    traceback.print_exception(error)
+def _leave_at_once() -> NoReturn:
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 def _fingerprint(job: Job) -> str:
     """What must be the same for all processes, but for the step's program, which `train_step` compares."""
-    return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\nmesh: {job.run.opt.mesh.shape}\n"
+    mesh = job.run.opt.mesh
+    return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
 
 
 def parse(arguments: Sequence[str]) -> Arguments:

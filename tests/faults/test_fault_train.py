@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import signal
 
 import numpy as np
@@ -112,3 +114,16 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tiny):
         assert first.processes[0].poll() is None
         first.signal(signal.SIGTERM, 0)
         assert first.wait(60) == [143]
+
+
+def test_a_save_that_fails_for_one_process_ends_all_with_what_is_whole(tmp_path, tiny):
+    """F9 under the trainer: the second process can write no more than 16 kB of a file."""
+    options = ["--train.steps", 4000, "--train.save-every", 20]
+    with Group(trainer(tiny, "--out", tmp_path / "run", *options), tmp_path, 2, devices=2) as group:
+        group.until(lambda: list((tmp_path / "run" / "model").glob("20/commit_success.txt")), "a first save")
+        resource.prlimit(group.processes[1].pid, resource.RLIMIT_FSIZE, (2**14, 2**14))
+        assert group.wait(60) == [1, 1], group.text()
+    for index in range(2):
+        assert re.search(r"checkpoint \d+ was not saved: .*File too large", group.log(index)), group.text()
+    step = int(re.search(r"the last save is step (\d+)", group.log(0))[1])
+    assert state_bytes(tmp_path / "run")[0] == step
