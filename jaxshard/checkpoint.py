@@ -470,19 +470,17 @@ def _ended(response: Any) -> dict[int, BaseException]:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
+    pause = 0.05
     while True:
-        ended.wait(None if jax.process_count() == 1 else 0.2)
-
-        def look() -> bool:
-            if failed:
-                raise failed[0]
-            return ended.is_set()
-
-        done, errors = processes.attempted("wait", look)
-        if errors:
-            return errors
-        if all(json.loads(said) for said in processes.gathered("wait", json.dumps(done))):
-            return {}
+        ended.wait(None if jax.process_count() == 1 else pause)
+        pause = min(2.0, 1.5 * pause)  # each round is an exchange between all processes
+        mine = f"{type(failed[0]).__name__}: {failed[0]}" if failed else ""
+        said = [json.loads(each) for each in processes.gathered("wait", json.dumps([ended.is_set(), mine]))]
+        errors: dict[int, BaseException] = {
+            i: processes.ProcessError(i, text) for i, (_, text) in enumerate(said) if text
+        }
+        if errors or all(done for done, _ in said):
+            return errors | ({jax.process_index(): failed[0]} if failed else {})
 
 
 def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxshard.tree import is_key, named_leaves, path_of
 
 T = TypeVar("T")
-MEETING_SECONDS = 120
+MEETING_SECONDS = 600  # so much longer one process may take than another, to read its shards, say
 _meetings = itertools.count()
 
 
