@@ -14,6 +14,7 @@ import tensorboardX.proto.event_pb2 as events
 from rich.console import Console
 
 import jaxshard
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import folder as folders
 from jaxshard.cli import main, toml, train
 from jaxshard.cli.config import Config
@@ -268,6 +269,18 @@ def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatc
     assert [record["step"] for record in records(run)] == [1, 2, 3, 3, 4]
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert [record["step"] for record in records(run)] == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_a_run_that_was_killed_before_its_configuration_was_written_starts_anew(tiny, tmp_path):
+    """The lock of the saves comes first, then the compilation, which takes long."""
+    run = tmp_path / "run"
+    with Checkpointer(run / "model") as saves:
+        saves.claim()
+    (run / ".config.toml.1").write_text("[mod")
+    assert main(["train", tiny, "--out", str(run), "--resume-if-saved"]) == 0
+    assert records(run)[-1]["step"] == 6
+    (run / "config.toml").unlink()
+    assert main(["train", tiny, "--out", str(run), "--resume-if-saved"]) == 2  # saves of who knows which model
 
 
 def test_finished_run_resumes_to_nothing_more(tiny, tmp_path):
