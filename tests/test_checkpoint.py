@@ -39,14 +39,20 @@ def optimizers():
     return made
 
 
-def state_under(opt, seed=0, dtype=None):
-    """Params and a state whose every leaf is some noise, as `opt` lays them out."""
-    p = params(seed)
-    rng = np.random.default_rng(seed + 1)
-    plain = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(TX.init, p))
+def noise(seed=0):
+    """Params and a state whose every leaf is some noise."""
+    p, rng = params(seed), np.random.default_rng(seed + 1)
+    state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(TX.init, p))
+    return {"params": p, "state": state}
+
+
+def state_under(opt, seed=0):
+    """The same, as `opt` lays them out."""
+    whole = noise(seed)
     if opt is None:
-        return {"params": jax.tree.map(jnp.asarray, p), "state": jax.tree.map(jnp.asarray, plain)}
-    return {"params": opt.place(p), "state": jax.device_put(plain, opt.shardings(p).state)}
+        return jax.tree.map(jnp.asarray, whole)
+    state = jax.device_put(whole["state"], opt.shardings(whole["params"]).state)
+    return {"params": opt.place(whole["params"]), "state": state}
 
 
 def template_under(opt):
