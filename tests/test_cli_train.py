@@ -271,6 +271,13 @@ def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatc
     assert [record["step"] for record in records(run)] == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
+def test_a_record_that_was_cut_off_is_dropped(tmp_path):
+    """The disk was full: `--resume` must go on from there."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "lo')
+    RunFolder(tmp_path).forget_after(9)
+    assert records(tmp_path) == [{"step": 1, "loss": 5.5}]
+
+
 def test_a_run_that_was_killed_before_its_configuration_was_written_starts_anew(tiny, tmp_path):
     """The lock of the saves comes first, then the compilation, which takes long."""
     run = tmp_path / "run"

@@ -121,10 +121,11 @@ class RunFolder:
         replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def records(self) -> list[dict[str, Any]]:
-        """The metrics so far."""
+        """The metrics so far, without a last line that was cut off: by a full disk, say."""
         if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def begin(self, config: str, step: int) -> None:
         """Makes the folder of a run, new or resumed, that has taken `step` steps."""
