@@ -187,7 +187,7 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
 
 @pytest.mark.usefixtures("damage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine 'Store:RuntimeWarning")
-@pytest.mark.parametrize("harm", ["short", "empty", "gone", "index", "a digit of the index"])
+@pytest.mark.parametrize("harm", ["short", "empty", "zeros", "gone", "index", "a digit of the index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
     with Checkpointer(tmp_path) as checkpoints:
@@ -196,6 +196,8 @@ def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     path = tmp_path / "2" / "_CHECKPOINT_METADATA" if harm == "index" else data_files(tmp_path / "2")[-1]
     if harm == "gone":
         path.unlink()
+    elif harm == "zeros":
+        path.write_bytes(bytes(path.stat().st_size))
     elif harm == "a digit of the index":
         path = tmp_path / "2" / "_CHECKPOINT_METADATA"
         path.write_text(path.read_text().replace("4096", "4095"))
