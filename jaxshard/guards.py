@@ -1,8 +1,11 @@
 """What watches over a run: signals that ask it to end, a clock that ends it when it hangs."""
 
+import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,6 +35,7 @@ class Preemption:
         self._say = say
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
+        self._notice: Callable[[int], None] | None = None  # to the other processes
 
     @property
     def status(self) -> int:
@@ -47,28 +51,68 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            # With several processes SIGTERM is JAX's, which hands it on to all.
-            mine = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
-            self._previous = {number: signal.signal(number, self._ask) for number in mine}
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if jax.process_count() > 1:
+            self._notice = _handler_of_jax()
+            self._watch()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._in_python)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
+        if self._notice is not None:
+            signal.set_wakeup_fd(-1)
+            self._here.close()
 
-    def _ask(self, number: int, _: object) -> None:
+    def _in_python(self, number: int, _: object) -> None:
+        """The handler: called between two instructions of Python, which may be long in coming."""
+        if jax.process_count() == 1:
+            self._got(number)
+
+    def _watch(self) -> None:
+        """With several processes a thread hears of signals at once, also while this process waits for the others."""
+        self._here, there = socket.socketpair()
+        there.setblocking(False)
+        signal.set_wakeup_fd(there.fileno())
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while numbers := self._here.recv(16):
+                    for number in numbers:
+                        if number in (signal.SIGINT, signal.SIGTERM):
+                            self._got(number)
+
+        self._there = there
+        threading.Thread(target=listen, name="jaxshard signals", daemon=True).start()
+
+    def _got(self, number: int) -> None:
         if self._signal is not None:
             self._leave(number)
         self._signal = number
         self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
-        if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._notice is not None:
+            self._notice(signal.SIGTERM)
 
     def _leave(self, number: int) -> None:
         if jax.process_count() == 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + number)
+
+
+def _handler_of_jax() -> Callable[[int], None]:
+    """JAX's own handler of SIGTERM, which is no Python function: it tells the other processes."""
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    address = libc.signal(signal.SIGTERM, None)
+    if not address:
+        raise RuntimeError(
+            "Preemption: jax.distributed has no handler of SIGTERM; is jax_enable_preemption_service off?"
+        )
+    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
 
 
 class Watchdog:

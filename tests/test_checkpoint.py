@@ -2,7 +2,10 @@
 
 import errno
 import gc
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 
 import jax
@@ -315,3 +318,53 @@ def test_bad_input(tmp_path, monkeypatch):
             checkpoints.save(1, {"x": jnp.zeros(2)})
         assert raised.value.errno == errno.ENOSPC
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".lock", "run.json"]
+
+
+NO_PICKLE = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jaxshard.checkpoint import Checkpointer, from_bytes, to_bytes
+
+folder = pathlib.Path(sys.argv[1])
+tree = {"w": jnp.arange(4.0), "n": 3}
+Checkpointer(folder / "warm").save(0, tree, blocking=True)
+events = []
+sys.addaudithook(lambda event, args: events.append((event, str(args[0]))) if event in WATCHED else None)
+with Checkpointer(folder / "saves") as checkpoints:
+    checkpoints.save(1, tree, blocking=True)
+    for place in (folder / "saves", folder / "saves" / "1", folder / "saves" / "1" / "state"):
+        for name in ("evil.pkl", "params.pickle", "checkpoint"):
+            (place / name).write_bytes(EVIL)
+    events.clear()
+    assert checkpoints.restore(tree)[0] == 1
+    checkpoints.verify(1)
+    assert checkpoints.latest_valid() == 1
+    from_bytes(tree, to_bytes(tree))
+    print("opened", [path for event, path in events if event == "open" and path.endswith(NAMES)])
+    print("found", [what for event, what in events if event == "pickle.find_class"])
+import pickle
+try:
+    pickle.loads(EVIL)
+except Exception:
+    pass
+print("sees", [what for event, what in events if event == "pickle.find_class"])
+"""
+
+
+def test_no_pickle_is_ever_opened(tmp_path):
+    """F24. Python's own audit events say so; that they would show one is seen at the end."""
+    values = {
+        "EVIL": b"cos\nsystem\n(S'true'\ntR.",
+        "WATCHED": ("pickle.find_class", "open"),
+        "NAMES": (".pkl", ".pickle", "/checkpoint"),
+    }
+    code = "".join(f"{name} = {value!r}\n" for name, value in values.items()) + NO_PICKLE
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert run.stdout.splitlines() == ["opened []", "found []", "sees ['os']"], run.stderr

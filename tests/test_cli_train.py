@@ -18,7 +18,7 @@ from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import folder as folders
 from jaxshard.cli import main, toml, train
 from jaxshard.cli.config import Config
-from jaxshard.cli.folder import RunFolder
+from jaxshard.cli.folder import Position, RunFolder
 from jaxshard.cli.run import Run, num_updates
 from jaxshard.cli.stopping import EarlyStopping
 
@@ -296,6 +296,61 @@ def test_finished_run_resumes_to_nothing_more(tiny, tmp_path):
     first = saved(run)
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert_equal(first, saved(run))
+
+
+def test_position_is_carried_over_so_that_no_row_comes_twice():
+    here = Position(drawn=5, rows=16, seed=1, text=7)
+    for rows, drawn in ((16, 5), (8, 10), (32, 3), (80, 1)):
+        to = Position(0, rows, 1, 7)
+        assert here.carried_over(to) == Position(drawn, rows, 1, 7)
+    assert here.carried_over(Position(0, 16, 1, 8)).drawn == 0  # another text
+
+
+def test_resume_with_other_rows_and_another_text(tiny, tmp_path, monkeypatch, capsys):
+    run, drawn, make = tmp_path / "run", [], Run.batch
+    monkeypatch.setattr(Run, "batch", lambda run, index: drawn.append(index) or make(run, index))
+    assert main(["train", tiny, "--out", str(run)]) == 0
+    drawn.clear()
+    assert main(["train", "--resume", "--out", str(run), "--train.rows", "32", "--train.steps", "8"]) == 0
+    assert drawn == [0, 3, 4]  # the first is of the step that is shown
+    (tmp_path / "text").write_text("a quick brown fox " * 200)
+    drawn.clear()
+    more = ["--train.rows", "16", "--train.steps", "9", "--data", str(tmp_path / "text")]
+    assert main(["train", "--resume", "--out", str(run), *more]) == 0
+    assert drawn == [0, 0]
+    assert "the text is another one: it is read from its beginning" in capsys.readouterr().out
+    assert main(["train", "--resume", "--out", str(run), "--train.seed", "9"]) == 2
+    assert "train.seed = 9, saved 0" in capsys.readouterr().err
+
+
+def test_the_best_saves_are_kept(tiny, tmp_path):
+    run = tmp_path / "run"
+    options = ["--train.save-every", "1", "--train.eval-every", "2", "--train.keep-last", "1", "--train.keep-best", "2"]
+    assert main(["train", tiny, "--out", str(run), *options, "--train.keep-every", "3"]) == 0
+    saves = folders.open_saves(RunFolder(run), Config().train)
+    evaluated = {r["step"]: r["heldout_loss"] for r in records(run) if "heldout_loss" in r}
+    best = sorted(evaluated, key=evaluated.get)[:2]
+    assert saves.steps() == sorted({3, 6, *best})
+    assert saves.info(best[0])["metrics"] == {"heldout_loss": evaluated[best[0]]}
+
+
+def test_the_same_command_starts_and_goes_on(tiny, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    command = ["train", tiny, "--out", str(run), "--resume-if-saved"]
+    with monkeypatch.context() as patch:
+        make = Run.batch
+        patch.setattr(Run, "batch", lambda run, step: 1 / 0 if step == 1 else make(run, step))
+        with pytest.raises(ZeroDivisionError):
+            main(command)  # ended before its first save
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert main(command) == 130
+    assert main(command) == 0
+    assert saved(run)["step"] == 6
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").write_text("x")
+    assert main(["train", tiny, "--out", str(other), "--resume-if-saved"]) == 2
 
 
 def test_stopping_rule():

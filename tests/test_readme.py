@@ -1,5 +1,6 @@
 """The README's program runs as it stands, and its links lead somewhere."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -19,6 +20,22 @@ def test_the_twenty_lines_run():
     loss, _ = map(float, done.stdout.splitlines()[0].split())
     assert loss < 0.5
     assert "w1" in done.stdout
+
+
+def test_the_run_that_nothing_loses_runs(tmp_path):
+    """Told to end at step 250, it has saved that step, and goes on from there."""
+    first, second = re.findall(r"```python\n(.*?)```", README, re.S)[1:3]
+    told = "def next_batch(i):\n    if i == 249: os.kill(os.getpid(), 15)\n    return jaxshard.shard_batch(batch, opt)"
+    code = f"import os\n{first}\n{told}\n{second}\nprint('restored', i)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "restored 250" in done.stdout
 
 
 def test_the_program_of_the_guide_to_parallelism_runs():

@@ -167,7 +167,7 @@ def hang(seconds):
     step = jaxshard.train_step(loss_fn, opt)
     p = opt.place(params())
     state = opt.init(p)
-    with guards.Watchdog(float(seconds)) as watchdog:
+    with guards.Watchdog(float(seconds)) as watchdog, guards.Preemption(say):
         for i in range(1000):
             p, state, metrics = step(p, state, rows(i, opt))
             jax.block_until_ready(metrics)

@@ -3,6 +3,7 @@
 import signal
 import time
 
+import pytest
 from group import Group, program
 
 
@@ -42,3 +43,16 @@ def test_a_killed_coordinator_ends_the_others(tmp_path):
     assert statuses[0] == -signal.SIGKILL
     assert statuses[1] not in (0, None)
     assert seconds < 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tmp_path, number):
+    """Also where the process waits for one that hangs, and runs no Python."""
+    with Group(program("hang", 100), tmp_path) as group:
+        group.says("hangs", 1)
+        time.sleep(1)
+        group.signal(number, 0)
+        group.says(f"{number.name}: after this step the model is saved")
+        assert group.processes[0].poll() is None
+        group.signal(number, 0)
+        assert group.processes[0].wait(10) == 128 + number
