@@ -481,6 +481,20 @@ def test_skipped_steps_are_counted_and_shown(tiny, tmp_path, monkeypatch, capsys
     assert num_updates(saved_snapshot(run).state) == 7 - sum(overflowed)
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 134),
+        (TimeoutError("initialize: process 1 of 2 did not come"), 134),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"), 1),
+        (OSError("checkpoint 3 was not saved"), 1),
+    ],
+)
+def test_only_what_another_process_is_to_blame_for_is_worth_a_new_start(error, status):
+    """Recipes take 1 for the end of the job: a process that loses another must not say so."""
+    assert train._status(error, 1) == status
+
+
 def test_the_step_that_was_shown_is_not_compiled_again(tiny, tmp_path, count_compilations):
     job = train.make_job(train.parse([tiny, "--out", str(tmp_path / "run")]))
     count, step = count_compilations(lambda: train.compile_step(job, Console(quiet=True)))

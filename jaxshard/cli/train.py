@@ -49,20 +49,24 @@ class Job:
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
     try:
+        return _command(arguments)
+    except BaseException as error:
+        if jax.distributed.is_initialized():  # the others wait at an exchange, as would this one to take its leave
+            _leave_at_once(error)
+        raise
+
+
+def _command(arguments: Sequence[str]) -> int:
+    try:
         given = parse(arguments)
         if given.processes is not None:
             return local.run(arguments, given)
         job = make_job(given)
     except _REFUSALS as error:
-        return _fail(error, 2)
+        return _fail(error, _status(error, 2))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
-    try:
-        return _trained(job)
-    except BaseException as error:
-        if jax.process_count() > 1:  # the others wait at the next exchange, as would this one to take its leave of them
-            _leave_at_once(error)
-        raise
+    return _trained(job)
 
 
 _REFUSALS = (ValueError, processes.ProcessError, TimeoutError)
@@ -77,12 +81,12 @@ def _trained(job: Job) -> int:
         saves.claim()
         processes.check_same("start", _fingerprint(job), "start all processes by the same command")
     except (OSError, *_REFUSALS) as error:
-        return _fail(error, 2)
+        return _fail(error, _status(error, 2))
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
     except (FloatingPointError, OSError, ReplicaError) as error:
-        return _fail(f"{error}; {_saved_so_far(job.folder)}", 1)
+        return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(f"interrupted; {_saved_so_far(job.folder)}", 130)
     _conclude(console, job, snapshot, status)
@@ -92,7 +96,16 @@ def _trained(job: Job) -> int:
 def _leave_at_once(error: BaseException) -> None:
     traceback.print_exception(error)
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(_status(error, 1))
+
+
+_LOST = 134  # as where JAX itself ends a process that has lost another
+
+
+def _status(error: BaseException, otherwise: int) -> int:
+    """The exit status after an error: it says whether the same command, started again, could do better."""
+    lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+    return _LOST if lost or isinstance(error, TimeoutError) else otherwise
 
 
 def _fingerprint(job: Job) -> str:
