@@ -42,14 +42,20 @@ def optimizers():
     return made
 
 
-def state_under(opt, seed=0, dtype=None):
-    """Params and a state whose every leaf is some noise, as `opt` lays them out."""
-    p = params(seed)
-    rng = np.random.default_rng(seed + 1)
-    plain = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(TX.init, p))
+def noise(seed=0):
+    """Params and a state whose every leaf is some noise."""
+    p, rng = params(seed), np.random.default_rng(seed + 1)
+    state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(TX.init, p))
+    return {"params": p, "state": state}
+
+
+def state_under(opt, seed=0):
+    """The same, as `opt` lays them out."""
+    whole = noise(seed)
     if opt is None:
-        return {"params": jax.tree.map(jnp.asarray, p), "state": jax.tree.map(jnp.asarray, plain)}
-    return {"params": opt.place(p), "state": jax.device_put(plain, opt.shardings(p).state)}
+        return jax.tree.map(jnp.asarray, whole)
+    state = jax.device_put(whole["state"], opt.shardings(whole["params"]).state)
+    return {"params": opt.place(whole["params"]), "state": state}
 
 
 def template_under(opt):
@@ -184,7 +190,7 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
 
 @pytest.mark.usefixtures("damage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine 'Store:RuntimeWarning")
-@pytest.mark.parametrize("harm", ["short", "empty", "gone", "index", "a digit of the index"])
+@pytest.mark.parametrize("harm", ["short", "empty", "zeros", "gone", "index", "a digit of the index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
     with Checkpointer(tmp_path) as checkpoints:
@@ -193,6 +199,8 @@ def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     path = tmp_path / "2" / "_CHECKPOINT_METADATA" if harm == "index" else data_files(tmp_path / "2")[-1]
     if harm == "gone":
         path.unlink()
+    elif harm == "zeros":
+        path.write_bytes(bytes(path.stat().st_size))
     elif harm == "a digit of the index":
         path = tmp_path / "2" / "_CHECKPOINT_METADATA"
         path.write_text(path.read_text().replace("4096", "4095"))

@@ -14,6 +14,7 @@ import tensorboardX.proto.event_pb2 as events
 from rich.console import Console
 
 import jaxshard
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import folder as folders
 from jaxshard.cli import main, toml, train
 from jaxshard.cli.config import Config
@@ -270,6 +271,25 @@ def test_metrics_beyond_the_last_save_are_taken_again(tiny, tmp_path, monkeypatc
     assert [record["step"] for record in records(run)] == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
+def test_a_record_that_was_cut_off_is_dropped(tmp_path):
+    """The disk was full: `--resume` must go on from there."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "lo')
+    RunFolder(tmp_path).forget_after(9)
+    assert records(tmp_path) == [{"step": 1, "loss": 5.5}]
+
+
+def test_a_run_that_was_killed_before_its_configuration_was_written_starts_anew(tiny, tmp_path):
+    """The lock of the saves comes first, then the compilation, which takes long."""
+    run = tmp_path / "run"
+    with Checkpointer(run / "model") as saves:
+        saves.claim()
+    (run / ".config.toml.1").write_text("[mod")
+    assert main(["train", tiny, "--out", str(run), "--resume-if-saved"]) == 0
+    assert records(run)[-1]["step"] == 6
+    (run / "config.toml").unlink()
+    assert main(["train", tiny, "--out", str(run), "--resume-if-saved"]) == 2  # saves of who knows which model
+
+
 def test_finished_run_resumes_to_nothing_more(tiny, tmp_path):
     run = tmp_path / "run"
     assert main(["train", tiny, "--out", str(run)]) == 0
@@ -463,6 +483,20 @@ def test_skipped_steps_are_counted_and_shown(tiny, tmp_path, monkeypatch, capsys
     assert found[overflowed.index(False)]["learning_rate"] == 0.0  # the warm-up waited
     assert f"skipped: {sum(overflowed[:6])} of 6 steps" in shown
     assert num_updates(saved_snapshot(run).state) == 7 - sum(overflowed)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 134),
+        (TimeoutError("initialize: process 1 of 2 did not come"), 134),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"), 1),
+        (OSError("checkpoint 3 was not saved"), 1),
+    ],
+)
+def test_only_what_another_process_is_to_blame_for_is_worth_a_new_start(error, status):
+    """Recipes take 1 for the end of the job: a process that loses another must not say so."""
+    assert train._status(error, 1) == status
 
 
 def test_the_step_that_was_shown_is_not_compiled_again(tiny, tmp_path, count_compilations):

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0 done, 1 training failed, or a checkpoint is corrupt or another, 2 bad input (nothing was
-      written), 75 hung (worth another try), 130 or 143 interrupted (by Ctrl-C, SIGTERM).
+      written), 75 hung, 134 without another process (both worth another try), 130 or 143 interrupted (by Ctrl-C,
+      SIGTERM).
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):

@@ -94,8 +94,15 @@ class RunFolder:
 
     def check_unsaved(self) -> None:
         """Raises ValueError unless there is nothing here but what a run leaves that ended before its first save."""
-        if (self.path.is_dir() and not self.config.is_file()) or not self.path.is_dir():
+        if not self.config.is_file() and not self._is_begun():
             self.check_free()
+
+    def _is_begun(self) -> bool:
+        """Whether all that is here is a lock for saves, which comes first, and a configuration not wholly written."""
+        if not self.path.is_dir() or self.latest_step() is not None:
+            return False
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{self.config.name}.")}
+        return names == {self.model.name}
 
     def is_saved(self) -> bool:
         """Whether there is a saved run here."""
@@ -114,10 +121,11 @@ class RunFolder:
         replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def records(self) -> list[dict[str, Any]]:
-        """The metrics so far."""
+        """The metrics so far, without a last line that was cut off: by a full disk, say."""
         if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def begin(self, config: str, step: int) -> None:
         """Makes the folder of a run, new or resumed, that has taken `step` steps."""

@@ -51,27 +51,31 @@ class Job:
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
     try:
+        status = _command(arguments)
+    except BaseException as error:
+        if jax.distributed.is_initialized():  # the others wait at an exchange, as would this one to take its leave
+            traceback.print_exception(error)
+            _leave_at_once(_status(error, 1))
+        raise
+    if status in (1, _LOST) and jax.process_count() > 1:
+        with contextlib.suppress(TimeoutError):
+            processes.meet("end", 10)
+        time.sleep(jax.process_index() == 0)  # the coordinator goes last
+        _leave_at_once(status)  # parts of a save that failed may wait for others still
+    return status
+
+
+def _command(arguments: Sequence[str]) -> int:
+    try:
         given = parse(arguments)
         if given.processes is not None:
             return local.run(arguments, given)
         job = make_job(given)
     except _REFUSALS as error:
-        return _fail(error, 2)
+        return _fail(error, _status(error, 2))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
-    try:
-        status = _trained(job)
-    except BaseException:
-        if jax.process_count() > 1:
-            traceback.print_exc()
-            _leave_at_once()  # the others wait at the next exchange, as would this one to take its leave of them
-        raise
-    if status == 1 and jax.process_count() > 1:
-        with contextlib.suppress(TimeoutError):
-            processes.meet("end", 10)
-        time.sleep(jax.process_index() == 0)  # the coordinator goes last
-        _leave_at_once()  # parts of a save that failed may wait for others still
-    return status
+    return _trained(job)
 
 
 _REFUSALS = (ValueError, processes.ProcessError, TimeoutError)
@@ -86,22 +90,31 @@ def _trained(job: Job) -> int:
         saves.claim()
         processes.check_same("start", _fingerprint(job), "start all processes by the same command")
     except (OSError, *_REFUSALS) as error:
-        return _fail(error, 2)
+        return _fail(error, _status(error, 2))
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
     except (FloatingPointError, OSError, ReplicaError) as error:
-        return _fail(f"{error}; {_saved_so_far(job.folder)}", 1)
+        return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(f"interrupted; {_saved_so_far(job.folder)}", 130)
     _conclude(console, job, snapshot, status)
     return status
 
 
-def _leave_at_once() -> NoReturn:
+def _leave_at_once(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
+
+
+_LOST = 134  # as where JAX itself ends a process that has lost another
+
+
+def _status(error: BaseException, otherwise: int) -> int:
+    """The exit status after an error: it says whether the same command, started again, could do better."""
+    lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+    return _LOST if lost or isinstance(error, TimeoutError) else otherwise
 
 
 def _fingerprint(job: Job) -> str:

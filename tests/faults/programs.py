@@ -195,3 +195,53 @@ def steps(heartbeat):
         p, state, metrics = step(p, state, rows(i, opt))
         jax.block_until_ready(metrics)
         say("step", i)
+
+
+def numbers(step):
+    """What is saved at a step: 8 MB."""
+    rng = np.random.default_rng(step)
+    return {"cut": rng.integers(0, 2**32, (1024, 1024), np.uint32), "copied": rng.normal(size=(512, 2048)).astype("f")}
+
+
+def numbers_placed(step, mesh):
+    specs = {"cut": jax.P("data"), "copied": jax.P()}
+    return {
+        name: jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, specs[name]), lambda index, x=x: x[index])
+        for name, x in numbers(step).items()
+    }
+
+
+def saves(folder, count):
+    """Saves without end, each begun once the one before is whole; goes on after the newest."""
+    if int(count) > 1:
+        join()
+    mesh = jaxshard.make_mesh()
+    with Checkpointer(folder) as checkpoints:
+        step = max(checkpoints.steps(), default=-1)
+        processes.meet("all know where to go on")
+        while True:
+            step += 1
+            tree = {**numbers_placed(step, mesh), "step": step}
+            say("begin", step)
+            start = time.monotonic()
+            checkpoints.save(step, tree, blocking=True)
+            say("end", step, time.monotonic() - start)
+
+
+def noise_saved_and_restored(strategy, saved, *others):
+    """A state saved by all processes, and states that others saved restored by all: every process looks at its part."""
+    join()
+    from test_checkpoint import noise, state_under, template_under  # it makes arrays, for which JAX must be joined
+
+    opt = getattr(jaxshard, strategy)(TX, jaxshard.make_mesh(), min_shard_size=1)
+    with Checkpointer(saved) as checkpoints:
+        checkpoints.save(1, state_under(opt, seed=1))
+    for other in others:
+        template = template_under(opt)
+        _, found = Checkpointer(other).restore(template)
+        for x, like, whole in zip(*map(jax.tree.leaves, (found, template, noise(seed=2))), strict=True):
+            assert x.sharding == like.sharding
+            assert x.dtype == whole.dtype
+            for shard in x.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == np.asarray(whole[shard.index]).tobytes()
+        say("whole", other)
