@@ -11,10 +11,11 @@ import errno
 import hashlib
 import json
 import math
+import operator
 import os
+import re
 import shutil
 import socket
-import string
 import threading
 import uuid
 import warnings
@@ -26,12 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxshard import processes
-from jaxshard.digest import digests
-from jaxshard.tree import is_key, named_leaves, path_of
+from jaxshard import flat, processes
+from jaxshard.digest import named_digests
+from jaxshard.flat import Flat, first_line
 
 try:
     import filelock
@@ -94,13 +93,19 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: Best | None = None,
     ):
+        if keep_best is not None and not isinstance(keep_best, Best):
+            raise ValueError(f"Checkpointer: keep_best {keep_best!r} must be a Best(metric)")
         counts = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best and keep_best.count}
         for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"Checkpointer: {name} {value} must be 1 or more")
+            if (value is not None or name == "keep_last") and (type(value) is not int or value < 1):
+                raise ValueError(f"Checkpointer: {name} {value} must be a whole number, 1 or more")
         if keep_best and keep_best.mode not in ("min", "max"):
             raise ValueError(f"Checkpointer: keep_best has mode {keep_best.mode!r}, which must be min or max")
-        self.path = Path(path).absolute()
+        if "://" in str(path) or not str(path):
+            raise ValueError(
+                f"Checkpointer: {str(path)!r} is no folder; mount the bucket (by gcsfuse, say) and name that"
+            )
+        self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "Checkpointer: this is a file; name a folder", str(self.path))
         self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
@@ -119,7 +124,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps that were saved whole, the oldest first; what was never committed is not among them."""
         found = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(int(entry.name) for entry in found if entry.name.isdecimal() and _is_committed(entry))
+        return sorted(int(entry.name) for entry in found if _is_step(entry.name) and _is_committed(entry))
 
     def info(self, step: int) -> dict[str, Any]:
         """`{"step", "metrics", "run", "leaves": {path: {"shape", "dtype", "digest"}}}`, arrays unread.
@@ -128,6 +133,7 @@ class Checkpointer:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: its index cannot be read.
         """
+        step = _step(step)
         if step not in self.steps():
             raise FileNotFoundError(
                 errno.ENOENT, f"there is no checkpoint of step {step}; there are {self.steps()}", str(self.path)
@@ -136,9 +142,10 @@ class Checkpointer:
             index = json.loads((self.path / str(step) / _INDEX).read_text())["custom_metadata"]
             if index.pop("digest") != _digest_of(_canonical(index)).hex():
                 raise ValueError("its digest is another")
+            _check_format(index)
             return {"step": step, **{name: index[name] for name in ("metrics", "run", "leaves")}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(step, None, f"its index cannot be read: {_first_line(error)}") from error
+            raise CorruptCheckpointError(step, None, f"its index cannot be read: {first_line(error)}") from error
 
     # Saving.
 
@@ -159,29 +166,28 @@ class Checkpointer:
           metrics: for `keep_best`, and for those who look.
           blocking: wait until it is written.
 
+        A step that is there already with the same bits is left alone.
+
         Raises:
-          ValueError: the step is there already; names that collide.
-          TypeError: a leaf that is no array and no number.
+          ValueError: the step is there already with other bits, or newer ones are; names that collide.
+          TypeError: a leaf that is no array and no number; a metric that is no number.
           ProcessError: processes save other steps or other trees.
           ReplicaError: copies of an array differ between devices.
           OSError: no space; another run writes here; and whatever an earlier save failed of, if it was not waited for.
         """
-        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-            raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
-        step = int(step)
-        leaves = processes.together("save", lambda: _flat(tree))
-        processes.check_same("save", _described(step, leaves), "all must save the same step of the same tree")
         self.wait()
-        run, arrays = self.claim(), _arrays(leaves)
-        processes.from_first("save", lambda: self._prepare(step, arrays))
-        leaves |= {path: _everywhere(x) for path, x in arrays.items()}
-        measured: Any = dict(metrics) if metrics else None
-        index: Any = {"format": _FORMAT, "run": run, "metrics": measured, "leaves": _index(leaves)}
-        index["digest"] = _digest_of(_canonical(index)).hex()
-        stored = {_escaped(path): x for path, x in _arrays(leaves).items() if np.size(x)}
-        target = str(self.path / str(step))
-        response = processes.together("save", lambda: _write(target, stored, index))
-        self._saving = step, response
+        step, measured, tree = processes.together("save", lambda: _asked(step, metrics, tree))
+        what = f"{flat.described(step, tree)}\n{measured}"
+        processes.check_same("save", what, "all must save the same step of the same tree")
+        index: Any = {"format": _FORMAT, "run": self.claim(), "metrics": measured}
+        tree = Flat(tree.leaves | {path: flat.everywhere(x) for path, x in flat.arrays(tree.leaves).items()}, tree.keys)
+        index["leaves"] = flat.index_of(tree)
+        arrays = flat.arrays(tree.leaves)
+        if processes.from_first("save", lambda: self._prepare(step, index["leaves"], arrays)):
+            index["digest"] = _digest_of(_canonical(index)).hex()
+            stored = {flat.escaped(path): x for path, x in arrays.items() if np.size(x)} or _NOTHING
+            target = str(self.path / str(step))
+            self._saving = step, processes.together("save", lambda: _write(target, stored, index))
         if blocking:
             self.wait()
 
@@ -193,7 +199,8 @@ class Checkpointer:
         errors = _ended(response)
         if errors:
             raise _unsaved(step, errors, self.path)
-        processes.from_first("wait", self._prune)
+        for trouble in processes.from_first("wait", lambda: self._prune(step)):
+            warnings.warn(f"an old checkpoint could not be deleted: {trouble}", stacklevel=2)
 
     def close(self) -> None:
         """Waits, and lets others write here."""
@@ -221,21 +228,21 @@ class Checkpointer:
           CorruptCheckpointError: what is on disk is not what was saved.
         """
         self.wait()
-        wanted = processes.together("restore", lambda: _flat(template))
+        wanted = processes.together("restore", lambda: flat.flatten(template, shapes=True))
         if step is not None:
-            return step, _unflat(template, wanted, self._restored(wanted, step, cast))
-        steps = processes.from_first("restore", self.steps)
-        if not steps:
-            raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path))
+            step = _step(step)
+            return step, flat.unflatten(template, wanted, self._restored(wanted, step, cast))
         errors = []
-        for found in reversed(steps):
+        for found in reversed(processes.from_first("restore", self.steps)):
             try:
-                return found, _unflat(template, wanted, self._restored(wanted, found, cast))
+                return found, flat.unflatten(template, wanted, self._restored(wanted, found, cast))
+            except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here
+                errors.append(error)
             except CorruptCheckpointError as error:
                 warnings.warn(f"{error}; trying the one before", stacklevel=2)
                 errors.append(error)
                 self._corrupt.add(found)
-        raise errors[0]
+        raise errors[0] if errors else FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path))
 
     def verify(self, step: int) -> None:
         """Reads every array of a checkpoint, a part at a time, spread over all devices, and compares digests.
@@ -244,8 +251,9 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         leaves = self._leaves(step)
-        for part in _parts({path: saved for path, saved in leaves.items() if "digest" in saved}):
-            self._loaded({path: _spread(leaves[path]) for path in part}, step, leaves)
+        stored = {path: saved for path, saved in leaves.items() if "digest" in saved}
+        for part in flat.parts(stored, _VERIFIED_BYTES):
+            self._loaded({path: flat.spread(leaves[path]) for path in part}, step, leaves)
 
     def read(self, step: int, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """(path, array) of all leaves or of some, in the order of `paths`, in host memory, digests checked.
@@ -257,7 +265,8 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         leaves = self._leaves(step)
-        for part in _parts({path: leaves[path] for path in (leaves if paths is None else paths)}):
+        asked = {path: leaves[path] for path in (leaves if paths is None else paths)}
+        for part in flat.parts(asked, _VERIFIED_BYTES):
             hosts = {path: np.zeros(leaves[path]["shape"], jnp.dtype(leaves[path]["dtype"])) for path in part}
             found = self._loaded(hosts, step, leaves)
             yield from ((path, np.asarray(found[path])) for path in part)
@@ -273,30 +282,35 @@ class Checkpointer:
     def _leaves(self, step: int) -> dict[str, Any]:
         return processes.together("restore", lambda: self.info(step))["leaves"]
 
-    def _restored(self, wanted: dict[str, Any], step: int, cast: bool) -> dict[str, Any]:
+    def _restored(self, wanted: Flat, step: int, cast: bool) -> dict[str, Any]:
         leaves = self._leaves(step)
-        processes.together("restore", lambda: _check_same(wanted, leaves, step, cast))
-        return self._loaded(wanted, step, leaves)
+        what = f"checkpoint {step} does"
+        processes.together("restore", lambda: flat.check_same(wanted, leaves, what, cast))
+        return self._loaded(wanted.leaves, step, leaves)
 
-    def _loaded(self, wanted: dict[str, Any], step: int, leaves: dict[str, Any]) -> dict[str, Any]:
+    def _loaded(self, wanted: Mapping[str, Any], step: int, leaves: dict[str, Any]) -> dict[str, Any]:
         """The leaves in the dtypes they were saved in, where `wanted` lie; digests checked."""
-        numbers = {path: _number(leaves[path]) for path in wanted if "value" in leaves[path]}
-        wanted = {path: _shape(x) for path, x in wanted.items() if path not in numbers}
-        stored = {_escaped(path): _target(x, leaves[path]) for path, x in wanted.items() if np.prod(x.shape)}
-        with jax.enable_x64(jax.config.read("jax_enable_x64") or _are_wide(leaves)):
-            return {**numbers, **wanted, **self._digested(wanted, stored, step, leaves)}
+        numbers = {path: flat.number(leaves[path]) for path in wanted if "value" in leaves[path]}
+        rest = {path: flat.target(x, leaves[path]) for path, x in wanted.items() if path not in numbers}
+        with jax.enable_x64(jax.config.read("jax_enable_x64") or flat.are_wide(leaves)):
+            return {**numbers, **rest, **self._digested(rest, step, leaves)}
 
-    def _digested(self, wanted: Any, stored: Any, step: int, leaves: dict[str, Any]) -> dict[str, Any]:
+    def _digested(self, wanted: Mapping[str, Any], step: int, leaves: dict[str, Any]) -> dict[str, Any]:
+        """The arrays that have elements."""
+        paths = [path for path, x in wanted.items() if math.prod(x.shape)]
+        stored = {flat.escaped(path): wanted[path] for path in paths}
         loaded, errors = processes.attempted("restore", lambda: _read(self.path / str(step), stored))
         if errors:
             first = next(iter(errors.values()))
-            raise CorruptCheckpointError(step, None, f"it cannot be read: {_first_line(first)}") from first
+            if step not in processes.from_first("restore", self.steps):
+                raise FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(self.path))
+            raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
         assert loaded is not None
-        arrays = {path: loaded[_escaped(path)] for path in wanted if _escaped(path) in stored}
+        arrays = {path: loaded[flat.escaped(path)] for path in paths}
         for path, x in arrays.items():
             if isinstance(x, jax.ShapeDtypeStruct):  # as it was asked for
                 raise CorruptCheckpointError(step, path, "it is not there")
-        for path, digest in digests(arrays).items() if arrays else ():
+        for path, digest in named_digests(arrays).items():
             if digest != leaves[path]["digest"]:
                 raise CorruptCheckpointError(step, path, "other bits than were saved")
         return arrays
@@ -304,31 +318,57 @@ class Checkpointer:
     # The folder. These run on the first process alone.
 
     def _claim(self) -> str:
+        if self._lock is not None and not self._lock.is_there():  # the folder was deleted
+            self._lock.release()
+            self._lock = None
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _Lock(self.path)
-            for entry in (*self.path.glob("*.orbax-checkpoint-tmp*"), *self.path.glob("*.deleted.*")):
-                shutil.rmtree(entry, ignore_errors=True)  # of a save, or of a deletion, that was cut off
+            for entry in self.path.iterdir():
+                if _CUT_OFF.fullmatch(entry.name):
+                    shutil.rmtree(entry, ignore_errors=True)
         return self._lock.run
 
-    def _prepare(self, step: int, arrays: dict[str, Any]) -> None:
-        """Looks for what would be in the way of saving; puts aside what has a step's name and is none."""
-        found = [entry for entry in self.path.iterdir() if entry.name.isdecimal()]
-        bad = {entry: "uncommitted" for entry in found if not _is_committed(entry)}
-        bad |= {entry: "corrupt" for entry in found if int(entry.name) in self._corrupt}
-        self._corrupt.clear()
-        for entry, why in bad.items():
-            entry.rename(entry.with_name(f"{entry.name}.{why}.{uuid.uuid4().hex[:8]}"))
-        if step in self.steps():
-            raise ValueError(f"checkpoint: step {step} is saved already in {self.path}; steps never change")
-        _check_space(self.path, sum(int(x.size) * x.dtype.itemsize for x in arrays.values()))
+    def _prepare(self, step: int, leaves: dict[str, Any], arrays: dict[str, Any]) -> bool:
+        """Looks for what would be in the way of saving; puts aside what has the step's name and is none.
 
-    def _prune(self) -> None:
-        """Deletes what is not to be kept; a folder loses its name first, so that none is ever half there."""
-        steps = self.steps()
+        Returns:
+          whether there is anything to save.
+        """
+        target = self.path / str(step)
+        why = "corrupt" if step in self._corrupt else "uncommitted" if not _is_committed(target) else None
+        if why and os.path.lexists(target):
+            target.rename(target.with_name(f"{step}.{why}.{uuid.uuid4().hex[:8]}"))
+        self._corrupt.discard(step)
+        steps = [each for each in self.steps() if each not in self._corrupt]
+        if step in steps:
+            if self.info(step)["leaves"] == leaves:
+                return False
+            raise ValueError(
+                f"checkpoint: step {step} is saved already in {self.path}, with other bits; steps never change"
+            )
+        if steps and step < steps[-1]:
+            raise ValueError(
+                f"checkpoint: step {step} is older than {steps[-1]}, which is in {self.path}: to go on from an older "
+                "step, save in a new folder, or take the newer ones away"
+            )
+        _check_space(self.path, sum(int(x.size) * x.dtype.itemsize for x in arrays.values()))
+        return True
+
+    def _prune(self, saved: int) -> list[str]:
+        """Deletes what is not to be kept; a folder loses its name first, so that none is ever half there.
+
+        Returns:
+          what could not be deleted, and why.
+        """
+        steps, failed = [step for step in self.steps() if step not in self._corrupt], []
         regular = {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        for step in set(steps) - {*steps[-self._keep_last :], *self._best(steps)} - regular:
-            shutil.rmtree((self.path / str(step)).rename(self.path / f"{step}.deleted.{uuid.uuid4().hex[:8]}"))
+        for step in set(steps) - {saved, *steps[-self._keep_last :], *self._best(steps)} - regular:
+            try:
+                shutil.rmtree((self.path / str(step)).rename(self.path / f"{step}.deleted.{uuid.uuid4().hex[:8]}"))
+            except OSError as error:
+                failed.append(str(error))
+        return failed
 
     def _best(self, steps: list[int]) -> list[int]:
         if self._keep_best is None:
@@ -337,7 +377,7 @@ class Checkpointer:
         for step in steps:
             with contextlib.suppress(CorruptCheckpointError):
                 found[step] = (self.info(step)["metrics"] or {}).get(best.metric)
-        measured = [step for step, value in found.items() if value is not None and not math.isnan(value)]
+        measured = [step for step, x in found.items() if isinstance(x, int | float) and not math.isnan(x)]
         return sorted(measured, key=lambda step: found[step], reverse=best.mode == "max")[: best.count]
 
 
@@ -354,12 +394,13 @@ def to_bytes(tree: Any) -> bytes:
     >>> from_bytes({"w": jnp.zeros(3)}, to_bytes({"w": jnp.arange(3.0)}))
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    leaves = _flat(tree)
-    for path, x in _arrays(leaves).items():
-        if not _is_local(x):
+    found = flat.flatten(tree)
+    arrays = flat.arrays(found.leaves)
+    for path, x in arrays.items():
+        if not flat.is_local(x):
             raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
-    raw = {path: _raw(jax.device_get(x)) for path, x in _arrays(leaves).items()}
-    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": _index(leaves), "arrays": raw})
+    raw = {path: _raw(jax.device_get(x)) for path, x in arrays.items()}
+    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": flat.index_of(found), "arrays": raw})
     return _digest_of(data) + data
 
 
@@ -370,14 +411,14 @@ def from_bytes(template: Any, data: bytes, *, cast: bool = False) -> Any:
       ValueError: the template has other leaves, shapes or dtypes.
       CorruptCheckpointError: the bytes are not what was made.
     """
-    wanted = _flat(template)
+    wanted = flat.flatten(template, shapes=True)
     if _digest_of(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
         raise CorruptCheckpointError(None, None, "their digest is another; were they cut short, or made by to_bytes?")
     found: Any = serialization.msgpack_restore(data[_DIGEST_BYTES:])
-    leaves = found["leaves"]
-    _check_same(wanted, leaves, None, cast)
-    raw = found["arrays"]
-    return _unflat(template, wanted, {path: _from_raw(raw.get(path), leaves[path]) for path in wanted})
+    _check_format(found)
+    leaves, raw = found["leaves"], found["arrays"]
+    flat.check_same(wanted, leaves, "these bytes do", cast)
+    return flat.unflatten(template, wanted, {path: _from_raw(raw.get(path), leaves[path]) for path in wanted.leaves})
 
 
 _DIGEST_BYTES = 32
@@ -394,8 +435,36 @@ def _raw(x: Any) -> np.ndarray:
 
 def _from_raw(raw: Any, leaf: dict[str, Any]) -> Any:
     if raw is None:
-        return _number(leaf)
+        return flat.number(leaf)
     return np.frombuffer(raw.tobytes(), jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
+
+
+def _canonical(index: dict[str, Any]) -> bytes:
+    return json.dumps(index, sort_keys=True).encode()
+
+
+def _check_format(found: Any) -> None:
+    if found["format"] != _FORMAT:
+        raise ValueError(f"its format is {found['format']}, and this jaxshard reads {_FORMAT}; update it")
+
+
+def _step(step: Any) -> int:
+    if isinstance(step, bool | float) or not hasattr(step, "__index__") or operator.index(step) < 0:
+        raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
+    return operator.index(step)
+
+
+def _asked(step: Any, metrics: Mapping[str, Any] | None, tree: Any) -> tuple[int, dict[str, float] | None, Flat]:
+    """What is to be saved, if it can be."""
+    try:
+        measured = {str(name): float(value) for name, value in metrics.items()} if metrics else None
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"checkpoint: metrics must be numbers, got {metrics!r:.200}: {error}") from None
+    return _step(step), measured, flat.flatten(tree)
+
+
+_NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; no path is escaped like this
+_CUT_OFF = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted\.[0-9a-f]{8})")  # of a save, or of a deletion
 
 
 class _Lock:
@@ -420,12 +489,20 @@ class _Lock:
 
     def _noted(self) -> dict[str, str]:
         try:
-            return json.loads(self._notes.read_text())
+            found = json.loads(self._notes.read_text())
         except (OSError, ValueError):
             return {}
+        return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+    def is_there(self) -> bool:
+        return self._notes.exists()
 
     def release(self) -> None:
         self._lock.release()
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
 def _is_committed(folder: Path) -> bool:
@@ -500,7 +577,7 @@ def _ended(response: Any) -> dict[int, BaseException]:
 
 def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:
     error = errors.get(jax.process_index()) or next(iter(errors.values()))
-    text = _first_line(error)
+    text = first_line(error)
     if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
         number, reason = errno.ENOSPC, "no space left on the disk"
     else:
@@ -508,198 +585,3 @@ def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError
     made = OSError(number, f"checkpoint {step} was not saved: {reason}; older ones are whole ({text})", str(path))
     made.__cause__ = error
     return made
-
-
-# Trees as flat sets of arrays.
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    """Path -> array or Python's number; of typed keys their data.
-
-    Raises:
-      ValueError: there are no leaves, or two have the same path.
-      TypeError: a leaf that is no array and no number.
-    """
-    found: dict[str, Any] = {}
-    for names, leaf in named_leaves(tree):
-        path = path_of(tuple(name.replace("%", "%25").replace("/", "%2F") for name in names))
-        if path in found:
-            raise ValueError(f"checkpoint: two leaves are called {path!r}; rename one")
-        found[path] = _storable(path, leaf)
-    if not found:
-        raise ValueError("checkpoint: the tree has no leaves")
-    return found
-
-
-def _storable(path: str, leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return _as_on_devices(path, np.asarray(leaf))
-    if isinstance(leaf, _NUMBERS):
-        return leaf
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        raise TypeError(f"checkpoint: {path} is a {type(leaf).__name__}; only arrays and numbers can be saved")
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
-def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
-    """NumPy's wide dtypes as JAX has them: float64 rounded to float32, unless x64 is on."""
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    if jnp.issubdtype(dtype, jnp.integer) and x.size and not (x.astype(dtype) == x).all():
-        raise ValueError(f"checkpoint: {path} has numbers too large for {dtype}; enable jax_enable_x64")
-    return x.astype(dtype)
-
-
-_NUMBERS = (bool, int, float, complex)
-
-
-def _arrays(leaves: dict[str, Any]) -> dict[str, Any]:
-    return {path: x for path, x in leaves.items() if not isinstance(x, _NUMBERS)}
-
-
-_OF_KIND = {"b": "True".__eq__, "i": int, "f": float, "c": complex}
-
-
-def _number(saved: dict[str, Any]) -> Any:
-    """Python's number, to the last bit."""
-    return _OF_KIND[np.dtype(saved["dtype"]).kind](saved["value"])
-
-
-def _shape(x: Any) -> Any:
-    """An array, or of a number what NumPy makes of it."""
-    return np.asarray(x) if isinstance(x, _NUMBERS) else x
-
-
-def _everywhere(x: Any) -> Any:
-    """What each of several processes holds for itself, as one array with a copy on each device."""
-    if jax.process_count() == 1 or not _is_local(x):
-        return x
-    whole = np.asarray(x)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
-    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P()), lambda index: whole[index])
-
-
-def _is_local(x: Any) -> bool:
-    """Whether it lies on devices of this process alone, or on none."""
-    sharding = getattr(x, "sharding", None)
-    return sharding is None or sharding.is_fully_addressable
-
-
-def _index(leaves: dict[str, Any]) -> dict[str, Any]:
-    found = digests(_arrays(leaves))
-    return {
-        path: {"shape": [], "dtype": str(np.asarray(x).dtype), "value": repr(x)}
-        if isinstance(x, _NUMBERS)
-        else {"shape": list(x.shape), "dtype": str(x.dtype), "digest": found[path]}
-        for path, x in leaves.items()
-    }
-
-
-def _canonical(index: dict[str, Any]) -> bytes:
-    return json.dumps(index, sort_keys=True).encode()
-
-
-def _described(step: int, leaves: dict[str, Any]) -> str:
-    lines = (
-        f"{path} {x!r}" if isinstance(x, _NUMBERS) else f"{path} {x.dtype}{list(x.shape)}" for path, x in leaves.items()
-    )
-    return "\n".join([f"step {step}", *lines])
-
-
-def _check_same(wanted: dict[str, Any], leaves: dict[str, Any], step: int | None, cast: bool) -> None:
-    what = "these bytes do" if step is None else f"checkpoint {step} does"
-    wrong = [f"{path} is not in the checkpoint" for path in wanted if path not in leaves]
-    wrong += [f"{path} is not in the template" for path in leaves if path not in wanted]
-    for path, x in wanted.items():
-        saved, shape = leaves.get(path), np.shape(x)
-        if saved and shape != tuple(saved["shape"]):
-            wrong.append(f"{path} has shape {tuple(saved['shape'])}, the template {shape}")
-        elif saved and not cast and not _same_dtype(x, saved):
-            dtype = _shape(x).dtype
-            wrong.append(f"{path} has dtype {saved['dtype']}, the template {dtype} (cast=True converts)")
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
-
-
-def _same_dtype(x: Any, saved: dict[str, Any]) -> bool:
-    """Between numbers and arrays of no dims, their kinds alone count: both whole, say."""
-    mine, other = np.asarray(x).dtype if isinstance(x, _NUMBERS) else x.dtype, jnp.dtype(saved["dtype"])
-    if isinstance(x, _NUMBERS) or "value" in saved:
-        kinds = {"u": "i", "V": "f"}  # V: bfloat16 and the like
-        return kinds.get(mine.kind, mine.kind) == kinds.get(other.kind, other.kind)
-    return mine == other
-
-
-def _target(x: Any, saved: dict[str, Any]) -> Any:
-    """Where orbax is to put an array, in the dtype it was saved in."""
-    dtype = jnp.dtype(saved["dtype"])
-    if isinstance(x, np.ndarray) or (jax.process_count() > 1 and _is_local(x)):
-        return np.zeros(x.shape, dtype)
-    sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
-
-def _are_wide(leaves: dict[str, Any]) -> bool:
-    """Whether some need 64 bits that JAX would take away."""
-    dtypes = {jnp.dtype(saved["dtype"]) for saved in leaves.values() if "digest" in saved}
-    return any(jax.dtypes.canonicalize_dtype(dtype) != dtype for dtype in dtypes)
-
-
-def _spread(saved: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """A leaf cut over all devices, where they divide one of its dims."""
-    shape, mesh = tuple(saved["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
-    cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
-    spec = P() if cut is None else P(*(None,) * cut, "all")
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(saved["dtype"]), sharding=NamedSharding(mesh, spec))
-
-
-def _parts(leaves: dict[str, Any]) -> Iterator[list[str]]:
-    """The paths, in groups of so many bytes as are read at once."""
-    part, total = [], 0
-    for path, saved in leaves.items():
-        size = int(np.prod(saved["shape"])) * jnp.dtype(saved["dtype"]).itemsize
-        if part and total + size > _VERIFIED_BYTES:
-            yield part
-            part, total = [], 0
-        part, total = [*part, path], total + size
-    yield part
-
-
-def _unflat(template: Any, wanted: dict[str, Any], found: dict[str, Any]) -> Any:
-    """The leaves that were loaded, in the template's structure and each of its kind; `wanted`: its paths in order."""
-    leaves, treedef = jax.tree.flatten(template)
-    return jax.tree.unflatten(treedef, [_like(leaf, found[path]) for leaf, path in zip(leaves, wanted, strict=True)])
-
-
-def _like(leaf: Any, x: Any) -> Any:
-    """An array that was loaded, as the kind of thing that the template has there."""
-    if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
-        return type(leaf)(x)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    if isinstance(x, np.ndarray | bool | int | float | complex):
-        x = jax.device_put(np.asarray(x), leaf.sharding, may_alias=False)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(x, impl=str(jax.random.key_impl(leaf)))
-    if isinstance(x, jax.ShapeDtypeStruct):  # of no elements, so never stored
-        return jnp.zeros(x.shape, x.dtype, device=x.sharding)
-    return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
-
-
-def _escaped(path: str) -> str:
-    """A name of letters, digits, _ and -, which nothing takes for a way out of the folder; the rest as ~ and hex.
-
-    >>> _escaped("../a")
-    '~2E~2E~2Fa'
-    """
-    kept = string.ascii_letters + string.digits + "_-"
-    return "".join(chr(byte) if chr(byte) in kept else f"~{byte:02X}" for byte in path.encode())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]

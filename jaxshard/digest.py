@@ -4,8 +4,9 @@ A digest is the sum, mod 2**32, over all elements of their bits mixed with their
 one to one, so that a change of any one element always shows; of several changes at random, all but one in 2**32.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.specs import axes_in
-from jaxshard.tree import is_key, named_leaves, path_of
+from jaxshard.tree import is_key, named_leaves, unambiguous_path
 
 
 def digests(tree: Any) -> dict[str, int]:
@@ -27,25 +28,38 @@ def digests(tree: Any) -> dict[str, int]:
     Raises:
       ReplicaError: devices that should hold the same hold different bits.
     """
-    found = replica_digests(tree)
+    return named_digests(_named(tree))
+
+
+def named_digests(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """The same, of named arrays."""
+    found = _replica_digests(leaves)
     differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
     if differ:
-        leaves = {path_of(names): _array(leaf) for names, leaf in named_leaves(tree)}
-        raise ReplicaError(differ, _mesh_of(leaves[next(iter(differ))]).devices)
+        raise ReplicaError(differ, _mesh_of(_array(leaves[next(iter(differ))])).devices)
     return {path: int(digest.flat[0]) for path, digest in found.items()}
 
 
 def replica_digests(tree: Any) -> dict[str, np.ndarray]:
     """Path -> uint32 for each device of the leaf's mesh, in the mesh's shape: of the copy that it has a part in."""
-    paths, leaves = zip(*((path_of(names), _array(leaf)) for names, leaf in named_leaves(tree)), strict=True)
+    return _replica_digests(_named(tree))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return {unambiguous_path(names): leaf for names, leaf in named_leaves(tree)}
+
+
+def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    leaves = {path: _array(leaf) for path, leaf in named.items()}
     found: dict[str, np.ndarray] = {}
-    for mesh in dict.fromkeys(_mesh_of(leaf) for leaf in leaves):
-        some = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if _mesh_of(leaf) == mesh}
+    for mesh in dict.fromkeys(_mesh_of(leaf) for leaf in leaves.values()):
+        some = {path: leaf for path, leaf in leaves.items() if _mesh_of(leaf) == mesh}
         specs = tuple(leaf.sharding.spec if mesh else P() for leaf in some.values())
-        digests = jax.device_get(_on_mesh(tuple(some.values()), mesh, specs))
+        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():  # whatever mesh the caller has set
+            digests = jax.device_get(_on_mesh(tuple(some.values()), mesh, specs))
         shape = mesh.devices.shape if mesh else ()
         found |= {path: digest.reshape(shape) for path, digest in zip(some, digests, strict=True)}
-    return {path: found[path] for path in paths}
+    return {path: found[path] for path in leaves}
 
 
 class ReplicaError(RuntimeError):
@@ -65,12 +79,15 @@ class ReplicaError(RuntimeError):
         )
 
 
-def _array(leaf: Any) -> jax.Array:
+def _array(leaf: Any) -> Any:
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    if leaf.sharding.memory_kind == "pinned_host":  # offloaded: devices compute on their own memory only
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+    return leaf
 
 
-def _mesh_of(leaf: jax.Array) -> Any:
+def _mesh_of(leaf: Any) -> Any:
     """None: it lies on one device."""
     return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -51,7 +52,11 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def __enter__(self) -> Self:
+        if self._previous:
+            raise RuntimeError("Preemption: it is entered already; make another for another loop")
+        self._signal = None
         if threading.current_thread() is not threading.main_thread():
+            warnings.warn("Preemption: outside of the main thread Python hands over no signals", stacklevel=2)
             return self
         if jax.process_count() > 1:
             self._notice = _handler_of_jax()
@@ -63,6 +68,7 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
+        self._previous = {}
         if self._notice is not None:
             signal.set_wakeup_fd(-1)
             self._here.close()
@@ -131,12 +137,10 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, exit: Callable[[int], Any] = os._exit):
-        if seconds <= 0:
+        if not seconds > 0:
             raise ValueError(f"Watchdog: {seconds} seconds must be above 0")
         self._seconds, self._exit = seconds, exit
         self._last = time.monotonic()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="jaxshard watchdog", daemon=True)
 
     def beat(self) -> None:
         """All is well: a step was taken."""
@@ -144,6 +148,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self.beat()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxshard watchdog", daemon=True)
         self._thread.start()
         return self
 

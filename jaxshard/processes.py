@@ -62,12 +62,18 @@ def gathered(what: str, said: str) -> list[str]:
     from jax.experimental import multihost_utils
 
     meet(what)
-    mine = np.frombuffer(said.encode(), np.uint8)
+    mine = np.frombuffer(json.dumps([what, said]).encode(), np.uint8)
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).ravel()
     padded = np.zeros((int(lengths.max()) // 1024 + 1) * 1024, np.uint8)  # few sizes: each is a program
     padded[: len(mine)] = mine
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
-    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+    everyone = [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    for process, (other, _) in enumerate(everyone):
+        if other != everyone[0][0]:
+            raise ProcessError(
+                process, f"it is at {other!r}, process 0 at {everyone[0][0]!r}: all must make the same calls"
+            )
+    return [text for _, text in everyone]
 
 
 def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:

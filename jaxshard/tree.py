@@ -27,6 +27,15 @@ def path_of(names: Names) -> str:
     return "/".join(names) or "(the whole tree)"
 
 
+def unambiguous_path(names: Names) -> str:
+    """As `path_of`, with slashes in names written as %2F, so that no two paths are the same.
+
+    >>> unambiguous_path(("a/b", "c"))
+    'a%2Fb/c'
+    """
+    return path_of(tuple(name.replace("%", "%25").replace("/", "%2F") for name in names))
+
+
 def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
     return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 

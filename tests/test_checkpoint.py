@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
@@ -151,8 +153,11 @@ def test_what_is_kept(tmp_path):
             checkpoints.save(step, tree, metrics={"loss": loss}, blocking=True)
         assert checkpoints.steps() == [2, 10, 12, 13, 14]
         assert checkpoints.info(12)["metrics"] == {"loss": 2.0}
-        with pytest.raises(ValueError, match=r"step 12 is saved already"):
-            checkpoints.save(12, tree)
+        checkpoints.save(14, tree)  # the same bits: nothing to do
+        with pytest.raises(ValueError, match=r"step 14 is saved already in .*, with other bits"):
+            checkpoints.save(14, {"x": jnp.zeros(4)})
+        with pytest.raises(ValueError, match=r"step 11 is older than 14, .* save in a new folder"):
+            checkpoints.save(11, tree)
 
 
 def data_files(folder):
@@ -227,6 +232,9 @@ def test_what_was_never_committed_is_ignored_and_kept_aside(tmp_path):
         checkpoints.save(3, saved, blocking=True)
         assert checkpoints.steps() == [3]
         assert checkpoints.restore(saved)[0] == 3
+        assert (tmp_path / "9" / "precious").exists()  # in nobody's way so far
+        checkpoints.save(9, saved, blocking=True)
+        assert checkpoints.steps() == [3, 9]
     (aside,) = tmp_path.glob("9.uncommitted.*")
     assert (aside / "precious").read_text() == "x"
 
@@ -301,7 +309,7 @@ def test_bad_input(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="name a folder"):
         Checkpointer(tmp_path / "file")
-    with pytest.raises(ValueError, match="keep_last 0 must be 1 or more"):
+    with pytest.raises(ValueError, match="keep_last 0 must be a whole number, 1 or more"):
         Checkpointer(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match="mode 'low', which must be min or max"):
         Checkpointer(tmp_path, keep_best=Best("loss", mode="low"))
@@ -318,6 +326,117 @@ def test_bad_input(tmp_path, monkeypatch):
             checkpoints.save(1, {"x": jnp.zeros(2)})
         assert raised.value.errno == errno.ENOSPC
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".lock", "run.json"]
+
+
+# What a user's review found.
+
+
+def test_a_template_that_cannot_lie_there_condemns_no_checkpoint(tmp_path):
+    saved = {"w": jnp.arange(10.0)}
+    wrong = jax.ShapeDtypeStruct((10,), jnp.float32, sharding=NamedSharding(jaxshard.make_mesh(), P("data")))
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, saved)
+        with pytest.raises(ValueError, match=r"w of shape \(10,\) cannot lie as the template says"):
+            checkpoints.restore({"w": wrong})
+        checkpoints.save(3, saved, blocking=True)
+        assert checkpoints.steps() == [1, 2, 3]
+
+
+def test_one_failed_read_condemns_no_checkpoint(tmp_path, monkeypatch):
+    """Only what is saved anew under the same name is put aside."""
+    saved = {"w": jnp.arange(10.0)}
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, saved, blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxshard.checkpoint._read", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "hiccup")))
+            with pytest.warns(UserWarning, match="hiccup"), pytest.raises(CorruptCheckpointError):
+                checkpoints.restore(saved)
+        checkpoints.save(3, saved, blocking=True)
+        assert checkpoints.steps() == [1, 2, 3]
+        assert checkpoints.restore(saved)[0] == 3
+
+
+def test_numbers_of_all_sizes(tmp_path):
+    tree = {"big": 10**30, "wide": 2**40, "low": -(2**63), "rate": 0.1, "c": 1 + 2j, "yes": True, "no": False}
+    assert from_bytes(tree, to_bytes(tree)) == tree
+    with Checkpointer(tmp_path) as checkpoints:  # and no array at all
+        checkpoints.save(0, tree)
+        assert checkpoints.restore({name: type(x)(0) for name, x in tree.items()})[1] == tree
+        with pytest.raises(ValueError, match=r"wide is 1099511627776, which the template's int32 cannot hold"):
+            checkpoints.restore(tree | {"wide": jnp.int32(0)})
+        with pytest.raises(ValueError, match=r"rate has dtype float64, the template int64"):
+            checkpoints.restore(tree | {"rate": 1})
+
+
+def test_keys_keep_their_kind(tmp_path):
+    tree = {"key": jax.random.key(0, impl="rbg")}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, tree)
+        with pytest.raises(ValueError, match=r"key is a key of rbg, in the template of unsafe_rbg"):
+            checkpoints.restore({"key": jax.random.key(0, impl="unsafe_rbg")})
+        with pytest.raises(ValueError, match=r"in the template of no kind"):
+            checkpoints.restore({"key": jax.random.key_data(tree["key"])})
+        shape = jax.eval_shape(lambda: tree)
+        assert jax.random.key_impl(checkpoints.restore(shape)[1]["key"]) == jax.random.key_impl(tree["key"])
+
+
+def test_what_lay_anywhere_comes_back_so(tmp_path):
+    """Then it can meet what lies on a mesh."""
+    opt = jaxshard.zero2(TX, jaxshard.make_mesh(), min_shard_size=1)
+    tree = {"p": opt.place(params()), "key": jax.random.key(0), "x": jnp.ones(3)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, tree)
+        found = checkpoints.restore(tree)[1]
+    jax.jit(lambda t: t["p"]["w"].sum() + jax.random.normal(t["key"]) + t["x"].sum())(found)
+
+
+def test_leaves_that_cannot_be_saved_are_named(tmp_path):
+    gone = jnp.ones(3)
+    gone.delete()
+    wrong = {
+        "masked": np.ma.masked_array(np.ones(3), [0, 1, 0]),
+        "nibbles": jnp.ones(3, jnp.uint4),
+        "text": np.array(["a"]),
+        "shape": jax.ShapeDtypeStruct((3,), jnp.float32),
+        "gone": gone,
+    }
+    with Checkpointer(tmp_path) as checkpoints:
+        for name, leaf in wrong.items():
+            with pytest.raises((TypeError, ValueError), match=rf"checkpoint: {name} "):
+                checkpoints.save(0, {name: leaf})
+        with pytest.raises(TypeError, match="metrics must be numbers"):
+            checkpoints.save(0, {"x": jnp.ones(3)}, metrics={"loss": "low"})
+        checkpoints.save(0, {"x": jnp.zeros((0, 3))}, metrics={"loss": jnp.float32(2)}, blocking=True)
+        assert checkpoints.info(0)["metrics"] == {"loss": 2.0}
+        assert checkpoints.restore({"x": jnp.zeros((0, 3))})[1]["x"].shape == (0, 3)
+        checkpoints.verify(0)
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+    (tmp_path / "x.deleted.notes").mkdir()
+    (tmp_path / "x.deleted.notes" / "thesis").write_text("x")
+    (tmp_path / "007").mkdir()
+    with Checkpointer(tmp_path, keep_last=1) as checkpoints:
+        for step in (6, 7, 8):
+            checkpoints.save(step, {"x": jnp.ones(3)}, blocking=True)
+        assert checkpoints.steps() == [8]
+        shutil.rmtree(tmp_path)
+        checkpoints.save(9, {"x": jnp.ones(3)}, blocking=True)
+        assert checkpoints.steps() == [9]
+    for wrong in ("gs://bucket/x", ""):
+        with pytest.raises(ValueError, match="is no folder"):
+            Checkpointer(wrong)
+    assert Checkpointer("~/x").path == pathlib.Path.home() / "x"
+
+
+def test_whatever_mesh_is_set(tmp_path):
+    tree = {"x": jax.device_put(jnp.ones(8), NamedSharding(jaxshard.make_mesh(data=2, tensor=4), P("data")))}
+    with jax.set_mesh(jaxshard.make_mesh()), Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, tree | {"y": jnp.ones(2)}, blocking=True)
+        checkpoints.verify(1)
+        checkpoints.restore(tree | {"y": jnp.ones(2)})
 
 
 NO_PICKLE = """

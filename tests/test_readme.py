@@ -23,10 +23,11 @@ def test_the_twenty_lines_run():
 
 
 def test_the_run_that_nothing_loses_runs(tmp_path):
-    """Told to end at step 250, it has saved that step, and goes on from there."""
+    """Told to end within step 250, it has saved that; started again, it goes on from there to the end."""
     first, second = re.findall(r"```python\n(.*?)```", README, re.S)[1:3]
     told = "def next_batch(i):\n    if i == 249: os.kill(os.getpid(), 15)\n    return jaxshard.shard_batch(batch, opt)"
-    code = f"import os\n{first}\n{told}\n{second}\nprint('restored', i)"
+    again = "params, state = opt.place(jax.tree.map(np.zeros_like, params)), opt.init(params)"
+    code = "\n".join(["import os", first, told, second, "print('saved', i)", again, second, "print('ended', i)"])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
@@ -35,7 +36,7 @@ def test_the_run_that_nothing_loses_runs(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert "restored 250" in done.stdout
+    assert done.stdout.splitlines()[-2:] == ["saved 250", "ended 1000"]
 
 
 def test_the_program_of_the_guide_to_parallelism_runs():

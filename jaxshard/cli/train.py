@@ -288,6 +288,11 @@ def _dated_folder() -> Path:
 
 def _check_same_model(folder: RunFolder, config: Config) -> None:
     """Refuses what would change the saved arrays or start chance anew; sums (precision.reduce) may change."""
+    taken = folder.latest_step() or 0
+    if config.train.steps < taken:
+        raise ValueError(
+            f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: give more"
+        )
     saved, given = (_saved_as(each) for each in (toml.load(folder.config), config))
     changes = ", ".join(
         f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]

@@ -1,0 +1,68 @@
+"""Guards in one process; several are in tests/faults."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxshard.guards import HUNG, Preemption, Watchdog
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_and_the_handlers_come_back(number):
+    said, before = [], signal.getsignal(number)
+    with Preemption(said.append) as preemption:
+        assert not preemption.reached(0)
+        os.kill(os.getpid(), number)
+        assert preemption.reached(1)
+        assert preemption.status == 128 + number
+    assert said == [f"{number.name}: after this step the model is saved (once more: it is not)"]
+    assert signal.getsignal(number) == before
+    with preemption:  # used again, it knows of no signal
+        assert not preemption.reached(2)
+
+
+def test_a_second_ctrl_c_is_one():
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert preemption.reached(0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_preemption_where_it_cannot_be():
+    with Preemption() as preemption, pytest.raises(RuntimeError, match="entered already"):
+        preemption.__enter__()
+    found = []
+
+    def elsewhere():
+        with pytest.warns(UserWarning, match="outside of the main thread"), Preemption() as preemption:
+            found.append(preemption.reached(0))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_a_watchdog_barks_only_when_nothing_is_heard(capfd):
+    exits = []
+    watchdog = Watchdog(0.5, exits.append)
+    for _ in range(2):
+        with watchdog:
+            for _ in range(12):
+                time.sleep(0.1)
+                watchdog.beat()
+    assert exits == []
+    with watchdog:
+        time.sleep(1.5)
+    assert exits == [HUNG]
+    assert "took no step for" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_watchdog_needs_time(seconds):
+    with pytest.raises(ValueError, match="must be above 0"):
+        Watchdog(seconds)
