@@ -112,6 +112,21 @@ def only_one_leaf(p, batch):
     )
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_spike_that_is_finite_is_an_ordinary_step(strategy):
+    """A hundred times the gradient, in one row: taken as optax takes it, which clips it to the same norm as any."""
+    p, state, said = run(*start(make(strategy)), [batch(0), batch(1, y=1e4), batch(2)])
+    assert said == []
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((p, state)))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    want = jax.tree.map(jnp.asarray, params())
+    plain = tx.init(want)
+    for b in [batch(0), batch(1, y=1e4), batch(2)]:
+        updates, plain = jax.jit(tx.update)(jax.grad(loss)(want, b), plain, want)
+        want = optax.apply_updates(want, updates)
+    assert_close(p, want, 1e-5)
+
+
 def test_the_leaf_is_named_and_the_loss_too():
     step, p, state = start(make("zero2"), only_one_leaf)
     p, state, metrics = step(p, state, batch(0, x=9.0))

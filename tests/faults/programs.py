@@ -81,6 +81,8 @@ def other_saves(folder, what):
     step = 1
     if what == "steps" and index:
         step = 2
+    if what == "no step" and index:
+        step = -9
     if what == "trees" and index:
         tree = {"v": jnp.arange(4.0)}
     with Checkpointer(folder) as checkpoints:
@@ -91,6 +93,8 @@ def other_saves(folder, what):
             checkpoints.save(step, tree)
         except Exception as error:
             say("refused:", type(error).__name__, error)
+        if what != "one":
+            say("then", checkpoints.latest_valid())  # they are still in step
 
 
 def differing(what):

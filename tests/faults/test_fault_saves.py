@@ -4,8 +4,11 @@ import contextlib
 import re
 import subprocess
 
+import jax.numpy as jnp
 import pytest
 from group import Group, program
+
+from jaxshard.checkpoint import Checkpointer
 
 
 def test_two_processes_save_and_restore_together(tmp_path):
@@ -14,34 +17,57 @@ def test_two_processes_save_and_restore_together(tmp_path):
     assert all("whole" in group.log(i) for i in range(2))
 
 
-@pytest.mark.parametrize("what", ["steps", "trees", "one"])
+@pytest.mark.parametrize("what", ["steps", "trees", "one", "no step"])
 def test_processes_that_save_other_things_are_refused(tmp_path, what):
     """F19, F20, F21."""
     with Group(program("other_saves", tmp_path / "ck", what), tmp_path) as group:
         group.wait()
     logs = [group.log(i) for i in range(2)]
+    assert not list(tmp_path.glob("ck/1*"))
     if what == "one":
         assert "refused: TimeoutError save: not all 2 processes came within 5 s" in logs[0], group.text()
+        return
+    assert all("then None" in log for log in logs), group.text()
+    if what == "no step":
+        assert "refused: ProcessError process 1: ValueError: checkpoint: step -9 must be" in logs[0]
+        assert "refused: ValueError checkpoint: step -9 must be a whole number, 0 or more" in logs[1]
     else:
         words = {"steps": "'step 2', process 0 'step 1'", "trees": "'v float32[4]', process 0 'w float32[4]'"}[what]
         assert all(f"refused: ProcessError process 1: save: it has {words}" in log for log in logs), group.text()
-    assert not list(tmp_path.glob("ck/1*"))
+
+
+def mount(*arguments):
+    """None, or the reason why this user may not."""
+    tried = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
+    return tried.stderr if tried.returncode else None
 
 
 @contextlib.contextmanager
 def small_disk(folder):
     """A file system of 6 MB, where this user may mount one; else nothing, and the reason why."""
     folder.mkdir()
-    tried = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if tried.returncode:
-        yield tried.stderr
-        return
+    refusal = mount("-t", "tmpfs", "-o", "size=6m", "tmpfs", folder)
     try:
-        yield None
+        yield refusal
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        if refusal is None:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_folder_that_is_only_for_reading_is_told_and_still_read(tmp_path):
+    """F23: by the mount, or by its mode for a user who is bound by modes."""
+    folder, tree = tmp_path / "disk", {"w": jnp.arange(4.0)}
+    with small_disk(folder) as refusal:
+        with Checkpointer(folder) as checkpoints:
+            checkpoints.save(1, tree)
+        if refusal or mount("-o", "remount,ro", folder):
+            folder.chmod(0o555)
+        before = sorted(path.name for path in folder.iterdir())
+        with Checkpointer(folder) as checkpoints:
+            with pytest.raises(OSError, match=r"Read-only|Permission denied"):
+                checkpoints.save(2, tree)
+            assert checkpoints.restore(tree)[0] == 1
+        assert sorted(path.name for path in folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("count", [1, 2])
