@@ -4,11 +4,11 @@
     python benchmarks/checkpoints.py memory --gigabytes 1.6
 
 `step` trains the reference model with AdamW on 8 simulated devices and alternates steps during an asynchronous save
-with as many without one; quote the medians. Here the devices are threads, and they share the processor's cores with
-those that write, as no accelerator does; and they lend their memory to `save`, so that the next step must copy what it
-would have overwritten. `--apart` is nearer to an accelerator: one core is kept for writing, and the copy is made before,
-in both kinds of steps. `memory` saves and restores a state that is cut over two processes, and tells how much more each
-of them ever held.
+with as many without one; quote the medians. Here the devices are threads, and share the processor's cores with those
+that write, as no accelerator does; and they lend their memory to `save`, so that the next step must copy what it would
+have overwritten. `--apart` is nearer to an accelerator: one core is kept for writing, and the copy is made before, in
+both kinds of steps. `memory` saves and restores a state that is cut over two processes, and tells how much more each of
+them ever held.
 """
 
 import argparse
