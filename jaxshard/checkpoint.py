@@ -525,8 +525,8 @@ def _check_space(path: Path, needed: int) -> None:
 
 
 def _write(target: str, stored: dict[str, Any], index: Any) -> Any:
-    """Starts it. Uncompressed: zstd would save a tenth of the bytes of float32 numbers, at three times the processor's
-    time, and hold as much more memory as is written."""
+    """Starts it. Uncompressed: zstd would save a tenth of the bytes of float32 numbers, at two to three times
+    the processor's time, and hold as much more memory as is written."""
     plain = ocp.Context()
     plain.array.saving.use_compression = False
     with plain:
