@@ -571,8 +571,16 @@ def _ended(response: Any) -> dict[int, BaseException]:
         errors: dict[int, BaseException] = {
             i: processes.ProcessError(i, text) for i, (_, text) in enumerate(said) if text
         }
+        if errors and jax.process_count() > 1:
+            _leave_in_order()
         if errors or all(done for done, _ in said):
             return errors | ({jax.process_index(): failed[0]} if failed else {})
+
+
+def _leave_in_order() -> None:
+    """Lets Python end although a part of the save may wait for other processes: its thread is waited for at the end,
+    and is cut off once all processes have taken their leave. (By the one hook that comes before the waiting.)"""
+    threading._register_atexit(jax.distributed.shutdown)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:

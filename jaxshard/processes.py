@@ -4,6 +4,7 @@ Every function here must be called by all processes alike. They meet at a barrie
 missing, and then exchange a few bytes through their devices.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -29,30 +30,43 @@ class ProcessError(RuntimeError):
         self.process = process
 
 
-def meet(what: str, seconds: float | None = None) -> None:
+def meet(what: str) -> None:
     """Waits until all processes are here.
 
     Raises:
-      TimeoutError: some did not come in time (by default MEETING_SECONDS); it says which.
+      TimeoutError: some did not come within MEETING_SECONDS; it says which.
     """
     if jax.process_count() == 1:
         return
+    name = f"jaxshard.{next(_meetings)}"
     try:
-        from orbax.checkpoint import multihost
+        _wait_for_all(name, MEETING_SECONDS)
     except ModuleNotFoundError:  # then without a time limit
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(f"jaxshard.{next(_meetings)}")
-        return
-    seconds = seconds or MEETING_SECONDS
-    wait: Any = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
-    try:
-        wait(key=f"jaxshard.{next(_meetings)}", timeout_ms=int(seconds * 1000))
+        multihost_utils.sync_global_devices(name)
     except Exception as error:
         raise TimeoutError(
-            f"{what}: not all {jax.process_count()} processes came within {seconds:g} s; all of them must make this "
-            f"call: {error}"
+            f"{what}: not all {jax.process_count()} processes came within {MEETING_SECONDS:g} s; all of them must make "
+            f"this call: {error}"
         ) from error
+
+
+def take_leave(seconds: float) -> None:
+    """Leaves the others in order, if all of them come to do so within `seconds`; else it changes nothing.
+
+    A process that just ends cuts off whatever others still do, and the coordinator cuts off the others themselves.
+    """
+    with contextlib.suppress(Exception):
+        _wait_for_all("jaxshard.end", seconds)
+        jax.distributed.shutdown()
+
+
+def _wait_for_all(name: str, seconds: float) -> None:
+    from orbax.checkpoint import multihost
+
+    wait: Any = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    wait(key=name, timeout_ms=int(seconds * 1000))
 
 
 def gathered(what: str, said: str) -> list[str]:

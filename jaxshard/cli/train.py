@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import math
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -55,13 +53,10 @@ def command(arguments: Sequence[str]) -> int:
     except BaseException as error:
         if jax.distributed.is_initialized():  # the others wait at an exchange, as would this one to take its leave
             traceback.print_exception(error)
-            _leave_at_once(_status(error, 1))
+            _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
-    if status in (1, _LOST) and jax.process_count() > 1:
-        with contextlib.suppress(TimeoutError):
-            processes.meet("end", 10)
-        time.sleep(jax.process_index() == 0)  # the coordinator goes last
-        _leave_at_once(status)  # parts of a save that failed may wait for others still
+    if status == _LOST and jax.process_count() > 1:
+        _leave_at_once(status, 10)
     return status
 
 
@@ -102,9 +97,12 @@ def _trained(job: Job) -> int:
     return status
 
 
-def _leave_at_once(status: int) -> NoReturn:
+def _leave_at_once(status: int, seconds: float) -> NoReturn:
+    """Ends this process, in order if the others end within `seconds`, too."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if seconds:
+        processes.take_leave(seconds)
     os._exit(status)
 
 

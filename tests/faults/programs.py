@@ -1,6 +1,5 @@
 """What the processes of the fault tests run. Each function is one program; `group.program` names it."""
 
-import os
 import resource
 import shutil
 import signal
@@ -15,6 +14,7 @@ import optax
 import jaxshard
 from jaxshard import guards, processes
 from jaxshard.checkpoint import Checkpointer
+from jaxshard.cli import train
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -161,7 +161,19 @@ def disk_full(folder, count, how):
         say("seconds", time.monotonic() - start)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         say("restored", checkpoints.restore(p)[0])
-        os._exit(0)  # a background thread of the others may still wait
+    time.sleep(jax.process_index())  # the coordinator comes to its end first
+
+
+def unexpected_error():
+    """An error that nobody thought of, on all processes; the coordinator comes to its end first."""
+    index = join()
+
+    def fails(arguments):
+        time.sleep(2 * index)
+        raise RuntimeError(f"nobody thought of this in process {index}")
+
+    train._command = fails
+    raise SystemExit(train.command([]))
 
 
 def hang(seconds):

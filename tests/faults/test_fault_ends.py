@@ -56,3 +56,11 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
         assert group.processes[0].poll() is None
         group.signal(number, 0)
         assert group.processes[0].wait(10) == 128 + number
+
+
+def test_processes_that_fail_one_after_the_other_all_say_why(tmp_path):
+    """No process is cut off by one that ends before it, the coordinator above all."""
+    with Group(program("unexpected_error"), tmp_path) as group:
+        assert group.wait(60) == [1, 1], group.text()
+    for index in range(2):
+        assert f"nobody thought of this in process {index}" in group.log(index)

@@ -107,9 +107,10 @@ def test_processes_started_here(tmp_path, tiny):
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tiny):
     """F23."""
-    with Group(trainer(tiny, "--out", tmp_path / "run", "--train.steps", 4000), tmp_path, 1, devices=2) as first:
+    options = [tiny, "--out", tmp_path / "run", "--train.steps", 4000]
+    with Group(trainer(*options), tmp_path, 1, devices=2) as first:
         first.until(lambda: len(losses(tmp_path / "run")) > 8, "steps")
-        logs = train(tmp_path, tiny, "--out", tmp_path / "run", "--resume", count=1, devices=2, status=2)
+        logs = train(tmp_path, *options, "--resume", count=1, devices=2, status=2)
         assert "is writing checkpoints here; end it, or give each run its own folder" in logs[0]
         assert first.processes[0].poll() is None
         first.signal(signal.SIGTERM, 0)
