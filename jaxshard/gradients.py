@@ -18,7 +18,7 @@ from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import like, wide
 from jaxshard.program import Options, Program
 from jaxshard.specs import without
-from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of
+from jaxshard.tree import check_alive, is_key, is_traced, named_leaves, path_of, sum_dtype
 
 
 def value_and_grad(
@@ -320,7 +320,7 @@ class _Device:
             g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
         g = collectives.total(g, [axis for axis in self.engine.split_axes if axis not in done])
         if self.scale is not None:
-            g, denominator = g.astype(jnp.promote_types(g.dtype, jnp.float32)), denominator * self.scale
+            g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
         return (g / denominator).astype(wide(self.engine.config, leaf.dtype))
 
     def _reduced(self, losses: Any, weights: Any, auxes: Any) -> tuple[Any, Any]:
@@ -335,7 +335,7 @@ class _Device:
         def average(x):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            wide = x.astype(sum_dtype(x))
             if self.options.weighted:
                 wide = wide * weights.reshape(-1, *(1,) * (x.ndim - 1))
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)

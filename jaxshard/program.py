@@ -12,7 +12,7 @@ from jax import lax
 from jaxshard import lazy
 from jaxshard.engine import Engine
 from jaxshard.jaxprs import depends
-from jaxshard.tree import is_key, named_leaves, path_of
+from jaxshard.tree import is_key, named_leaves, path_of, sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
         raise TypeError(
             f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
         )
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # summed over devices: not in bf16
+    loss = loss.astype(sum_dtype(loss))  # summed over devices: not in bf16
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 

@@ -18,7 +18,7 @@ from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
-from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of
+from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, sum_dtype
 
 
 def train_step(
@@ -218,7 +218,7 @@ def _judged(loss: jax.Array, grads: Any) -> tuple[jax.Array, jax.Array, jax.Arra
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     """In float32 at least: in bf16 a sum of many squares would stop growing."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(sum_dtype(x))
     return jnp.sum(jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard import collectives
+from jaxshard.tree import sum_dtype
 
 TENSOR = "tensor"
 
@@ -123,7 +124,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
       TypeError: the logits are not cut over the axis.
     """
     _check_cut("vocab_parallel_cross_entropy: the logits", logits, axis)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(sum_dtype(logits))
     highest = lax.stop_gradient(jnp.max(logits, -1))
     if _is_cut(logits, axis):
         highest = lax.pmax(highest, axis)

@@ -56,6 +56,11 @@ def shape_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
 
+def sum_dtype(x: Any) -> Any:
+    """What sums of many `x` are made in: float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def matched(fn: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
     """`new`, each leaf that has one of the same path in `old` replaced by `fn(leaf, that one)`.
 
