@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import jaxshard
+from jaxshard import mesh
 from jaxshard.cli.train import parse
 
 ROOT = Path(__file__).parent.parent
@@ -254,9 +255,11 @@ def joined(monkeypatch):
     def joined(environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        seen = []
+        seen, called = [], []
+        monkeypatch.setattr(mesh, "roll_call", lambda *arguments: called.append(arguments[:3]))
         monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: seen.append(arguments))
         jaxshard.initialize()
+        assert called == seen
         (arguments,) = seen
         return arguments
 
