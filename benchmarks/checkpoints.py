@@ -6,8 +6,8 @@
 `step` trains the reference model with AdamW on 8 simulated devices and alternates steps during an asynchronous save
 with as many without one; quote the medians. Here the devices are threads, and share the processor's cores with those
 that write, as no accelerator does; and they lend their memory to `save`, so that the next step must copy what it would
-have overwritten. `--apart` is nearer to an accelerator: one core is kept for writing, and the copy is made before, in
-both kinds of steps. `memory` saves and restores a state that is cut over two processes, and tells how much more each of
+have overwritten. `--apart` is nearer to an accelerator: one core is kept for writing, and what is saved is a copy that
+was made before. `memory` saves and restores a state that is cut over two processes, and tells how much more each of
 them ever held.
 """
 
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,11 @@ def keep_apart() -> None:
     os.sched_setaffinity(0, {last})
 
 
-def pair(training: Training, checkpoints: Checkpointer, number: int, apart: bool) -> dict[str, np.ndarray]:
-    """One save with nothing beside it, one with steps until it has ended, and as many steps alone."""
+def pair(training: Training, checkpoints: Checkpointer, number: int, copy: Any) -> dict[str, np.ndarray]:
+    """One save with nothing beside it, one with steps until it has ended, and as many steps alone.
+
+    `copy`: saved instead of what is trained.
+    """
     found = {}
     clock = Clock()
     digests(training.tree)
@@ -95,11 +99,9 @@ def pair(training: Training, checkpoints: Checkpointer, number: int, apart: bool
     checkpoints.save(2 * number, training.tree, blocking=True)
     found["save, blocking"] = clock.read()
     training.run()
-    saved = copied(training.tree) if apart else training.tree
     clock = Clock()
-    checkpoints.save(2 * number + 1, saved)
+    checkpoints.save(2 * number + 1, copy or training.tree)
     found["save returns after"] = clock.read()
-    del saved
     writing, clock, steps = threading.Thread(target=checkpoints.wait), Clock(), 0
     writing.start()
     while writing.is_alive():
@@ -107,18 +109,12 @@ def pair(training: Training, checkpoints: Checkpointer, number: int, apart: bool
         steps += 1
     found["steps during it"] = clock.read()
     training.run()
-    held = copied(training.tree) if apart else None  # else the kernel's time for such memory would seem the save's
     clock = Clock()
     for _ in range(steps):
         training.run()
     found["as many alone"] = clock.read()
-    del held
     print(f"  {number}:", ", ".join(f"{name} {wall:.2f} s" for name, (wall, _) in found.items()), flush=True)
     return found | {"steps": np.asarray([steps, steps])}
-
-
-def copied(tree):
-    return jax.block_until_ready(jax.tree.map(jnp.copy, tree))
 
 
 def measure_steps(options: argparse.Namespace) -> None:
@@ -128,7 +124,8 @@ def measure_steps(options: argparse.Namespace) -> None:
     if options.apart:
         keep_apart()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, Checkpointer(folder, keep_last=1) as checkpoints:
-        pairs = [pair(training, checkpoints, number, options.apart) for number in range(options.pairs + 1)][1:]
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, training.tree)) if options.apart else None
+        pairs = [pair(training, checkpoints, number, copy) for number in range(options.pairs + 1)][1:]
     numbers = sum(x.size for x in jax.tree.leaves(training.tree))
     print(f"{options.strategy}, 8 devices, {numbers / 1e6:.0f}M numbers in params and state, {options.pairs} pairs")
     for name in pairs[0]:
