@@ -103,7 +103,7 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: keep_best has mode {keep_best.mode!r}, which must be min or max")
         if "://" in str(path) or not str(path):
             raise ValueError(
-                f"Checkpointer: {str(path)!r} is no folder; mount the bucket (by gcsfuse, say) and name that"
+                f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
             )
         self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not self.path.is_dir():
@@ -116,8 +116,11 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or jax.process_count() == 1:
+            self.close()
+        else:  # it may be this process's alone, and then the others are elsewhere
+            self._abandon()
 
     # What there is.
 
@@ -207,9 +210,23 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._unlock()
+
+    def _abandon(self) -> None:
+        """Gives the last save some time, and asks no other process about it."""
+        if self._saving is not None:
+            (step, response), self._saving = self._saving, None
+            ended, failed = _heard_of(response)
+            if not ended.wait(_ABANDONED_SECONDS) or failed:
+                why = first_line(failed[0]) if failed else "it was not written in time"
+                warnings.warn(f"checkpoint {step} was not saved: {why}", stacklevel=3)
+                _leave_in_order()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     # Restoring.
 
@@ -226,23 +243,25 @@ class Checkpointer:
           FileNotFoundError: nothing is saved here.
           ValueError: the template has other leaves, shapes or dtypes; all are named, and nothing was read.
           CorruptCheckpointError: what is on disk is not what was saved.
+          OSError: what is there cannot be read now: it is another user's, memory ran out.
         """
         self.wait()
         wanted = processes.together("restore", lambda: flat.flatten(template, shapes=True))
         if step is not None:
             step = _step(step)
             return step, flat.unflatten(template, wanted, self._restored(wanted, step, cast))
-        errors = []
-        for found in reversed(processes.from_first("restore", self.steps)):
+        tried: dict[int, Exception] = {}
+        while left := [each for each in processes.from_first("restore", self.steps) if each not in tried]:
+            found = left[-1]
             try:
                 return found, flat.unflatten(template, wanted, self._restored(wanted, found, cast))
-            except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here
-                errors.append(error)
+            except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
+                tried[found] = error
             except CorruptCheckpointError as error:
                 warnings.warn(f"{error}; trying the one before", stacklevel=2)
-                errors.append(error)
+                tried[found] = error
                 self._corrupt.add(found)
-        raise errors[0] if errors else FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path))
+        raise next(iter(tried.values()), FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path)))
 
     def verify(self, step: int) -> None:
         """Reads every array of a checkpoint, a part at a time, spread over all devices, and compares digests.
@@ -304,6 +323,9 @@ class Checkpointer:
             first = next(iter(errors.values()))
             if step not in processes.from_first("restore", self.steps):
                 raise FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(self.path))
+            if any(word in f"{type(error).__name__}: {error}" for error in errors.values() for word in _NOT_CORRUPT):
+                made = OSError(errno.EIO, f"checkpoint {step} cannot be read: {first_line(first)}", str(self.path))
+                raise made from first
             raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
         assert loaded is not None
         arrays = {path: loaded[flat.escaped(path)] for path in paths}
@@ -548,9 +570,13 @@ def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         return ocp.load(str(folder), wanted) if wanted else {}
 
 
-def _ended(response: Any) -> dict[int, BaseException]:
-    """Waits for a save. Where it fails for one process, the others' parts may wait for that one for ever: so nobody
-    waits any longer than until one has failed."""
+# What keeps a checkpoint from being read, and says nothing of its bits.
+_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
+_ABANDONED_SECONDS = 60
+
+
+def _heard_of(response: Any) -> tuple[threading.Event, list[BaseException]]:
+    """(when a save has ended, what it failed of): this process's part."""
     ended = threading.Event()
     failed: list[BaseException] = []
 
@@ -562,6 +588,13 @@ def _ended(response: Any) -> dict[int, BaseException]:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
+    return ended, failed
+
+
+def _ended(response: Any) -> dict[int, BaseException]:
+    """Waits for a save. Where it fails for one process, the others' parts may wait for that one for ever: so nobody
+    waits any longer than until one has failed."""
+    ended, failed = _heard_of(response)
     pause = 0.05
     while True:
         ended.wait(None if jax.process_count() == 1 else pause)

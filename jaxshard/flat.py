@@ -18,7 +18,7 @@ from jaxshard.tree import check_alive, is_key, named_leaves, unambiguous_path
 NUMBERS = (bool, int, float, complex)
 _DTYPES: dict[type, str] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _OF_KIND = {"b": "True".__eq__, "i": int, "f": float, "c": complex}
-_UNKNOWN_TO_ORBAX = ("uint4", "uint2")
+_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn")
 
 
 class Flat(NamedTuple):
@@ -68,8 +68,8 @@ def _storable(path: str, leaf: Any) -> Any:
         raise TypeError(f"checkpoint: {path} is being traced; save outside of jit")
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(f"checkpoint: {path} is a {type(leaf).__name__}; only arrays and numbers can be saved")
-    if str(leaf.dtype) in _UNKNOWN_TO_ORBAX:
-        raise TypeError(f"checkpoint: {path} is {leaf.dtype}, which cannot be stored; convert it to uint8")
+    if str(leaf.dtype) in _NEVER_STORED:
+        raise TypeError(f"checkpoint: {path} is {leaf.dtype}, which cannot be stored; convert it to a dtype of 8 bits")
     if not is_key(leaf):
         return leaf
     if isinstance(leaf, jax.Array):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any, Self
 import jax
 
 HUNG = 75  # EX_TEMPFAIL: worth another try
+_calls = itertools.count(1)  # of `reached`
 
 
 class Preemption:
@@ -36,7 +38,7 @@ class Preemption:
         self._say = say
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
-        self._notice: Callable[[int], None] | None = None  # to the other processes
+        self._handler: int | None = None  # JAX's own, of SIGTERM: its address
 
     @property
     def status(self) -> int:
@@ -45,11 +47,12 @@ class Preemption:
 
     def reached(self, step: int) -> bool:
         """Whether to save and end now, before `step`: the same on all processes."""
+        del step  # JAX waits for a number one above the highest so far, so these must be of all calls, from 1 on
         if jax.process_count() == 1:
             return self._signal is not None
         from jax.experimental import multihost_utils
 
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(next(_calls))
 
     def __enter__(self) -> Self:
         if self._previous:
@@ -59,7 +62,7 @@ class Preemption:
             warnings.warn("Preemption: outside of the main thread Python hands over no signals", stacklevel=2)
             return self
         if jax.process_count() > 1:
-            self._notice = _handler_of_jax()
+            self._handler = _handler_of_jax()
             self._watch()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._in_python)
@@ -69,9 +72,11 @@ class Preemption:
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
         self._previous = {}
-        if self._notice is not None:
-            signal.set_wakeup_fd(-1)
-            self._here.close()
+        if self._handler:
+            signal.set_wakeup_fd(self._woken_before)
+            _libc().signal(signal.SIGTERM, self._handler)
+            self._there.close()  # which ends the thread
+            self._handler = None
 
     def _in_python(self, number: int, _: object) -> None:
         """The handler: called between two instructions of Python, which may be long in coming."""
@@ -80,13 +85,13 @@ class Preemption:
 
     def _watch(self) -> None:
         """With several processes a thread hears of signals at once, also while this process waits for the others."""
-        self._here, there = socket.socketpair()
+        here, there = socket.socketpair()
         there.setblocking(False)
-        signal.set_wakeup_fd(there.fileno())
+        self._woken_before = signal.set_wakeup_fd(there.fileno())
 
         def listen() -> None:
-            with contextlib.suppress(OSError):
-                while numbers := self._here.recv(16):
+            with here:
+                while numbers := here.recv(16):
                     for number in numbers:
                         if number in (signal.SIGINT, signal.SIGTERM):
                             self._got(number)
@@ -98,9 +103,10 @@ class Preemption:
         if self._signal is not None:
             self._leave(number)
         self._signal = number
-        self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
-        if self._notice is not None:
-            self._notice(signal.SIGTERM)
+        if self._handler:
+            ctypes.CFUNCTYPE(None, ctypes.c_int)(self._handler)(signal.SIGTERM)  # which tells the other processes
+        with contextlib.suppress(Exception, SystemExit):  # whoever cannot be told must not keep it from ending
+            self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
 
     def _leave(self, number: int) -> None:
         if jax.process_count() == 1 and number == signal.SIGINT:
@@ -108,17 +114,21 @@ class Preemption:
         os._exit(128 + number)
 
 
-def _handler_of_jax() -> Callable[[int], None]:
-    """JAX's own handler of SIGTERM, which is no Python function: it tells the other processes."""
+def _libc() -> Any:
     libc = ctypes.CDLL(None)
     libc.signal.restype = ctypes.c_void_p
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    address = libc.signal(signal.SIGTERM, None)
+    return libc
+
+
+def _handler_of_jax() -> int:
+    """The address of JAX's own handler of SIGTERM, which is no Python function: it tells the other processes."""
+    address = _libc().signal(signal.SIGTERM, None)
     if not address:
         raise RuntimeError(
             "Preemption: jax.distributed has no handler of SIGTERM; is jax_enable_preemption_service off?"
         )
-    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+    return address
 
 
 class Watchdog:
@@ -166,8 +176,11 @@ class Watchdog:
 
     def _end(self, silent: float) -> None:
         stream = sys.__stderr__
-        if stream is not None:
-            print(f"jaxshard: process {jax.process_index()} took no step for {silent:.0f} s; its stacks:", file=stream)
-            faulthandler.dump_traceback(stream, all_threads=True)
-            stream.flush()
-        self._exit(HUNG)
+        try:
+            if stream is not None:
+                index = jax.process_index()
+                print(f"jaxshard: process {index} took no step for {silent:.0f} s; its stacks:", file=stream)
+                faulthandler.dump_traceback(stream, all_threads=True)
+                stream.flush()
+        finally:  # also where nobody reads it any more
+            self._exit(HUNG)

@@ -33,7 +33,7 @@ def roll_call(address: str, count: int, rank: int, seconds: float) -> None:
 
 
 def _listen(address: str, port: int, count: int, seconds: float) -> None:
-    end, callers = time.monotonic() + seconds, {}
+    end, callers = time.monotonic() + seconds, dict[int, socket.socket]()
     trouble = ""
     with _server(address, port) as server:
         while len(callers) < count - 1 and not trouble:
@@ -53,9 +53,11 @@ def _listen(address: str, port: int, count: int, seconds: float) -> None:
                 continue
             if said != count:
                 trouble = f"ValueError initialize: process {rank} says that there are {said} processes, 0 says {count}"
-            elif rank in callers:
+            elif rank in callers and not _dropped_if_gone(callers, rank):
                 trouble = f"ValueError initialize: two processes say that they are process {rank} of {count}"
             callers[rank if rank not in callers else -1] = connection
+            for each in list(callers) if len(callers) == count - 1 else ():
+                _dropped_if_gone(callers, each)
         for connection in callers.values():
             with contextlib.suppress(OSError), connection:
                 connection.sendall(f"{_GREETING} {trouble or 'go'}\n".encode())
@@ -87,6 +89,21 @@ def _heard(connection: socket.socket) -> tuple[int | None, int]:
         return (int(rank), int(count)) if greeting == _GREETING else (None, 0)
     except (OSError, ValueError):
         return None, 0
+
+
+def _dropped_if_gone(callers: dict[int, socket.socket], rank: int) -> bool:
+    """Whether the caller's end was closed: it then calls again."""
+    callers[rank].settimeout(0)
+    try:
+        gone = callers[rank].recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        gone = False
+    except OSError:
+        gone = True
+    callers[rank].settimeout(5)
+    if gone:
+        callers.pop(rank).close()
+    return gone
 
 
 def _call(address: str, host: str, port: int, count: int, rank: int, seconds: float) -> None:

@@ -257,6 +257,7 @@ class _Verdicts:
         leaf = _LOSS if bad < 0 else names[bad]
         if max_skips is not None and self._bad_in_a_row > max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
+            self._pending.clear()  # the step after that one had the same params
             raise NonFiniteError(call, leaf, count)
         self._warn(call, f"{_what(leaf)} is not finite")
 

@@ -358,6 +358,40 @@ def test_one_failed_read_condemns_no_checkpoint(tmp_path, monkeypatch):
         assert checkpoints.restore(saved)[0] == 3
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("RESOURCE_EXHAUSTED: out of memory"), MemoryError(), ValueError("PERMISSION_DENIED: a file")]
+)
+def test_what_cannot_be_read_now_is_not_called_corrupt(tmp_path, monkeypatch, error):
+    saved = {"w": jnp.arange(10.0)}
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, saved, blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxshard.checkpoint._read", lambda *_: (_ for _ in ()).throw(error))
+            with pytest.raises(OSError, match="checkpoint 2 cannot be read"):
+                checkpoints.restore(saved)
+        checkpoints.save(2, saved)  # it is as good as it was
+        assert checkpoints.restore(saved)[0] == 2
+    assert not list(tmp_path.glob("*.corrupt.*"))
+
+
+def test_the_newest_is_taken_where_an_older_one_was_deleted_meanwhile(tmp_path, monkeypatch):
+    """By a run that keeps but the last and has a newer one by then."""
+    with Checkpointer(tmp_path, keep_last=1) as writer:
+        writer.save(1, {"w": jnp.arange(10.0)}, blocking=True)
+        read = Checkpointer._restored
+
+        def late(self, wanted, step, cast):
+            if step == 1:
+                writer.save(2, {"w": jnp.ones(10)}, blocking=True)
+            return read(self, wanted, step, cast)
+
+        monkeypatch.setattr(Checkpointer, "_restored", late)
+        step, tree = Checkpointer(tmp_path).restore({"w": jnp.zeros(10)})
+    assert step == 2
+    assert tree["w"].sum() == 10
+
+
 def test_numbers_of_all_sizes(tmp_path):
     tree = {"big": 10**30, "wide": 2**40, "low": -(2**63), "rate": 0.1, "c": 1 + 2j, "yes": True, "no": False}
     assert from_bytes(tree, to_bytes(tree)) == tree

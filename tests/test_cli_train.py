@@ -413,6 +413,7 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--out", "taken"], "--out taken is not empty: name a new folder"),
         (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
         (["--out", "short.txt/run"], "is no folder that can be written to"),
+        (["--out", "odd"], "this is a file; name a folder: "),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
         (["--resume-if-saved"], "--resume needs --out DIR"),
         (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
@@ -426,10 +427,18 @@ def test_bad_input_is_told_and_nothing_is_written(tiny, tmp_path, monkeypatch, c
     (tmp_path / "taken" / "thesis.txt").write_text("mine")
     (tmp_path / "short.txt").write_text("twenty bytes of text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "model").write_text("no folder")
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", tiny, *options]) == 2
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_a_refused_run_has_locked_is_free(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".lock").touch()
+    RunFolder(tmp_path).check_free()
 
 
 def test_unknown_option_is_refused_with_a_guess(tiny, capsys):

@@ -66,3 +66,31 @@ def test_a_watchdog_barks_only_when_nothing_is_heard(capfd):
 def test_a_watchdog_needs_time(seconds):
     with pytest.raises(ValueError, match="must be above 0"):
         Watchdog(seconds)
+
+
+class Broken:
+    """Where nobody reads any more."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = fileno = write
+
+
+def test_a_watchdog_barks_where_nobody_hears(monkeypatch):
+    exits = []
+    monkeypatch.setattr("sys.__stderr__", Broken())
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    with Watchdog(0.2, exits.append):
+        time.sleep(0.8)
+    assert exits == [HUNG]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, SystemExit, RuntimeError])
+def test_a_signal_counts_also_where_nothing_can_be_said(error):
+    def say(text):
+        raise error
+
+    with Preemption(say) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.reached(0)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -69,6 +70,27 @@ def test_processes_that_disagree(address):
     for error in outcomes(address, [(3, 0), (3, 1), (3, 1)]):
         assert isinstance(error, ValueError)
         assert "two processes say that they are process 1 of 3" in str(error)
+
+
+def test_a_process_whose_call_was_cut_off_calls_again(address):
+    def cut_off():
+        host, port = address.split(":")
+        while True:
+            try:
+                with socket.create_connection((host, int(port)), timeout=5) as connection:
+                    connection.sendall(b"jaxshard 1 3\n")
+                    return
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+
+    first = threading.Thread(target=lambda: found.append(outcomes(address, [(3, 0)])))
+    found = []
+    first.start()
+    cut_off()
+    time.sleep(0.1)
+    assert outcomes(address, [(3, 1), (3, 2)]) == [None, None]
+    first.join()
+    assert found == [[None]]
 
 
 def test_strangers_are_sent_away(address):

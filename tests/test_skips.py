@@ -168,6 +168,19 @@ def test_after_too_many_it_raises_with_step_and_leaf_and_nothing_is_lost(strateg
     assert not metrics["skipped"]
 
 
+def test_a_step_of_the_same_params_is_not_judged_again():
+    """After the error one goes back to good params, and only what these do counts."""
+    step, p, state = start(make("zero2"), max_skips=0)
+    p, state, _ = step(p, state, batch(0))
+    for i in (1, 2):
+        p, state, _ = step(p, state, batch(i, x=np.nan))
+    with pytest.raises(jaxshard.NonFiniteError):
+        step(p, state, batch(3))
+    for i in (3, 4, 5):
+        p, state, metrics = step(p, state, batch(i))
+        assert not metrics["skipped"]
+
+
 def test_good_steps_between_start_the_count_again():
     step, p, state = start(make("zero2"), max_skips=1)
     _, _, warned = run(step, p, state, [batch(i, **({"x": np.nan} if i % 2 else {})) for i in range(9)])

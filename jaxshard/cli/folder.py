@@ -86,7 +86,7 @@ class RunFolder:
                 f"--out {self.path} holds a run saved at step {self.latest_step()}: "
                 f"go on with it by --resume, or name another folder"
             )
-        if self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and any(self.path.iterdir()) and not self._is_begun():
             raise ValueError(f"--out {self.path} is not empty: name a new folder")
         nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from jaxshard.cli.config import Arguments
 
 _DEVICES = 8
+_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60  # for the others, when one process has failed
 
 
@@ -31,17 +33,19 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     address = f"127.0.0.1:{_free_port()}"
     environments = [_environment(address, count, index, devices // count) for index in range(count)]
     command = [sys.executable, "-m", "jaxshard", "train", *_without_processes(arguments)]
-    children = [subprocess.Popen(command, env=environment) for environment in environments]
+    children = [
+        subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+        for environment in environments
+    ]
     with _signals_passed_on(children):
         return _first_failure(children)
 
 
 def _environment(address: str, count: int, index: int, devices: int) -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags.strip(),
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
@@ -77,19 +81,24 @@ def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextlib.contextmanager
 def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM goes on to the first process, which tells the others; Ctrl-C reaches all from the terminal itself."""
+    """Ctrl-C goes on to all, who are in sessions of their own; SIGTERM to the first process, which tells the others."""
 
     def pass_on(number: int, _: object) -> None:
-        for child in children[:1]:
+        for child in children if number == signal.SIGINT else children[:1]:
             child.send_signal(number)
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on), signal.SIGINT: signal.getsignal(signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """In a child: no process trains on, and keeps the folder locked, when the one that started it was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -53,6 +53,8 @@ class Meter:
     def __init__(self, run: Run, recorder: Recorder, display: Display, first: Snapshot):
         self._run, self._recorder, self._display = run, recorder, display
         self.skipped = first.step - num_updates(first.state)
+        self.owes_save = False  # one was due while steps were being skipped
+        self.skipping = False  # whether the last step fetched was skipped
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._losses: list[float] = []  # of the steps that were not skipped
         self._grad_norm = 0.0  # of the last of these
@@ -70,7 +72,8 @@ class Meter:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        if bool(metrics["skipped"]):
+        self.skipping = bool(metrics["skipped"])
+        if self.skipping:
             self.skipped += 1
         else:
             self._losses.append(float(metrics["loss"]))
@@ -91,6 +94,7 @@ class Meter:
         self._recorder.rewind(snapshot.step)
         self.skipped = snapshot.step - num_updates(snapshot.state)
         self._pending, self._losses, self._num_steps, self._seconds = None, [], 0, 0.0
+        self.owes_save = self.skipping = False
         self.restart_clock()
 
     def heldout(self, step: int, loss: float) -> None:
@@ -156,9 +160,14 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
 
 
 def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
-    """What is due after a step: a check, an evaluation, a save."""
+    """What is due after a step: a check, an evaluation, a save.
+
+    No save while steps are being skipped, whose params may be the cause: it would take the place of a good one.
+    """
     train, loss = run.config.train, None
-    if train.check_every and snapshot.step % train.check_every == 0:
+    meter.owes_save |= bool(train.save_every) and snapshot.step % train.save_every == 0
+    checks = bool(train.check_every) and snapshot.step % train.check_every == 0
+    if checks or (meter.owes_save and train.mend_copies):
         meter.fetch()
         snapshot = hooks.checked(snapshot)
         meter.restart_clock()
@@ -168,8 +177,10 @@ def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapsh
         meter.heldout(snapshot.step, loss)
         snapshot = dataclasses.replace(snapshot, stopping=snapshot.stopping.after(loss))
         meter.restart_clock()
-    if train.save_every and snapshot.step % train.save_every == 0:
+    if meter.owes_save:
         meter.fetch()
-        hooks.save(snapshot, loss)
+        if not meter.skipping:
+            hooks.save(snapshot, loss)
+            meter.owes_save = False
         meter.restart_clock()
     return snapshot

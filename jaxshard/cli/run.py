@@ -289,7 +289,11 @@ def _kernels(params: Any) -> Any:
 
 
 def _simulate_cpus(wanted: int | None) -> None:
-    """Simulates CPU devices, unless JAX runs already or (where nothing is `wanted`) the user chose their number."""
+    """Simulates CPU devices, unless JAX runs already or (where nothing is `wanted`) the user chose their number.
+
+    What is wanted is wanted of all processes together, so that where there are several, each has its own number.
+    """
+    wanted = None if os.environ.get("JAX_NUM_PROCESSES", "1") != "1" else wanted
     chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )

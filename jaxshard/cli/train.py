@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import errno
 import math
 import os
 import sys
@@ -30,7 +31,7 @@ from jaxshard.cli.record import Recorder, draw
 from jaxshard.cli.report import Display, axis_table, bits, make_console, memory_table
 from jaxshard.cli.run import Run, prepare, reshaped
 from jaxshard.digest import ReplicaError, digests
-from jaxshard.guards import Preemption, Watchdog
+from jaxshard.guards import HUNG, Preemption, Watchdog
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
 
@@ -39,11 +40,15 @@ _ZLIB_BYTES = 2**24  # a second of work
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """A run whose every option was checked; nothing is compiled or written."""
+    """A run whose every option was checked; nothing is compiled or written.
+
+    `resume`: it goes on with what is saved. `again`: it was started by what starts it again and again.
+    """
 
     run: Run
     folder: RunFolder
     resume: bool
+    again: bool = False
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -55,8 +60,8 @@ def command(arguments: Sequence[str]) -> int:
             traceback.print_exception(error)
             _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
-    if status == _LOST and jax.process_count() > 1:
-        _leave_at_once(status, 10)
+    if status and jax.distributed.is_initialized():  # it may be an error of this process alone
+        _leave_at_once(status, 60)
     return status
 
 
@@ -66,7 +71,7 @@ def _command(arguments: Sequence[str]) -> int:
         if given.processes is not None:
             return local.run(arguments, given)
         job = make_job(given)
-    except _REFUSALS as error:
+    except (OSError, *_REFUSALS) as error:
         return _fail(error, _status(error, 2))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
@@ -85,7 +90,8 @@ def _trained(job: Job) -> int:
         saves.claim()
         processes.check_same("start", _fingerprint(job), "start all processes by the same command")
     except (OSError, *_REFUSALS) as error:
-        return _fail(error, _status(error, 2))
+        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # by the one before, which still ends
+        return _fail(error, HUNG if busy else _status(error, 2))
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
@@ -112,7 +118,8 @@ _LOST = 134  # as where JAX itself ends a process that has lost another
 def _status(error: BaseException, otherwise: int) -> int:
     """The exit status after an error: it says whether the same command, started again, could do better."""
     lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
-    return _LOST if lost or isinstance(error, TimeoutError) else otherwise
+    taken = getattr(error, "errno", None) == errno.EADDRINUSE
+    return _LOST if lost or taken or isinstance(error, TimeoutError) else otherwise
 
 
 def _fingerprint(job: Job) -> str:
@@ -153,7 +160,8 @@ def make_job(given: Arguments) -> Job:
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
-    return Job(run, folder, processes.from_first("start", lambda: _check_folder(given, folder, config)))
+    resume = processes.from_first("start", lambda: _check_folder(given, folder, config))
+    return Job(run, folder, resume, given.resume_if_saved)
 
 
 def _goes_on(given: Arguments) -> bool:
@@ -230,6 +238,7 @@ class _Guarded:
     def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
         """Begins to save, once for each step."""
         if snapshot.step != self._saved:
+            snapshot = self.checked(snapshot) if self._run.config.train.mend_copies else snapshot
             folders.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
             self._saved = snapshot.step
 
@@ -251,12 +260,15 @@ class _Guarded:
 
     def back(self, snapshot: Snapshot, why: str) -> Snapshot | None:
         """The last save, with rows that were not tried yet; None where the run has to end."""
-        train = self._run.config.train
-        if train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not self._saves.steps():
+        self._saves.wait()
+        saved = processes.from_first("back", self._saves.steps)
+        if self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not saved:
             self.save(snapshot, None)
             self._saves.wait()
             return None
         self._times_back += 1
+        for leaf in jax.tree.leaves((snapshot.params, snapshot.state)):
+            leaf.delete()  # there may be no room for both
         found = _resumed(self._run, self._saves, self._console)
         self._saved = found.step
         self._console.print(f"{why}; back to step {found.step}, and on with other rows", soft_wrap=True)
@@ -340,7 +352,10 @@ def _conclude(console: Console, job: Job, snapshot: Snapshot, status: int) -> No
     if math.isfinite(best):
         console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
     console.print(f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
-    more = "" if status else f" --train.steps {2 * config.train.steps}"
+    more = f" --train.steps {2 * config.train.steps}"
+    if snapshot.stopping.stopped:
+        more = f" --train.patience {2 * config.train.patience}"
+    more = "" if status else more
     console.print(f"to go on: jaxshard train --resume --out {folder.path}{more}", soft_wrap=True)
 
 

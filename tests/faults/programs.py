@@ -1,5 +1,7 @@
 """What the processes of the fault tests run. Each function is one program; `group.program` names it."""
 
+import errno
+import os
 import resource
 import shutil
 import signal
@@ -15,6 +17,7 @@ import jaxshard
 from jaxshard import guards, processes
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import train
+from jaxshard.cli.record import Recorder
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -174,6 +177,38 @@ def unexpected_error():
 
     train._command = fails
     raise SystemExit(train.command([]))
+
+
+def notice_at_start(first):
+    """SIGTERM to one process before it begins its loop, which starts at a later step; then a loop that nothing ends."""
+    index = join()
+    if index:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    for loop in range(2):
+        processes.meet("loop")
+        with guards.Preemption(say) as preemption:
+            reached = [step for step in range(int(first), int(first) + 5) if preemption.reached(step)]
+        say("loop", loop, "ends at", reached)
+    processes.meet("signal")
+    if index:
+        os.kill(os.getpid(), signal.SIGTERM)  # between loops JAX's own handler is there again
+        time.sleep(1)
+    say("not killed")
+
+
+def record_fails(*arguments):
+    """`jaxshard train`, whose first process cannot write a record, while a save is under way."""
+    if os.environ["JAX_PROCESS_ID"] == "0":
+        write = Recorder.write
+
+        def fails(self, step, scalars):
+            if step == 9:
+                raise OSError(errno.ENOSPC, "no space for records")
+            write(self, step, scalars)
+
+        Recorder.write = fails
+    raise SystemExit(train.command(arguments))
 
 
 def hang(seconds):

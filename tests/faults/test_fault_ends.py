@@ -1,5 +1,6 @@
 """Processes that die, hang, or are told to end."""
 
+import re
 import signal
 import time
 
@@ -64,3 +65,15 @@ def test_processes_that_fail_one_after_the_other_all_say_why(tmp_path):
         assert group.wait(60) == [1, 1], group.text()
     for index in range(2):
         assert f"nobody thought of this in process {index}" in group.log(index)
+
+
+def test_a_signal_before_the_loop_ends_it_at_its_first_steps(tmp_path):
+    """Whatever step the loop goes on from; and a second loop has signals of its own."""
+    with Group(program("notice_at_start", 500), tmp_path) as group:
+        assert group.wait(60) == [0, 0], group.text()
+    for index in range(2):
+        ends = re.search(r"loop 0 ends at \[(\d+)", group.log(index))
+        assert ends, group.text()
+        assert int(ends[1]) <= 502
+        assert "loop 1 ends at []" in group.log(index)
+        assert "not killed" in group.log(index)

@@ -5,10 +5,11 @@ import os
 import re
 import resource
 import signal
+import time
 
 import numpy as np
 import pytest
-from group import Group, trainer
+from group import Group, program, trainer
 
 TINY = """
 [model]
@@ -102,6 +103,7 @@ def test_processes_started_here(tmp_path, tiny):
         os.killpg(group.processes[0].pid, signal.SIGINT)
         assert group.wait(60) == [130], group.text()
         assert group.log().count("the model is saved") >= 1
+        assert "zero2 on 4 x cpu" in group.log()  # of both processes together
     assert state_bytes(tmp_path / "run")[0] >= 15
 
 
@@ -128,3 +130,15 @@ def test_a_save_that_fails_for_one_process_ends_all_with_what_is_whole(tmp_path,
         assert re.search(r"checkpoint \d+ was not saved: .*File too large", group.log(index)), group.text()
     step = int(re.search(r"the last save is step (\d+)", group.log(0))[1])
     assert state_bytes(tmp_path / "run")[0] == step
+
+
+def test_an_error_of_one_process_alone_is_told_and_ends_all(tmp_path, tiny):
+    """Not hidden by the wait for the others, who know nothing of it."""
+    arguments = [tiny, "--out", tmp_path / "run", "--train.steps", 4000, "--train.save-every", 7]
+    with Group(program("record_fails", *arguments), tmp_path, devices=2) as group:
+        start = time.monotonic()
+        statuses = group.wait(100)
+        assert statuses[0] == 1, group.text()
+        assert statuses[1] not in (0, None), group.text()
+        assert time.monotonic() - start < 95
+    assert "no space for records; the last save is step 7" in group.log(0), group.text()

@@ -134,6 +134,39 @@ def test_copies_that_differ_are_mended_if_that_is_asked_for(tiny, tmp_path, monk
     assert "step 3: copies differ" in printed
 
 
+def test_copies_are_mended_before_a_save_too(tiny, tmp_path, monkeypatch, capsys):
+    spoilt(monkeypatch, flips_at(3))
+    options = ["--train.check-every", "0", "--train.mend-copies", *DDP]
+    assert main(["train", tiny, "--out", str(tmp_path / "run"), *options]) == 0
+    assert "step 4: copies differ" in capsys.readouterr().out
+    assert Checkpointer(tmp_path / "run" / "model").latest_valid() == 9
+
+
+def test_nothing_is_saved_while_steps_are_skipped(tiny, tmp_path, monkeypatch):
+    """Their params may be the cause, and would take the place of good ones; the first good step is saved instead."""
+
+    def skipped_at(*numbers):
+        make = Run.make_step
+
+        def step_of(run):
+            step, calls = make(run), iter(range(1, 100))
+
+            class Step:
+                lower = step.lower
+
+                def __call__(self, *args):
+                    params, state, metrics = step(*args)
+                    return params, state, {**metrics, "skipped": metrics["skipped"] | (next(calls) in numbers)}
+
+            return Step()
+
+        monkeypatch.setattr(Run, "make_step", step_of)
+
+    skipped_at(3, 4, 5, 6)
+    assert main(["train", tiny, "--out", str(tmp_path / "run"), "--train.keep-last", "9"]) == 0
+    assert Checkpointer(tmp_path / "run" / "model").steps() == [2, 7, 8, 9]
+
+
 def test_a_flipped_copy_is_one(monkeypatch):
     """The flip really makes copies differ."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
