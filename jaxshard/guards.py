@@ -17,6 +17,7 @@ from typing import Any, Self
 import jax
 
 HUNG = 75  # EX_TEMPFAIL: worth another try
+_LAST_WORDS_SECONDS = 5
 _calls = itertools.count(1)  # of `reached`
 
 
@@ -182,5 +183,7 @@ class Watchdog:
                 print(f"jaxshard: process {index} took no step for {silent:.0f} s; its stacks:", file=stream)
                 faulthandler.dump_traceback(stream, all_threads=True)
                 stream.flush()
+            if jax.process_count() > 1 and jax.process_index() == 0:
+                time.sleep(_LAST_WORDS_SECONDS)  # for the others: JAX cuts them off when the coordinator ends
         finally:  # also where nobody reads it any more
             self._exit(HUNG)
