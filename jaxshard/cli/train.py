@@ -71,14 +71,14 @@ def _command(arguments: Sequence[str]) -> int:
         if given.processes is not None:
             return local.run(arguments, given)
         job = make_job(given)
-    except (OSError, *_REFUSALS) as error:
+    except _REFUSALS as error:
         return _fail(error, _status(error, 2))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", 130)
     return _trained(job)
 
 
-_REFUSALS = (ValueError, processes.ProcessError, TimeoutError)
+_REFUSALS = (ValueError, processes.ProcessError, OSError)
 
 
 def _trained(job: Job) -> int:
@@ -89,7 +89,7 @@ def _trained(job: Job) -> int:
     try:
         saves.claim()
         processes.check_same("start", _fingerprint(job), "start all processes by the same command")
-    except (OSError, *_REFUSALS) as error:
+    except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # by the one before, which still ends
         return _fail(error, HUNG if busy else _status(error, 2))
     try:
@@ -218,8 +218,7 @@ def execute(job: Job, step: Any, console: Console, saves: Checkpointer) -> tuple
         hooks = Hooks(step, evaluate, guarded.save, guarded.checked, guarded.ended, watchdog.beat, guarded.back)
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
-        guarded.save(snapshot, None)
-        saves.wait()
+        guarded.save_last(snapshot)
     if meter.skipped:
         console.print(f"skipped: {meter.skipped} of {snapshot.step} steps, for a loss or gradient that was not finite")
     if writes:
@@ -238,9 +237,15 @@ class _Guarded:
     def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
         """Begins to save, once for each step."""
         if snapshot.step != self._saved:
-            snapshot = self.checked(snapshot) if self._run.config.train.mend_copies else snapshot
             folders.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
             self._saved = snapshot.step
+
+    def save_last(self, snapshot: Snapshot) -> None:
+        """Saves, and waits; the loop has not looked at the copies before."""
+        if self._run.config.train.mend_copies and snapshot.step != self._saved:
+            snapshot = self.checked(snapshot)
+        self.save(snapshot, None)
+        self._saves.wait()
 
     def ended(self, step: int) -> bool:
         self.was_ended = self._preemption.reached(step)
@@ -263,8 +268,7 @@ class _Guarded:
         self._saves.wait()
         saved = processes.from_first("back", self._saves.steps)
         if self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not saved:
-            self.save(snapshot, None)
-            self._saves.wait()
+            self.save_last(snapshot)
             return None
         self._times_back += 1
         for leaf in jax.tree.leaves((snapshot.params, snapshot.state)):
@@ -352,10 +356,10 @@ def _conclude(console: Console, job: Job, snapshot: Snapshot, status: int) -> No
     if math.isfinite(best):
         console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
     console.print(f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
-    more = f" --train.steps {2 * config.train.steps}"
-    if snapshot.stopping.stopped:
-        more = f" --train.patience {2 * config.train.patience}"
-    more = "" if status else more
+    more = ""
+    if not status:
+        enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
+        more = f" --train.{enough} {2 * getattr(config.train, enough)}"
     console.print(f"to go on: jaxshard train --resume --out {folder.path}{more}", soft_wrap=True)
 
 
