@@ -8,15 +8,11 @@ devices and compared. Structure comes from the template alone, so nothing is eve
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import json
 import math
 import operator
 import os
 import re
 import shutil
-import socket
-import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,31 +22,24 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 
-from jaxshard import flat, processes
+from jaxshard import flat, index, processes
 from jaxshard.digest import named_digests
 from jaxshard.flat import Flat, first_line
+from jaxshard.index import CorruptCheckpointError
 
 try:
-    import filelock
-    from orbax.checkpoint import v1 as ocp
+    from jaxshard import storage
+    from jaxshard.lock import Lock
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name) from error
 
-_FORMAT = 1
-_INDEX = "_CHECKPOINT_METADATA"
+from jaxshard.onefile import from_bytes, to_bytes
+
+__all__ = ["Best", "Checkpointer", "CorruptCheckpointError", "from_bytes", "to_bytes"]
+
 _VERIFIED_BYTES = 2**28  # read at once by `verify`
-_READ_BYTES = 2**28  # in flight at once, from the disk to the devices
-
-
-class CorruptCheckpointError(RuntimeError):
-    """What was read is not what was saved. `step` (None: bytes); `leaf`: the first path that shows it, if known."""
-
-    def __init__(self, step: int | None, leaf: str | None, reason: str):
-        what = "these bytes are" if step is None else f"checkpoint {step} is"
-        super().__init__(f"{what} corrupt: {leaf + ': ' if leaf else ''}{reason}")
-        self.step, self.leaf = step, leaf
+_CUT_OFF = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted\.[0-9a-f]{8})")  # of a save, or of a deletion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Checkpointer:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "Checkpointer: this is a file; name a folder", str(self.path))
         self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
-        self._lock: _Lock | None = None
+        self._lock: Lock | None = None
         self._saving: tuple[int, Any] | None = None
         self._corrupt: set[int] = set()  # found so by `restore`
 
@@ -127,7 +116,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps that were saved whole, the oldest first; what was never committed is not among them."""
         found = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(int(entry.name) for entry in found if _is_step(entry.name) and _is_committed(entry))
+        return sorted(int(entry.name) for entry in found if _is_step(entry.name) and storage.is_committed(entry))
 
     def info(self, step: int) -> dict[str, Any]:
         """`{"step", "metrics", "run", "leaves": {path: {"shape", "dtype", "digest"}}}`, arrays unread.
@@ -142,11 +131,8 @@ class Checkpointer:
                 errno.ENOENT, f"there is no checkpoint of step {step}; there are {self.steps()}", str(self.path)
             )
         try:
-            index = json.loads((self.path / str(step) / _INDEX).read_text())["custom_metadata"]
-            if index.pop("digest") != _digest_of(_canonical(index)).hex():
-                raise ValueError("its digest is another")
-            _check_format(index)
-            return {"step": step, **{name: index[name] for name in ("metrics", "run", "leaves")}}
+            found = index.opened(self.path / str(step))
+            return {"step": step, **{name: found[name] for name in ("metrics", "run", "leaves")}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {first_line(error)}") from error
 
@@ -182,15 +168,14 @@ class Checkpointer:
         step, measured, tree = processes.together("save", lambda: _asked(step, metrics, tree))
         what = f"{flat.described(step, tree)}\n{measured}"
         processes.check_same("save", what, "all must save the same step of the same tree")
-        index: Any = {"format": _FORMAT, "run": self.claim(), "metrics": measured}
+        run = self.claim()
         tree = Flat(tree.leaves | {path: flat.everywhere(x) for path, x in flat.arrays(tree.leaves).items()}, tree.keys)
-        index["leaves"] = flat.index_of(tree)
-        arrays = flat.arrays(tree.leaves)
-        if processes.from_first("save", lambda: self._prepare(step, index["leaves"], arrays)):
-            index["digest"] = _digest_of(_canonical(index)).hex()
-            stored = {flat.escaped(path): x for path, x in arrays.items() if np.size(x)} or _NOTHING
+        leaves, arrays = flat.index_of(tree), flat.arrays(tree.leaves)
+        if processes.from_first("save", lambda: self._prepare(step, leaves, arrays)):
+            made = index.sealed({"format": index.FORMAT, "run": run, "metrics": measured, "leaves": leaves})
+            stored = {flat.escaped(path): x for path, x in arrays.items() if np.size(x)} or storage.NOTHING
             target = str(self.path / str(step))
-            self._saving = step, processes.together("save", lambda: _write(target, stored, index))
+            self._saving = step, processes.together("save", lambda: storage.write(target, stored, made))
         if blocking:
             self.wait()
 
@@ -199,9 +184,9 @@ class Checkpointer:
         if self._saving is None:
             return
         (step, response), self._saving = self._saving, None
-        errors = _ended(response)
+        errors = storage.ended(response)
         if errors:
-            raise _unsaved(step, errors, self.path)
+            raise storage.unsaved(step, errors, self.path)
         for trouble in processes.from_first("wait", lambda: self._prune(step)):
             warnings.warn(f"an old checkpoint could not be deleted: {trouble}", stacklevel=2)
 
@@ -216,11 +201,8 @@ class Checkpointer:
         """Gives the last save some time, and asks no other process about it."""
         if self._saving is not None:
             (step, response), self._saving = self._saving, None
-            ended, failed = _heard_of(response)
-            if not ended.wait(_ABANDONED_SECONDS) or failed:
-                why = first_line(failed[0]) if failed else "it was not written in time"
+            if why := storage.abandoned(response):
                 warnings.warn(f"checkpoint {step} was not saved: {why}", stacklevel=3)
-                _leave_in_order()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -318,12 +300,12 @@ class Checkpointer:
         """The arrays that have elements."""
         paths = [path for path, x in wanted.items() if math.prod(x.shape)]
         stored = {flat.escaped(path): wanted[path] for path in paths}
-        loaded, errors = processes.attempted("restore", lambda: _read(self.path / str(step), stored))
+        loaded, errors = processes.attempted("restore", lambda: storage.read(self.path / str(step), stored))
         if errors:
             first = next(iter(errors.values()))
             if step not in processes.from_first("restore", self.steps):
                 raise FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(self.path))
-            if any(word in f"{type(error).__name__}: {error}" for error in errors.values() for word in _NOT_CORRUPT):
+            if not all(map(storage.is_corruption, errors.values())):
                 made = OSError(errno.EIO, f"checkpoint {step} cannot be read: {first_line(first)}", str(self.path))
                 raise made from first
             raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
@@ -345,7 +327,7 @@ class Checkpointer:
             self._lock = None
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _Lock(self.path)
+            self._lock = Lock(self.path)
             for entry in self.path.iterdir():
                 if _CUT_OFF.fullmatch(entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
@@ -358,7 +340,7 @@ class Checkpointer:
           whether there is anything to save.
         """
         target = self.path / str(step)
-        why = "corrupt" if step in self._corrupt else "uncommitted" if not _is_committed(target) else None
+        why = "corrupt" if step in self._corrupt else "uncommitted" if not storage.is_committed(target) else None
         if why and os.path.lexists(target):
             target.rename(target.with_name(f"{step}.{why}.{uuid.uuid4().hex[:8]}"))
         self._corrupt.discard(step)
@@ -403,73 +385,6 @@ class Checkpointer:
         return sorted(measured, key=lambda step: found[step], reverse=best.mode == "max")[: best.count]
 
 
-def to_bytes(tree: Any) -> bytes:
-    """A tree of arrays and numbers, its digests with it, as one string of bytes (msgpack, by flax).
-
-    All of it goes through this process's memory: a `Checkpointer` is for what is large, or lies on several processes.
-
-    Raises:
-      ValueError: names that collide; an array that lies on other processes, too.
-      TypeError: a leaf that is no array and no number.
-
-    >>> import jax.numpy as jnp
-    >>> from_bytes({"w": jnp.zeros(3)}, to_bytes({"w": jnp.arange(3.0)}))
-    {'w': Array([0., 1., 2.], dtype=float32)}
-    """
-    found = flat.flatten(tree)
-    arrays = flat.arrays(found.leaves)
-    for path, x in arrays.items():
-        if not flat.is_local(x):
-            raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
-    raw = {path: _raw(jax.device_get(x)) for path, x in arrays.items()}
-    data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": flat.index_of(found), "arrays": raw})
-    return _digest_of(data) + data
-
-
-def from_bytes(template: Any, data: bytes, *, cast: bool = False) -> Any:
-    """The tree that `to_bytes` made `data` of, each array as `template` has it (see `Checkpointer.restore`).
-
-    Raises:
-      ValueError: the template has other leaves, shapes or dtypes.
-      CorruptCheckpointError: the bytes are not what was made.
-    """
-    wanted = flat.flatten(template, shapes=True)
-    if _digest_of(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
-        raise CorruptCheckpointError(None, None, "their digest is another; were they cut short, or made by to_bytes?")
-    found: Any = serialization.msgpack_restore(data[_DIGEST_BYTES:])
-    _check_format(found)
-    leaves, raw = found["leaves"], found["arrays"]
-    flat.check_same(wanted, leaves, "these bytes do", cast)
-    return flat.unflatten(template, wanted, {path: _from_raw(raw.get(path), leaves[path]) for path in wanted.leaves})
-
-
-_DIGEST_BYTES = 32
-
-
-def _digest_of(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def _raw(x: Any) -> np.ndarray:
-    """The bits of an array, of dtypes that msgpack does not know, too."""
-    return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-
-
-def _from_raw(raw: Any, leaf: dict[str, Any]) -> Any:
-    if raw is None:
-        return flat.number(leaf)
-    return np.frombuffer(raw.tobytes(), jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
-
-
-def _canonical(index: dict[str, Any]) -> bytes:
-    return json.dumps(index, sort_keys=True).encode()
-
-
-def _check_format(found: Any) -> None:
-    if found["format"] != _FORMAT:
-        raise ValueError(f"its format is {found['format']}, and this jaxshard reads {_FORMAT}; update it")
-
-
 def _step(step: Any) -> int:
     if isinstance(step, bool | float) or not hasattr(step, "__index__") or operator.index(step) < 0:
         raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
@@ -485,51 +400,8 @@ def _asked(step: Any, metrics: Mapping[str, Any] | None, tree: Any) -> tuple[int
     return _step(step), measured, flat.flatten(tree)
 
 
-_NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; no path is escaped like this
-_CUT_OFF = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted\.[0-9a-f]{8})")  # of a save, or of a deletion
-
-
-class _Lock:
-    """This process's right to write in a folder, which the system takes back when the process ends.
-
-    Raises:
-      OSError: another run has it.
-    """
-
-    def __init__(self, path: Path):
-        self._lock, self._notes = filelock.FileLock(path / ".lock"), path / "run.json"
-        try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            writer = self._noted().get("writer", "another process")
-            raise OSError(
-                errno.EBUSY, f"{writer} is writing checkpoints here; end it, or give each run its own folder", str(path)
-            ) from None
-        self.run: str = self._noted().get("id") or uuid.uuid4().hex
-        writer = f"process {os.getpid()} on {socket.gethostname()}"
-        self._notes.write_text(json.dumps({"id": self.run, "writer": writer}))
-
-    def _noted(self) -> dict[str, str]:
-        try:
-            found = json.loads(self._notes.read_text())
-        except (OSError, ValueError):
-            return {}
-        return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
-
-    def is_there(self) -> bool:
-        return self._notes.exists()
-
-    def release(self) -> None:
-        self._lock.release()
-
-
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and name == str(int(name))
-
-
-def _is_committed(folder: Path) -> bool:
-    """Whether orbax ended writing it: both files come last, before the folder gets its name."""
-    return all((folder / name).is_file() for name in ("commit_success.txt", _INDEX))
 
 
 def _check_space(path: Path, needed: int) -> None:
@@ -541,88 +413,3 @@ def _check_space(path: Path, needed: int) -> None:
             "written",
             str(path),
         )
-
-
-# What orbax does.
-
-
-def _write(target: str, stored: dict[str, Any], index: Any) -> Any:
-    """Starts it. Uncompressed: zstd would save a tenth of the bytes of float32 numbers, at two to three times
-    the processor's time, and hold as much more memory as is written."""
-    plain = ocp.Context()
-    plain.array.saving.use_compression = False
-    with plain:
-        return ocp.save_async(target, stored, custom_metadata=index)
-
-
-def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """This process's parts; no process waits for another, so that one that fails can say so.
-
-    So much at a time: where shards are cut otherwise than they were saved, each read takes in more than it keeps.
-    """
-    alone = ocp.Context()
-    alone.multiprocessing.active_processes = {jax.process_index()}
-    alone.multiprocessing.primary_host = jax.process_index()
-    alone.pytree.loading.partial_load = True
-    largest = max((math.prod(x.shape) * x.dtype.itemsize for x in wanted.values()), default=0)
-    alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
-    with alone:
-        return ocp.load(str(folder), wanted) if wanted else {}
-
-
-# What keeps a checkpoint from being read, and says nothing of its bits.
-_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
-_ABANDONED_SECONDS = 60
-
-
-def _heard_of(response: Any) -> tuple[threading.Event, list[BaseException]]:
-    """(when a save has ended, what it failed of): this process's part."""
-    ended = threading.Event()
-    failed: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            response.result()
-        except BaseException as error:
-            failed.append(error)
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    return ended, failed
-
-
-def _ended(response: Any) -> dict[int, BaseException]:
-    """Waits for a save. Where it fails for one process, the others' parts may wait for that one for ever: so nobody
-    waits any longer than until one has failed."""
-    ended, failed = _heard_of(response)
-    pause = 0.05
-    while True:
-        ended.wait(None if jax.process_count() == 1 else pause)
-        pause = min(2.0, 1.5 * pause)  # each round is an exchange between all processes
-        mine = f"{type(failed[0]).__name__}: {failed[0]}" if failed else ""
-        said = [json.loads(each) for each in processes.gathered("wait", json.dumps([ended.is_set(), mine]))]
-        errors: dict[int, BaseException] = {
-            i: processes.ProcessError(i, text) for i, (_, text) in enumerate(said) if text
-        }
-        if errors and jax.process_count() > 1:
-            _leave_in_order()
-        if errors or all(done for done, _ in said):
-            return errors | ({jax.process_index(): failed[0]} if failed else {})
-
-
-def _leave_in_order() -> None:
-    """Lets Python end although a part of the save may wait for other processes: its thread is waited for at the end,
-    and is cut off once all processes have taken their leave. (By the one hook that comes before the waiting.)"""
-    threading._register_atexit(jax.distributed.shutdown)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _unsaved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:
-    error = errors.get(jax.process_index()) or next(iter(errors.values()))
-    text = first_line(error)
-    if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-        number, reason = errno.ENOSPC, "no space left on the disk"
-    else:
-        number, reason = getattr(error, "errno", None) or errno.EIO, "it could not be written"
-    made = OSError(number, f"checkpoint {step} was not saved: {reason}; older ones are whole ({text})", str(path))
-    made.__cause__ = error
-    return made

@@ -350,7 +350,7 @@ def test_one_failed_read_condemns_no_checkpoint(tmp_path, monkeypatch):
         for step in (1, 2):
             checkpoints.save(step, saved, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr("jaxshard.checkpoint._read", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "hiccup")))
+            patch.setattr("jaxshard.storage.read", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "hiccup")))
             with pytest.warns(UserWarning, match="hiccup"), pytest.raises(CorruptCheckpointError):
                 checkpoints.restore(saved)
         checkpoints.save(3, saved, blocking=True)
@@ -367,7 +367,7 @@ def test_what_cannot_be_read_now_is_not_called_corrupt(tmp_path, monkeypatch, er
         for step in (1, 2):
             checkpoints.save(step, saved, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr("jaxshard.checkpoint._read", lambda *_: (_ for _ in ()).throw(error))
+            patch.setattr("jaxshard.storage.read", lambda *_: (_ for _ in ()).throw(error))
             with pytest.raises(OSError, match="checkpoint 2 cannot be read"):
                 checkpoints.restore(saved)
         checkpoints.save(2, saved)  # it is as good as it was
