@@ -61,8 +61,11 @@ def command(arguments: Sequence[str]) -> int:
             _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
     if status and jax.distributed.is_initialized():  # it may be an error of this process alone
-        _leave_at_once(status, 60)
+        _leave_at_once(status, _LEAVE_SECONDS)
     return status
+
+
+_LEAVE_SECONDS = 60  # for the others to tell the same error, or to find that this process is missing
 
 
 def _command(arguments: Sequence[str]) -> int:

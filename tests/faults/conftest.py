@@ -10,3 +10,4 @@ import pytest
 def programs_are_kept(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     group.COMPILED = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    return group.COMPILED
