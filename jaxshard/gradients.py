@@ -301,9 +301,15 @@ class _Device:
         def step(sums, indexed):
             index, batch = indexed
             grads, outs = self._grad(self._bound_to(index), diff, batch, index)
-            return [s + g for s, g in zip(sums, grads, strict=True)], outs
+            return [
+                s + self._scattered_here(g, leaf) for s, g, leaf in zip(sums, grads, self.leaves, strict=True)
+            ], outs
 
         return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
+
+    def _scattered_here(self, g: jax.Array, leaf: layout.Leaf) -> jax.Array:
+        """The same; XLA for TPU else sums whole gradients over the loop, and scatters them after it."""
+        return lax.optimization_barrier(g) if self._is_cut(leaf) else g
 
     def _bound_to(self, index: jax.Array) -> list[jax.Array]:
         """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""

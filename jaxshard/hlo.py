@@ -1,4 +1,4 @@
-"""The parser: HLO text -> computations of instructions, their shapes, replica groups and loops' trip counts.
+"""The parser: HLO text -> computations of instructions, shapes, replica groups, loops' trip counts, what overlaps.
 
 One instruction is one line: `ROOT %name = f32[8,1024]{1,0:T(8,128)} opcode(%operand, f32[] %typed), attribute=v, ...`
 """
@@ -244,3 +244,75 @@ def _value(module: Module, computation: str, name: str, given: list | None) -> _
             callee = made.called("calls", "to_apply")[0]
             return _value(module, callee, module.roots[callee], inside)
     return None
+
+
+# What runs while an asynchronous operation is under way: the instructions scheduled between its start and its done.
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "map", "fft"} | {
+    *("reduce", "reduce-window", "select-and-scatter", "sort", "scatter", "gather", "cholesky", "triangular-solve")
+}
+_IDLE_CALL = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
+
+
+def overlapped(module: Module, computation: str, start: Instruction) -> tuple[str, ...] | None:
+    """Names of the compute instructions between `start` and its done; None if it starts nothing asynchronous."""
+    chain = _chain(_inside(module, start))
+    if not (start.opcode.endswith("-start") or (chain and _calls(_inside(module, start), "AsyncCollectiveStart"))):
+        return None
+    if '"is_sync":true' in start.attributes:
+        return None
+    carried, found = {start.name}, []  # carried: what hands the running operation on to its done
+    schedule = itertools.dropwhile(lambda i: i.name != start.name, module.computations[computation].values())
+    for instruction in itertools.islice(schedule, 1, None):
+        inside = _inside(module, instruction)
+        if not carried.isdisjoint(instruction.operand_names):
+            if instruction.opcode.endswith("-done") or (
+                _chain(inside) == chain and _calls(inside, "AsyncCollectiveDone")
+            ):
+                break
+            if instruction.opcode in ("get-tuple-element", "async-update") or (chain and _chain(inside) == chain):
+                carried.add(instruction.name)
+        if _computes(module, computation, instruction):
+            found.append(instruction.name)
+    return tuple(found)
+
+
+def _computes(module: Module, computation: str, instruction: Instruction) -> bool:
+    """Whether it is work on arrays: no loop counter, and of the fusions with a collective those that also compute."""
+    if instruction.opcode not in _COMPUTE or _IDLE_CALL.search(instruction.attributes):
+        return False
+    made = module.computations[computation]
+    operands = [made[name] for name in instruction.operand_names if name in made]
+    if not any(re.search(r"\[\d", i.shape) for i in (instruction, *operands)):
+        return False
+    inside = _inside(module, instruction)
+    if not any(i.opcode in COLLECTIVES for i in inside):
+        return True
+    return _chain(inside) is not None and any(i.opcode in _COMPUTE - {"custom-call"} for i in inside)
+
+
+def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
+    """The instructions of a fusion."""
+    callees = instruction.called("calls") if instruction.opcode == "fusion" else []
+    return [inner for callee in callees for inner in module.computations.get(callee, {}).values()]
+
+
+def _chain(inside: list[Instruction]) -> tuple[str, ...] | None:
+    """TPU spreads a collective over a chain of fusions, a copy of it in each: what all copies have in common."""
+    for i in inside:
+        if i.opcode in COLLECTIVES and "async_collective_fusion_config" in i.attributes:
+            return i.opcode, *re.findall(r'\b(?:channel_id|chain_id)="?\d+', i.attributes)
+    return None
+
+
+def _calls(inside: list[Instruction], target: str) -> bool:
+    return any(f'custom_call_target="{target}"' in i.attributes for i in inside)

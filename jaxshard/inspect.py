@@ -1,4 +1,4 @@
-"""What a compiled step costs: its collectives, the bytes they put on the wire, and its memory.
+"""What a compiled step costs: its collectives, the bytes they put on the wire, its memory; and pictures of layouts.
 
 Everything here is read from the compiled program, not predicted: `compiled.as_text()` gives the optimized HLO
 of one device, `compiled.memory_analysis()` the compiler's own account of memory. Nothing is run. It reads what
@@ -9,24 +9,18 @@ Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operation
 """
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxshard import hlo
-
-_KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+from jaxshard.specs import axes_in
+from jaxshard.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +42,9 @@ class Collective:
         op_name: JAX's path to the operation (`metadata` in the HLO text), "" where there is none.
         replica_groups: the device ids of each group. For a permute: of each set of linked devices.
         trips_known: False if a loop around it has no trip count that can be read; it then counts as one trip.
+        overlapped: the names of the compute instructions (fusions, matrix products, loops; not copies) that the
+            schedule places between its start and its done: what can hide its time. () where there are none; None if
+            the operation is synchronous. That they overlap is the compiler's plan, not a measurement.
     """
 
     kind: str
@@ -59,6 +56,7 @@ class Collective:
     op_name: str = ""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     trips_known: bool = True
+    overlapped: tuple[str, ...] | None = None
 
     @property
     def dtype(self) -> str:
@@ -96,6 +94,12 @@ class Report:
         alias_bytes: part of the outputs that reuses (donated) inputs, in bytes.
         peak_bytes: most memory that one device needs at once, in bytes, as the compiler says; on CPU, where its
             figure leaves the scratch out, and where it says nothing: arguments + outputs + scratch - aliases.
+        arguments: bytes on one device of each positional argument, all leaves of a pytree summed, without padding;
+            for a `jaxshard.train_step` these are params, state, batch. Leaves that the program does not use are not
+            given to it and count 0. () where the compiled program does not say.
+        flops: the compiler's own count of floating-point operations on one device. It counts the body of a loop once,
+            whatever its trips, so for a scan over layers it is far too low. None where the compiler counts none (GPU).
+        platform: "cpu", "gpu" or "tpu"; None if unknown.
     """
 
     collectives: tuple[Collective, ...]
@@ -105,6 +109,9 @@ class Report:
     temp_bytes: int | None = None
     alias_bytes: int | None = None
     peak_bytes: int | None = None
+    arguments: tuple[int, ...] = ()
+    flops: float | None = None
+    platform: str | None = None
 
     @property
     def trips_known(self) -> bool:
@@ -122,28 +129,68 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers, ready for `json.dumps`."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        listed = [
-            {**dataclasses.asdict(c), "dtypes": list(c.dtypes), "replica_groups": [list(g) for g in c.replica_groups]}
-            | {"wire_bytes": c.wire_bytes}
-            for c in self.collectives
-        ]
-        return {**fields, "collectives": listed, "trips_known": self.trips_known}
+        listed = [_plain(c) | {"wire_bytes": c.wire_bytes} for c in self.collectives]
+        return {**_plain(self), "collectives": listed, "trips_known": self.trips_known}
 
-    def __str__(self) -> str:
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Report":
+        """The report that `to_dict` wrote, also after a round trip through JSON.
+
+        Args:
+            plain: what `to_dict` returned.
+
+        Raises:
+            ValueError: if `plain` is anything else, such as the dict of another version of jaxshard.
+
+        >>> Report.from_dict(Report((), 0.0, flops=8.0).to_dict()).flops
+        8.0
+        """
+        try:
+            listed = tuple(_made(Collective, c) for c in plain["collectives"])
+            report = dataclasses.replace(_made(cls, plain), collectives=listed)
+            same = report.to_dict() == plain
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Report.from_dict needs what Report.to_dict returns, got {plain!r:.80}: {error}"
+            ) from None
+        if not same:
+            raise ValueError(f"Report.from_dict needs what Report.to_dict returns, got other fields: {plain!r:.80}")
+        return report
+
+    def table(self) -> Any:
+        """A `rich.table.Table` of the collectives, as `str(report)` lists them; needs `rich` (`jaxshard[train]`)."""
+        from rich.table import Table
+
+        table = Table(title="collectives per device and step", caption="\n".join(self._totals()))
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="left" if heading in ("collective", "dtype") else "right")
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """One row of cells for all collectives of one kind, group size and dtype."""
         groups: dict[tuple[str, int, str], list[Collective]] = {}
         for c in self.collectives:
             groups.setdefault((c.kind, c.group_size, c.dtype), []).append(c)
-        row = "{:<{width}}  {:>5}  {:<8}  {:>5}  {:>10}  {:>18}  {:>18}".format
-        width = max([len("collective"), *(len(kind) for kind, _, _ in groups)])
-        lines = [row("collective", "group", "dtype", "count", "executions", "bytes", "wire bytes", width=width)]
+        rows = []
         for (kind, size, dtype), members in sorted(groups.items()):
             sums = [len(members), _total(members, "trips"), sum(c.bytes * c.trips for c in members)]
-            cells = [_number(n) for n in (*sums, _total(members, "wire_bytes"))]
-            lines.append(row(kind, size, dtype, *cells, width=width))
-        lines += ["", f"wire bytes sent per device and step  {_number(self.wire_bytes)}"]
+            rows.append((kind, str(size), dtype, *map(_number, (*sums, _total(members, "wire_bytes")))))
+        return rows
+
+    def _totals(self) -> list[str]:
+        lines = [f"wire bytes sent per device and step  {_number(self.wire_bytes)}"]
         for field in ("argument", "output", "temp", "alias", "peak"):
             lines.append(f"{field + ' bytes per device':<35}  {_number(getattr(self, field + '_bytes'))}")
+        overlapped = sum(bool(c.overlapped) for c in self.collectives)
+        return [*lines, f"{'overlapped with compute':<35}  {overlapped} of {len(self.collectives)} collectives"]
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        line = "{:<{width}}  {:>5}  {:<8}  {:>5}  {:>10}  {:>18}  {:>18}".format
+        width = max(len(cells[0]) for cells in [_HEADINGS, *rows])
+        lines = [*(line(*cells, width=width) for cells in [_HEADINGS, *rows]), "", *self._totals()]
         if not self.trips_known:
             lines += [
                 "",
@@ -151,6 +198,25 @@ class Report:
             ]
             lines += [f"  {c.kind} {c.name} {c.op_name}".rstrip() for c in self.collectives if not c.trips_known]
         return "\n".join(lines)
+
+
+_HEADINGS = ("collective", "group", "dtype", "count", "executions", "bytes", "wire bytes")
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as a dict, and tuples as lists, all the way down."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return [_plain(x) for x in value] if isinstance(value, tuple) else value
+
+
+def _made(cls: Any, plain: dict[str, Any]) -> Any:
+    """A dataclass from the dict that `_plain` made of it; other entries are left out."""
+    return cls(**{f.name: _tuples(plain[f.name]) for f in dataclasses.fields(cls)})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
 def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective, ...]:
@@ -176,7 +242,7 @@ def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective
     ()
     """
     module = hlo.parse(_text(compiled_or_text))
-    return tuple(_walk(module, module.entry, 1, True, False))
+    return tuple(_walk(module, module.entry, _Around()))
 
 
 def wire_bytes(compiled_or_text: jax.stages.Compiled | str) -> float:
@@ -210,19 +276,50 @@ def report(compiled: jax.stages.Compiled) -> Report:
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(_needed("a compiled program, `jax.jit(f).lower(...).compile()`", compiled))
     found = collectives(compiled)
+    known: dict[str, Any] = {
+        "platform": _platform(compiled),
+        "arguments": _arguments(compiled),
+        "flops": _flops(compiled),
+    }
     memory = compiled.memory_analysis()
     if memory is None:
-        return Report(found, _total(found, "wire_bytes"))
+        return Report(found, _total(found, "wire_bytes"), **known)
     sizes = [int(getattr(memory, f"{field}_size_in_bytes")) for field in ("argument", "output", "temp", "alias")]
     peak = int(getattr(memory, "peak_memory_in_bytes", 0))
-    if not peak or _platform(compiled) == "cpu":  # the CPU compiler's peak leaves the scratch memory out
+    if not peak or known["platform"] == "cpu":  # the CPU compiler's peak leaves the scratch memory out
         peak = sizes[0] + sizes[1] + sizes[2] - sizes[3]
-    return Report(found, _total(found, "wire_bytes"), *sizes, peak_bytes=peak)
+    return Report(found, _total(found, "wire_bytes"), *sizes, peak_bytes=peak, **known)
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((device.platform for sharding in shardings for device in sharding.device_set), None)
+
+
+def _flops(compiled: jax.stages.Compiled) -> float | None:
+    cost: Any = compiled.cost_analysis()  # a dict, a list of one, or None
+    cost = cost[0] if isinstance(cost, list | tuple) and cost else cost
+    flops = cost.get("flops") if isinstance(cost, dict) else None
+    return None if flops is None or flops < 0 else float(flops)
+
+
+def _arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
+    try:
+        avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
+    except (AttributeError, NotImplementedError):  # what an executable of another kind lacks
+        return ()
+    is_unused = lambda x: x is None  # noqa: E731
+    return tuple(
+        sum(map(_shard_bytes, jax.tree.leaves(aval), jax.tree.leaves(sharding, is_leaf=is_unused)))
+        for aval, sharding in zip(avals, shardings, strict=True)
+    )
+
+
+def _shard_bytes(aval: Any, sharding: jax.sharding.Sharding | None) -> int:
+    """Bytes of an array on each device; 0 for an argument that the program does not use."""
+    if sharding is None:
+        return 0
+    return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
 
 
 def _total(found: Any, field: str) -> Any:
@@ -249,33 +346,166 @@ def _text(compiled_or_text: jax.stages.Compiled | str) -> str:
     return text
 
 
+# Pictures: which part of each leaf is on which device, from specs and axis sizes alone.
+
+_Part = tuple[tuple[int, int, bool], ...]  # for each dim: start, stop, and whether that is all of it
+
+
+def picture(tree: Any, *, width: int = 120) -> str:
+    """Draws where each leaf lies: a row per leaf, a column per device, and in each cell the part that it holds.
+
+    A row is two lines: the leaf's path, shape and spec; then its parts as index slices, such as "0:64, :", with one
+    cell around neighbours that hold the same part. Devices that hold the same parts of every leaf share a column,
+    headed "0-3" or "0,4". Where not all columns fit, those in the middle are left out, and the picture says so.
+
+    Args:
+        tree: a pytree of arrays or `jax.ShapeDtypeStruct`s, each with a `NamedSharding`, all on one mesh. A
+            `jax.sharding.AbstractMesh` will do: no device is needed. Its devices are numbered in mesh order; those of
+            a `Mesh` have their own ids.
+        width: characters in a line of cells, at the most, if two columns fit.
+
+    Raises:
+        ValueError: if a leaf has no `NamedSharding`, lies on another mesh than the first, or does not divide.
+
+    >>> mesh = jax.sharding.AbstractMesh((2, 2), ("replica", "data"))
+    >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    >>> print(picture({"w": jax.ShapeDtypeStruct((8, 3), "float32", sharding=sharding)}))
+    device
+    |  0,2   |  1,3   |
+    w  (8, 3)  P('data')
+    | 0:4, : | 4:8, : |
+    """
+    leaves = [("/".join(names) or "(the whole tree)", leaf) for names, leaf in named_leaves(tree)]
+    if not leaves:
+        return "no leaves"
+    ids = _device_ids(leaves)
+    parts = [_parts(path, leaf) for path, leaf in leaves]  # by leaf, then by device
+    columns: dict[tuple[_Part, ...], list[int]] = {}
+    for position, held in enumerate(zip(*parts, strict=True)):
+        columns.setdefault(held, []).append(ids[position])
+    heads = [_ranges(sorted(devices)) for devices in columns.values()]
+    rows = [[_in_words(held[i]) for held in columns] for i in range(len(leaves))]
+    cell = max(map(len, (*heads, *(text for row in rows for text in row))))
+    shown = _shown(len(heads), max(2, (width - 1) // (cell + 3)))
+    lines = ["device" + (f" ({len(heads) - len(shown) + 1} columns left out)" if None in shown else "")]
+    lines.append(_line(heads, shown, cell, merge=False))
+    for (path, leaf), row in zip(leaves, rows, strict=True):
+        spec = ", ".join(map(repr, leaf.sharding.spec))
+        lines += [f"{path}  {tuple(leaf.shape)}  P({spec})", _line(row, shown, cell, merge=True)]
+    return "\n".join(lines)
+
+
+def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
+    """The ids of the devices, in mesh order, after a check that all leaves lie on them."""
+    meshes = []
+    for path, leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            raise ValueError(
+                f"picture: {path} has {'no sharding' if sharding is None else f'a {type(sharding).__name__}'}, and "
+                "needs a NamedSharding; place it on a mesh, or give a ShapeDtypeStruct with sharding="
+            )
+        meshes.append(sharding.mesh)
+        if sharding.mesh != meshes[0]:
+            raise ValueError(
+                f"picture: {path} lies on the mesh {sharding.mesh}, and {leaves[0][0]} on {meshes[0]}; draw them apart"
+            )
+    if isinstance(meshes[0], jax.sharding.AbstractMesh):
+        return list(range(meshes[0].size))
+    return [device.id for device in meshes[0].devices.flat]
+
+
+def _parts(path: str, leaf: Any) -> list[_Part]:
+    """What each device of the mesh holds, in mesh order."""
+    sizes = dict(leaf.sharding.mesh.shape)
+    coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    dims = []
+    for size, entry in itertools.zip_longest(leaf.shape, leaf.sharding.spec):
+        ways, block = 1, np.zeros(math.prod(sizes.values()), int)
+        for axis in axes_in(entry):
+            ways, block = ways * sizes[axis], block * sizes[axis] + coordinates[axis]
+        if size is None or size % ways:
+            raise ValueError(
+                f"picture: {path} of shape {tuple(leaf.shape)} cannot be cut as {leaf.sharding.spec} over {sizes}; "
+                "each dim must divide by the axes that cut it"
+            )
+        step = size // ways
+        dims.append([(i * step, (i + 1) * step, ways == 1) for i in block.tolist()])
+    return list(zip(*dims, strict=True)) if dims else [()] * math.prod(sizes.values())
+
+
+def _in_words(part: _Part) -> str:
+    return ", ".join(":" if whole else f"{start}:{stop}" for start, stop, whole in part) or "()"
+
+
+def _ranges(ids: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _shown(count: int, fit: int) -> list[int | None]:
+    """The columns to draw; None stands for those that are left out."""
+    if count <= fit:
+        return list(range(count))
+    return [*range(fit - 2), None, count - 1] if fit > 2 else [0, None, count - 1]
+
+
+def _line(texts: list[str], shown: list[int | None], cell: int, merge: bool) -> str:
+    """One line of cells; with `merge`, equal neighbours share one."""
+    left_out = {text for i, text in enumerate(texts) if i not in shown}
+    between = left_out.pop() if merge and len(left_out) == 1 else "..."
+    cells = [between if i is None else texts[i] for i in shown]
+    runs = [len(list(same)) for _, same in itertools.groupby(cells)] if merge else [1] * len(cells)
+    starts = [sum(runs[:i]) for i in range(len(runs))]
+    drawn = [f" {cells[at]:^{(cell + 3) * n - 3}} " for at, n in zip(starts, runs, strict=True)]
+    return "|" + "|".join(drawn) + "|"
+
+
 # The walk: every collective under a computation, with the trips of the loops around it.
 
 _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
 
 
-def _walk(module: hlo.Module, name: str, trips: int, known: bool, scatters: bool) -> Iterator[Collective]:
-    """Yields the collectives under computation `name`, itself run `trips` times a step."""
+class _Around(NamedTuple):
+    """What is around a computation: its runs a step, whether they are known, whether it is a TPU `all-reduce-scatter`,
+    and what overlaps the asynchronous operation that it is the inside of."""
+
+    trips: int = 1
+    known: bool = True
+    scatters: bool = False
+    overlapped: tuple[str, ...] | None = None
+
+
+def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective]:
+    """Yields the collectives under computation `name`."""
     if name not in module.computations:
         raise ValueError(f"HLO text is incomplete: computation {name} is not defined.")
     for instruction in module.computations[name].values():
         opcode = instruction.opcode
-        kind = opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):
             continue
-        if kind in _KINDS:
+        if opcode.removesuffix("-start") in hlo.COLLECTIVES:
             if not _is_continuation(module, name, instruction):
-                yield _collective(module, name, instruction, trips, known, scatters)
+                yield _collective(module, name, instruction, around)
         elif opcode == "while":
             count = hlo.trip_count(module, name, instruction)
             body, condition = (1, 1) if count is None else (count, count + 1)
             for key, times in (("condition", condition), ("body", body)):
+                inside = _Around(around.trips * times, around.known and count is not None)
                 for callee in instruction.called(key):
-                    yield from _walk(module, callee, trips * times, known and count is not None, False)
-        else:
-            for callee in instruction.called(*_CALLS):
-                inside = scatters or "all-reduce-scatter" in callee or "all-reduce-scatter" in instruction.name
-                yield from _walk(module, callee, trips, known, inside)
+                    yield from _walk(module, callee, inside)
+        elif callees := instruction.called(*_CALLS):
+            window = hlo.overlapped(module, name, instruction)
+            for callee in callees:
+                scatters = around.scatters or any("all-reduce-scatter" in n for n in (callee, instruction.name))
+                inside = around._replace(scatters=scatters)
+                yield from _walk(module, callee, inside if window is None else inside._replace(overlapped=window))
 
 
 def _is_continuation(module: hlo.Module, name: str, instruction: hlo.Instruction) -> bool:
@@ -286,25 +516,25 @@ def _is_continuation(module: hlo.Module, name: str, instruction: hlo.Instruction
     return not any(instruction.name in start.operand_names for start in starts)
 
 
-def _collective(
-    module: hlo.Module, computation: str, instruction: hlo.Instruction, trips: int, known: bool, scatters: bool
-) -> Collective:
+def _collective(module: hlo.Module, computation: str, instruction: hlo.Instruction, around: _Around) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
-    kind = "reduce-scatter" if scatters and kind == "all-reduce" else kind
+    kind = "reduce-scatter" if around.scatters and kind == "all-reduce" else kind
     size, dtypes = _operand_bytes(module, computation, instruction)
     groups = hlo.groups_of(instruction, module.num_devices)
     group_size = max(map(len, groups), default=1)
+    window = hlo.overlapped(module, computation, instruction)
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return Collective(
         kind=kind,
         bytes=size * group_size if kind == "all-gather" else size,
         group_size=group_size,
-        trips=trips,
+        trips=around.trips,
         dtypes=tuple(dtypes),
         name=instruction.name,
         op_name=op_name[1] if op_name else "",
         replica_groups=groups,
-        trips_known=known,
+        trips_known=around.known,
+        overlapped=around.overlapped if window is None else window,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxshard.rollcall import roll_call
 
@@ -44,6 +44,52 @@ def make_mesh(
     given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
     sizes = _inferred(given, len(devices))
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(
+    num_devices: int,
+    *,
+    data: int = -1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    replica: int = 1,
+    platform: str = "cpu",
+    device_kind: str = "",
+) -> AbstractMesh:
+    """`make_mesh` without devices: strategies take it, for plans; what is compiled or run needs a real mesh.
+
+    Args:
+      num_devices: how many there would be.
+      data, tensor, pipeline, replica: as for `make_mesh`.
+      platform: "cpu", "gpu" or "tpu": strategies do a few things otherwise on a TPU.
+      device_kind: the chip's name.
+
+    Raises:
+      ValueError: as `make_mesh`.
+
+    >>> abstract_mesh(4096, tensor=8).shape["data"]
+    512
+    """
+    if num_devices < 1:
+        raise ValueError(f"abstract_mesh: num_devices {num_devices} must be 1 or more")
+    given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
+    sizes = _inferred(given, num_devices)
+    device = AbstractDevice(device_kind=device_kind or platform, num_cores=None, platform=platform)
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=types, abstract_device=device)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """ "cpu", "gpu" (JAX's name for CUDA too) or "tpu"."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh.abstract_device.platform if mesh.abstract_device else "cpu"
+    return mesh.devices.flat[0].platform
+
+
+def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ValueError for an abstract mesh, on which no array can lie."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"{who}: the mesh is abstract and has no devices; make one with jaxshard.make_mesh")
 
 
 def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:

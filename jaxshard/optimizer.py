@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.engine import Engine
 from jaxshard.layout import Config, Layout, Shardings
-from jaxshard.mesh import REPLICA_AXIS
+from jaxshard.mesh import REPLICA_AXIS, check_has_devices
 from jaxshard.precision import LossScale
 from jaxshard.specs import axes_in, axes_of, canonical
 from jaxshard.tree import is_key, is_traced, named_leaves, path_of
@@ -40,6 +40,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def mesh(self) -> Mesh:
+        """A `jax.sharding.Mesh` (or, for plans, an `AbstractMesh`)."""
         return self._engine.mesh
 
     @property
@@ -55,6 +56,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     @property
     def rank(self) -> int:
         """The mesh index of this process's first device."""
+        check_has_devices("rank", self.mesh)
         here = jax.process_index()
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
 
@@ -120,7 +122,7 @@ def engine_of(opt: Any, who: str) -> Engine:
 def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimizer:
     if not (isinstance(inner, tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"{strategy}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
     fixed = {"strategy"} if strategy == "hybrid" else {"strategy", "zero"}
     known = {field.name for field in dataclasses.fields(Config)} - fixed
@@ -133,7 +135,7 @@ def _make(strategy: str, inner: Any, mesh: Any, **options: Any) -> ShardedOptimi
     if options.get("moment_dtype") == "bfloat16":
         options["moment_dtype"] = jnp.bfloat16
     config = Config(strategy, **options)
-    _check_mesh(mesh, config)
+    _check_mesh(mesh, config)  # pyright: ignore[reportArgumentType]
     engine = Engine(inner, mesh, config)  # pyright: ignore[reportArgumentType]
     return ShardedOptimizer(engine.init, engine.update)  # pyright: ignore[reportArgumentType]
 
@@ -215,7 +217,7 @@ def _is_floating(dtype: Any) -> bool:
 _OPTIONS = """
     Args:
       inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       specs: how the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or
         rules [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None: they do not.
       data_axes: the mesh axes that state, gradients and params are cut over, outermost first. The batch is split over

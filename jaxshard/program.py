@@ -12,6 +12,7 @@ from jax import lax
 from jaxshard import lazy
 from jaxshard.engine import Engine
 from jaxshard.jaxprs import depends
+from jaxshard.mesh import platform_of
 from jaxshard.tree import is_key, named_leaves, path_of, sum_dtype
 
 
@@ -38,7 +39,7 @@ class Options:
         XLA for CPU (jax 0.10.2, 0.12) orders collectives for the most concurrency, and each device then starts those in
         loops beside others in its own order. Ordered for the least memory, thousands of runs went through.
         """
-        on_cpu = self.engine.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = platform_of(self.engine.mesh) == "cpu"
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and self.checked else None
 
 

@@ -16,6 +16,7 @@ from jaxshard.digest import digests
 from jaxshard.gradients import LossFunction, check_batch, check_global, value_and_grad
 from jaxshard.inner import Settled, fast
 from jaxshard.layout import Layout
+from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer import ShardedOptimizer, engine_of
 from jaxshard.precision import LossScale
 from jaxshard.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, sum_dtype
@@ -109,6 +110,7 @@ class TrainStep:
         program = self._program(params, state, batch)
         if is_traced(params, state, batch, args):
             return self._step(params, state, batch, *args)
+        check_has_devices("train_step", self.loss.options.engine.mesh)
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
@@ -126,11 +128,15 @@ class TrainStep:
 
     def lower(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
         """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
+        return self.trace(params, state, batch, *args).lower()
+
+    def trace(self, params: Any, state: Any, batch: Any, *args: Any) -> jax.stages.Traced:
+        """The traced step, as `jax.jit(...).trace`; takes arrays or `ShapeDtypeStruct`s, and an abstract mesh too."""
         state = self._arrays(state, params)
         program = self._program(params, state, batch)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
-        return program.run.lower(params, state, batch, *args)
+        return program.run.trace(params, state, batch, *args)
 
     def layout(self, params: Any, batch: Any, *args: Any) -> Layout:
         """Where every leaf lives and is gathered, and why; compiles nothing."""

@@ -4,6 +4,7 @@
 The HLO texts are cut from what the compilers wrote: CPU and GPU of jax 0.10.2 and 0.12.0.1, libtpu 0.0.51 (v5e 2x4).
 """
 
+import dataclasses
 import json
 
 import jax
@@ -666,3 +667,297 @@ def test_tpu_nested_scans():
     assert [(c.group_size, c.trips, c.trips_known) for c in found] == [(4, 21, True), (2, 7, True)]
     payload = 512 * 256 * 4
     assert inspect.wire_bytes(_hlo(entry, ADD, TPU_NESTED)) == 21 * 2 * 3 / 4 * payload + 7 * 2 * 1 / 2 * payload
+
+
+# What overlaps: the compute that the schedule places between a start and its done.
+
+OVERLAP = {
+    "a pair": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %i = s32[] parameter(1)
+        %before = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        %start = (f32[8,256]{1,0}, f32[64,256]{1,0}) all-gather-start(%p), replica_groups={}, dimensions={0}
+        %counter = s32[] fusion(%i), kind=kLoop, calls=%fused
+        %copied = f32[8,256]{1,0} copy(%p)
+        %cast = f32[256,8]{0,1} bitcast(%p)
+        %summed = f32[8,256]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add
+        %room = f32[8,256]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+        %product = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+        %norm = f32[] reduce(%p, %p), dimensions={0,1}, to_apply=%add
+        %gathered = f32[64,256]{1,0} all-gather-done(%start)
+        ROOT %after = f32[64,256]{1,0} fusion(%gathered), kind=kLoop, calls=%fused""",
+        {"start": ("product", "norm"), "summed": None},
+    ),
+    "a sum of another kind between": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %start = (f32[8,256]{1,0}, f32[64,256]{1,0}) all-gather-start(%p), replica_groups={}, dimensions={0}
+        %summed = f32[1,256]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
+        ROOT %gathered = f32[64,256]{1,0} all-gather-done(%start)""",
+        {"start": (), "part": None},
+    ),
+    "two at a time": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %one = (f32[8,256]{1,0}, f32[64,256]{1,0}) all-gather-start(%p), replica_groups={}, dimensions={0}
+        %a = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        %two = (f32[8,256]{1,0}, f32[64,256]{1,0}) all-gather-start(%p), replica_groups={}, dimensions={0}
+        %b = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        %done.1 = f32[64,256]{1,0} all-gather-done(%one)
+        %c = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        ROOT %done.2 = f32[64,256]{1,0} all-gather-done(%two)""",
+        {"one": ("a", "b"), "two": ("b", "c")},
+    ),
+    "nothing between": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %start = f32[8,256]{1,0} all-reduce-start(%p), replica_groups={}, to_apply=%add
+        %done = f32[8,256]{1,0} all-reduce-done(%start)
+        ROOT %after = f32[8,256]{1,0} fusion(%done), kind=kLoop, calls=%fused""",
+        {"start": ()},
+    ),
+    "a pair that the GPU compiler runs at once": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %start = f32[8,256]{1,0} all-reduce-start(%p), replica_groups={}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+        %between = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        ROOT %done = f32[8,256]{1,0} all-reduce-done(%start)""",
+        {"start": None},
+    ),
+    "a wrapped one, with an update": (
+        """%p = f32[8,256]{1,0} parameter(0)
+        %async = ((f32[8,256]{1,0}), f32[1,256]{1,0}, u32[]{:S(2)}) async-start(%p), calls=%wrapped
+        %a = f32[8,256]{1,0} convolution(%p, %p), dim_labels=bf_io->bf
+        %more = ((f32[8,256]{1,0}), f32[1,256]{1,0}, u32[]{:S(2)}) async-update(%async), calls=%wrapped
+        %b = f32[8,256]{1,0} fusion(%p), kind=kLoop, calls=%fused
+        %done = f32[1,256]{1,0} async-done(%more), calls=%wrapped
+        ROOT %after = f32[1,256]{1,0} fusion(%done), kind=kLoop, calls=%fused""",
+        {"scattered": ("a", "b")},
+    ),
+}
+WRAPPED = """%wrapped (q: f32[8,256]) -> f32[1,256] {
+  %q = f32[8,256]{1,0} parameter(0)
+  ROOT %scattered = f32[1,256]{1,0} reduce-scatter(%q), replica_groups={}, dimensions={0}, to_apply=%add
+}"""
+SCATTER = """%all-reduce-scatter (r: f32[8,256]) -> f32[1,256] {
+  %r = f32[8,256]{1,0} parameter(0)
+  %part = f32[8,256]{1,0} all-reduce(%r), replica_groups={}, to_apply=%add
+  ROOT %slice = f32[1,256]{1,0} fusion(%part), kind=kLoop, calls=%fused
+}"""
+FUSED = """%fused (f: f32[8,256]) -> f32[8,256] {
+  %f = f32[8,256]{1,0} parameter(0)
+  ROOT %negated = f32[8,256]{1,0} negate(%f)
+}"""
+
+
+@pytest.mark.parametrize("case", OVERLAP)
+def test_compute_between_a_start_and_its_done_overlaps(case):
+    entry, expected = OVERLAP[case]
+    found = inspect.collectives(_hlo(entry, ADD, FUSED, WRAPPED, SCATTER))
+    assert {c.name: c.overlapped for c in found} == expected
+
+
+# TPU v5e: as above, and uncut where the operation is handed on: in the fusion that advances it, a convolution.
+TPU_CHAIN = 'replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, frontend_attributes={{chain_id="{}"}}, backend_config={{"flag_configs":[],"async_collective_fusion_config":{{"flag_start":"-1","flag_end":"8"}}}}'
+
+
+def _tpu_chain(n):
+    gather, chain = f"bf16[512,256]{{1,0}} all-gather(%q.{n})", f"channel_id=1, {TPU_CHAIN.format(n)}"
+    return f"""%begin.{n} (q.{n}: bf16[64,256]) -> (bf16[64,256], bf16[512,256]) {{
+  %q.{n} = bf16[64,256]{{1,0}} parameter(0)
+  %all-gather.1{n} = {gather}, {chain}
+  ROOT %custom-call.1{n} = (bf16[64,256]{{1,0}}, bf16[512,256]{{1,0}}) custom-call(%all-gather.1{n}), custom_call_target="AsyncCollectiveStart"
+}}
+
+%advance.{n} (q.{n}: bf16[64,256], w.{n}: bf16[64,256]) -> (bf16[64,256], bf16[64,256]) {{
+  %q.{n} = bf16[64,256]{{1,0}} parameter(0)
+  %w.{n} = bf16[64,256]{{1,0}} parameter(1)
+  %all-gather.2{n} = {gather}, {chain}
+  %convolution.{n} = bf16[64,256]{{1,0}} convolution(%w.{n}, %w.{n}), dim_labels=bf_io->bf
+  ROOT %tuple.{n} = (bf16[64,256]{{1,0}}, bf16[64,256]{{1,0}}) tuple(%convolution.{n}, %q.{n})
+}}
+
+%end.{n} (q.{n}: bf16[64,256]) -> bf16[512,256] {{
+  %q.{n} = bf16[64,256]{{1,0}} parameter(0)
+  %all-gather.3{n} = {gather}, {chain}
+  ROOT %custom-call.3{n} = bf16[512,256]{{1,0}} custom-call(%all-gather.3{n}), custom_call_target="AsyncCollectiveDone"
+}}"""
+
+
+def test_what_overlaps_a_tpu_chain_of_fusions():
+    pair = "(bf16[64,256]{1,0}, bf16[64,256]{1,0})"
+    entry = f"""%p = bf16[64,256]{{1,0}} parameter(0)
+    %start.0 = {pair} fusion(%p), kind=kCustom, calls=%begin.0
+    %on.0 = bf16[64,256]{{1,0}} get-tuple-element(%start.0), index=0
+    %start.1 = {pair} fusion(%p), kind=kCustom, calls=%begin.1
+    %on.1 = bf16[64,256]{{1,0}} get-tuple-element(%start.1), index=0
+    %advances.0 = {pair} fusion(%on.0, %p), kind=kOutput, calls=%advance.0
+    %computed = bf16[64,256]{{1,0}} get-tuple-element(%advances.0), index=0
+    %on.2 = bf16[64,256]{{1,0}} get-tuple-element(%advances.0), index=1
+    %advances.1 = {pair} fusion(%on.1, %computed), kind=kOutput, calls=%advance.1
+    %on.3 = bf16[64,256]{{1,0}} get-tuple-element(%advances.1), index=1
+    %done.1 = bf16[512,256]{{1,0}} fusion(%on.3), kind=kCustom, calls=%end.1
+    %alone = bf16[64,256]{{1,0}} fusion(%p), kind=kLoop, calls=%fused
+    %done.0 = bf16[512,256]{{1,0}} fusion(%on.2), kind=kCustom, calls=%end.0
+    ROOT %after = bf16[512,256]{{1,0}} fusion(%done.0, %done.1), kind=kLoop, calls=%fused"""
+    found = inspect.collectives(_hlo(entry, ADD, FUSED, _tpu_chain(0), _tpu_chain(1)))
+    assert {c.name: c.overlapped for c in found} == {
+        "all-gather.10": ("advances.0", "advances.1", "alone"),
+        "all-gather.11": ("advances.0", "advances.1"),
+    }
+
+
+# The rest of a report.
+
+
+def test_arguments_are_the_bytes_of_each_positional_argument_on_one_device():
+    mesh = _mesh(data=4, tensor=2)
+
+    def shape(dims, spec, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    tree = {
+        "cut": shape((64, 32), P("data", "tensor")),
+        "whole": shape((5,), P(), jnp.bfloat16),
+        "unused": shape((99,), P()),
+    }
+
+    def f(tree, keys, scale, *, shift):
+        return tree["cut"] * tree["whole"].sum() * scale + jax.random.key_data(keys).sum() + shift
+
+    compiled = jax.jit(f).lower(tree, shape((8,), P("data"), keys.dtype), 2.0, shift=shape((64, 32), P())).compile()
+    report = inspect.report(compiled)
+    assert report.arguments == (64 * 32 * 4 // 8 + 5 * 2, 8 * 8 // 4, 4)
+    assert sum(report.arguments) + 64 * 32 * 4 == report.argument_bytes
+    assert inspect.report(jax.jit(lambda: jnp.ones(3)).lower().compile()).arguments == ()
+
+
+def test_flops_are_the_compilers_count_of_each_loop_once():
+    def product(x):
+        return x @ x
+
+    def repeated(x, length):
+        return lax.scan(lambda x, _: (product(x), None), x, None, length=length)[0]
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    once = inspect.report(jax.jit(product).lower(x).compile())
+    assert (once.flops, once.platform) == (2 * 64**3, "cpu")
+    loops = [inspect.report(jax.jit(repeated, static_argnums=1).lower(x, n).compile()).flops for n in (5, 50)]
+    assert loops[0] == loops[1] < 3 * 2 * 64**3
+
+
+def _overlapping_report():
+    report = inspect.report(_compile(lambda x: lax.psum(x, "data"), _mesh(data=8), P("data"), P(), (64, 1024)))
+    (first,) = report.collectives
+    others = [dataclasses.replace(first, overlapped=names) for names in ((), ("fusion.1", "dot.2"))]
+    scatter = dataclasses.replace(first, kind="reduce-scatter", dtypes=("f32", "bf16"))
+    return dataclasses.replace(report, collectives=(first, *others, scatter), wire_bytes=0.1 + 0.2)
+
+
+def test_a_report_comes_back_from_json():
+    report = _overlapping_report()
+    again = inspect.Report.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again == report
+    assert again.collectives[2].overlapped == ("fusion.1", "dot.2")
+    assert again.collectives[0].overlapped is None
+    assert inspect.Report.from_dict(inspect.Report((), 0.0).to_dict()) == inspect.Report((), 0.0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: d.pop("flops"),
+        lambda d: d.update(more=1),
+        lambda d: d.update(collectives=3),
+        lambda d: d.update(collectives=[{"kind": "all-gather"}]),
+        lambda d: d["collectives"][0].update(group_size="x"),
+        lambda d: d["collectives"][0].update(trips=2),  # its wire bytes no longer fit
+    ],
+)
+def test_a_spoiled_report_is_refused(spoil):
+    plain = json.loads(json.dumps(_overlapping_report().to_dict()))
+    spoil(plain)
+    with pytest.raises(ValueError, match=r"Report\.from_dict needs what Report\.to_dict returns"):
+        inspect.Report.from_dict(plain)
+    with pytest.raises(ValueError, match=r"Report\.from_dict needs"):
+        inspect.Report.from_dict([plain])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_table_has_the_rows_of_the_text():
+    report = _overlapping_report()
+    lines = str(report).splitlines()
+    assert "overlapped with compute              1 of 4 collectives" in lines
+    table = report.table()
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    headings = ["collective", "group", "dtype", "count", "executions", "bytes", "wire bytes"]
+    assert [column.header for column in table.columns] == headings
+    assert [list(row) for row in rows] == [line.split() for line in lines[1:3]]
+    assert rows[0][:4] == ("all-reduce", "8", "f32", "3")
+    assert table.caption == "\n".join(lines[4:])
+
+
+# Pictures.
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_picture_says_what_each_device_holds():
+    mesh = _mesh(replica=2, data=2, tensor=2)
+    specs = {"a": P(("data", "tensor")), "b": P(None, ("tensor", "replica")), "c": P("replica", "data")}
+    written = ["P(('data', 'tensor'))", "P(None, ('tensor', 'replica'))", "P('replica', 'data')"]
+    tree = {name: jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    lines = inspect.picture(tree).splitlines()
+    heads = _cells(lines[1])
+    assert heads == [str(d.id) for d in mesh.devices.flat]
+    for i, (name, x) in enumerate(tree.items()):
+        assert lines[2 + 2 * i].split("  ") == [name, "(8, 16)", written[i]]
+        held = {s.device.id: s.index for s in x.addressable_shards}
+        bounds = [[dim.indices(size) for dim, size in zip(held[int(d)], x.shape, strict=True)] for d in heads]
+        said = [
+            ", ".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b, _), n in zip(dims, x.shape, strict=True))
+            for dims in bounds
+        ]
+        merged = [text for j, text in enumerate(said) if j == 0 or said[j - 1] != text]
+        assert _cells(lines[3 + 2 * i]) == merged
+
+
+def test_a_picture_needs_no_devices_and_groups_those_that_hold_the_same():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "data"))
+
+    def leaf(dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    drawn = inspect.picture({"w": leaf((64, 32), P("data")), "b": leaf((), P())})
+    assert drawn.splitlines() == [
+        "device",
+        "|   0,4    |   1,5    |   2,6    |   3,7    |",
+        "b  ()  P()",
+        "|                    ()                     |",
+        "w  (64, 32)  P('data')",
+        "| 0:16, :  | 16:32, : | 32:48, : | 48:64, : |",
+    ]
+    assert inspect.picture({"b": leaf((3,), P())}).splitlines()[1:] == ["| 0-7 |", "b  (3,)  P()", "|  :  |"]
+    assert inspect.picture({}) == "no leaves"
+
+
+def test_a_picture_of_many_devices_leaves_out_the_middle_and_says_so():
+    mesh = jax.sharding.AbstractMesh((4096,), ("data",))
+    leaf = jax.ShapeDtypeStruct((8192,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    lines = inspect.picture(leaf, width=60).splitlines()
+    assert lines[0] == "device (4093 columns left out)"
+    assert _cells(lines[1]) == ["0", "1", "...", "4095"]
+    assert _cells(lines[3]) == ["0:2", "2:4", "...", "8190:8192"]
+    assert max(map(len, lines[1::2])) <= 60
+
+
+def test_a_picture_refuses_what_it_cannot_draw():
+    mesh, other = (jax.sharding.AbstractMesh((n,), ("data",)) for n in (8, 4))
+
+    def leaf(n, mesh):
+        return jax.ShapeDtypeStruct((n,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    with pytest.raises(ValueError, match=r"picture: x/0 has no sharding, and needs a NamedSharding; place it"):
+        inspect.picture({"x": [np.ones(3)]})
+    with pytest.raises(ValueError, match=r"picture: x has a SingleDeviceSharding"):
+        inspect.picture({"x": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"picture: y lies on the mesh .* and x on .*; draw them apart"):
+        inspect.picture({"x": leaf(8, mesh), "y": leaf(8, other)})

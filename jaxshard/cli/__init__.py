@@ -1,4 +1,4 @@
-"""The command `jaxshard`: `train` trains the reference model, `ckpt` looks at checkpoints. Parts load when needed."""
+"""The command `jaxshard`: `train`s the reference model, `plan`s, looks at checkpoints. Parts load when needed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ usage: jaxshard COMMAND [OPTIONS]
 commands:
   train [CONFIG.toml] [OPTIONS]   train a byte-level transformer with a sharded optimizer
                                   (with nothing given: 8 simulated devices, ZeRO-2, English text)
+  plan [CONFIG.toml] [OPTIONS]    what training will cost each device, all strategies side by side, on
+                                  machines that are not there; --compile asks their own compilers
   ckpt ls DIR                     list the checkpoints of a folder or of a run
   ckpt info DIR                   show a checkpoint's leaves
   ckpt verify DIR                 read all arrays and compare their digests
@@ -30,10 +32,12 @@ examples:
   jaxshard train
   jaxshard train configs/zero3.toml --data my_texts/ --train.steps 2000 --out runs/mine
   jaxshard train --resume --out runs/mine
+  jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
+  jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
   jaxshard ckpt verify runs/mine
   jaxshard ckpt export runs/mine --safetensors model.safetensors --only ^params/
 """
-_COMMANDS = ("train", "ckpt")
+_COMMANDS = ("train", "plan", "ckpt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

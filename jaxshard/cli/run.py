@@ -105,8 +105,7 @@ class Run:
 
     def make_step(self) -> Any:
         """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
-        microbatches, max_skips = self.config.sharding.microbatches, self.config.train.max_skips
-        return jaxshard.train_step(self.model.loss, self.opt, microbatches=microbatches, max_skips=max_skips)
+        return make_step(self.config, self.model, self.opt)
 
     def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Any], float]:
         """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is told of each batch."""
@@ -165,12 +164,8 @@ def _prepared(config: Config) -> Run:
     text = data.read_text(config.data.path)
     train, heldout = data.split(text, config.data.heldout, config.model.sequence_length)
     mesh = make_mesh(config.sharding)
-    _check_rows(config, mesh)
-    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
-    model = make_model(config)
-    opt = make_strategy(config, model, inner, mesh)
-    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
-    params = jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
+    check_rows(config, mesh)
+    model, schedule, opt, params = make_parts(config, mesh)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
@@ -179,6 +174,21 @@ def _prepared(config: Config) -> Run:
     )
     start = Snapshot(params, opt.init(params), 0, stopping, position)
     return Run(config, text, heldout, batches, model, schedule, opt, start)
+
+
+def make_parts(config: Config, mesh: Any) -> tuple[LanguageModel, optax.Schedule, Any, Any]:
+    """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
+    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
+    model = make_model(config)
+    opt = make_strategy(config, model, inner, mesh)
+    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
+    return model, schedule, opt, jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
+
+
+def make_step(config: Config, model: LanguageModel, opt: Any) -> Any:
+    """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
+    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
 
 
 def make_model(config: Config) -> LanguageModel:
@@ -313,7 +323,7 @@ def _join_processes(heartbeat_seconds: int) -> None:
             raise
 
 
-def _check_rows(config: Config, mesh: Any) -> None:
+def check_rows(config: Config, mesh: Any) -> None:
     """Every device gets the same number of rows in each microbatch, and every process too."""
     sharding = config.sharding
     sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}

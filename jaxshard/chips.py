@@ -1,0 +1,121 @@
+"""What one device of each kind can do at best: the figures that makers publish, for estimates and plans.
+
+They are peaks, dense: a real step reaches a part of each, never more.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device, as JAX counts devices: a GPU, or a TPU chip (v4 and v5p with their two cores as one).
+
+    Attributes:
+        name: as in `aot.machine`, such as "v5e".
+        platform: JAX's name: "tpu", "gpu" or "cpu".
+        memory_bytes: size of its memory (HBM), in bytes. The runtime keeps some of it for itself.
+        flops: peak floating-point operations per second of matrix products, by the dtype of the operands, dense
+            (without sparsity). "float32" is what JAX runs by default: one bfloat16 pass on TPU, TF32 on GPU.
+        memory_bandwidth: bytes per second between it and its memory.
+        link_bandwidth: bytes per second that it can send inside its fast domain, in one direction, all links together.
+            GPU: half of NVLink's "total bandwidth", which counts both directions. TPU: half of the documented
+            "bidirectional ICI bandwidth per chip", which is the sum over its 4 (2-D torus) or 6 (3-D torus) links; a
+            ring along one axis of the torus uses 2 of them.
+        domain_size: how many devices the fast links join: 8 in an HGX node; for TPU the most chips of a pod.
+        network_bandwidth: bytes per second that it can send to other domains, in one direction: its share of the
+            host's network cards.
+        collective_seconds: what starting a collective takes, however small: nobody documents it, so this is rough.
+        source: where the figures come from.
+    """
+
+    name: str
+    platform: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    link_bandwidth: float
+    domain_size: int
+    network_bandwidth: float
+    collective_seconds: float
+    source: str
+
+
+def _peak(half: float, single: float) -> Mapping[str, float]:
+    return MappingProxyType({"bfloat16": half, "float16": half, "float32": single})
+
+
+def _tpu(name: str, flops: float, memory: int, memory_bandwidth: float, ici: float, pod: int, dcn: float, source: str):
+    return Chip(name, "tpu", memory, _peak(flops, flops), memory_bandwidth, ici, pod, dcn, 5e-6, source)
+
+
+def _gpu(name: str, half: float, tf32: float, memory: float, bandwidth: float, link: float, nic: float, source: str):
+    return Chip(name, "gpu", int(memory), _peak(half, tf32), bandwidth, link, 8, nic, 20e-6, source)
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        chip.name: chip
+        for chip in (
+            _tpu(
+                *("v4", 275e12, 32 * 2**30, 1200e9, 300e9, 4096, 3.125e9),
+                "cloud.google.com/tpu/docs/v4; ICI, 6 links of 50 GB/s: Jouppi et al. 2023, 'TPU v4', table 4; "
+                "network: no figure is documented, taken as v5e's 25 Gb/s per chip",
+            ),
+            _tpu(
+                *("v5e", 197e12, 16 * 10**9, 819e9, 200e9, 256, 3.125e9),
+                "cloud.google.com/tpu/docs/v5e (ICI 400 GB/s in both directions; network 6.4 Tb/s per pod of 256)",
+            ),
+            _tpu(
+                *("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, 8960, 6.25e9),
+                "cloud.google.com/tpu/docs/v5p (ICI 1200 GB/s in both directions; network 50 Gb/s per chip)",
+            ),
+            _tpu(
+                *("v6e", 918e12, 32 * 10**9, 1600e9, 400e9, 256, 12.5e9),
+                "cloud.google.com/tpu/docs/v6e (ICI 800 GB/s in both directions; network 25.6 Tb/s per pod of 256)",
+            ),
+            _gpu(
+                *("a100", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9),
+                "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s); DGX A100 datasheet (200 Gb/s NIC per GPU)",
+            ),
+            _gpu(
+                *("h100", 989.5e12, 494.5e12, 80e9, 3.35e12, 450e9, 50e9),
+                "NVIDIA H100 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s); DGX H100 datasheet "
+                "(400 Gb/s NIC per GPU)",
+            ),
+            _gpu(
+                *("h200", 989.5e12, 494.5e12, 141e9, 4.8e12, 450e9, 50e9),
+                "NVIDIA H200 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s); DGX H200 datasheet "
+                "(400 Gb/s NIC per GPU)",
+            ),
+            _gpu(
+                *("b200", 2250e12, 1100e12, 180e9, 8e12, 900e9, 50e9),
+                "NVIDIA Blackwell architecture brief (HGX B200, dense; NVLink 1.8 TB/s); DGX B200 datasheet (1,440 GB "
+                "and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
+            ),
+            Chip(
+                *("cpu", "cpu", 4 * 2**30, _peak(20e9, 20e9), 5e9, 2e9, 1024, 2e9, 3e-4),
+                "no datasheet: rough figures for one of several simulated devices that share a desktop's processor, so "
+                "that plans for them rank sensibly",
+            ),
+        )
+    }
+)
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name.
+
+    Args:
+        name: one of `CHIPS`: "v4", "v5e", "v5p", "v6e", "a100", "h100", "h200", "b200", "cpu".
+
+    Raises:
+        ValueError: if there is no such chip; the message lists those that there are.
+
+    >>> chip("v5e").flops["bfloat16"]
+    197000000000000.0
+    """
+    if name not in CHIPS:
+        raise ValueError(f"chip: {name!r} is not known; there are {', '.join(CHIPS)}")
+    return CHIPS[name]

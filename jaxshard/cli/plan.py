@@ -1,0 +1,330 @@
+"""`jaxshard plan`: what training a configuration's model costs, before anything runs, and what compilers say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import jaxshard
+from jaxshard import aot, chips, plan
+from jaxshard.cli import run, toml
+from jaxshard.cli.config import Config, check
+from jaxshard.cli.report import make_console
+from jaxshard.mesh import abstract_mesh
+from jaxshard.plan import Build, Candidate, Row, Target
+
+_DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
+
+Nothing is compiled or allocated, and no accelerator is needed; --compile asks the machine's own compiler. Model and all
+else come from CONFIG.toml and options, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing does, 2 bad
+input."""
+
+_Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "own"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The command line of `jaxshard plan`."""
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """Options in TOML, as for `jaxshard train`; the command line has the last word."""
+    machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """What to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16, v4:4x4x4,
+    cpu:8 (simulated devices, the default)."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """In place of a machine: so many devices ..."""
+    chip: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
+    """... of this kind ..."""
+    memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
+    """... with so many GB of memory each; by default the chip's."""
+    strategies: tuple[_Strategy, ...] = ()
+    """Only these; "own" is the configuration's. By default all that cut over data, and the configuration's own."""
+    fit: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Rank strategy x mesh x microbatches, and say why the best is best."""
+    compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Compile the step for this machine, none such present, and show predicted beside compiled: the configuration's own
+    strategy, or --strategies."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all figures to this file."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write plan.png and plan.html to this folder: memory, traffic, and the sharding of every leaf."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard plan`; returns the exit status."""
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is started or taken from others
+    try:
+        given = parse(arguments)
+        return _compiled(given) if given.compile else _planned(given)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"jaxshard plan: {error}", file=sys.stderr)
+        return 2
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line over the TOML file over the defaults.
+
+    Raises:
+      ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
+    """
+    given = _from_command_line(arguments, Arguments())
+    if given.config is not None:
+        base = toml.load(given.config)
+        sections = {section.name: getattr(base, section.name) for section in dataclasses.fields(Config)}
+        given = _from_command_line(arguments, Arguments(**sections))
+    check(given)
+    if given.devices is not None and (given.machine or given.compile):
+        raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
+    for name, value in (("--devices", given.devices), ("--memory", given.memory)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} {value} must be above 0")
+    return given
+
+
+def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
+    return tyro.cli(Arguments, args=list(arguments), default=default, prog="jaxshard plan", description=_DESCRIPTION)
+
+
+def target_of(given: Arguments) -> Target:
+    """What is planned for.
+
+    Raises:
+      ValueError: the machine or chip is not known; those that are are listed.
+    """
+    if given.devices is not None:
+        chip, count = chips.chip(given.chip), given.devices
+    else:
+        default = f"cpu:{given.sharding.devices or 8}"
+        machine = aot.machine(given.compile or given.machine or default)
+        chip, count = machine.chip, machine.num_devices
+    return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9)
+
+
+# What is planned.
+
+
+def building(config: Config) -> Build:
+    """`build` for the configuration's model, as `plan.compare` takes it."""
+
+    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+        chosen = sharded_as(config, candidate)
+        check(chosen)
+        run.check_rows(chosen, mesh)
+        model, _, opt, params = run.make_parts(chosen, mesh)
+        batch = {"tokens": jax.ShapeDtypeStruct((chosen.train.rows, chosen.model.sequence_length + 1), np.int32)}
+        keys = [jax.eval_shape(lambda: jax.random.key(0))] if chosen.model.dropout else []
+        return (run.make_step(chosen, model, opt), params, batch, *keys)
+
+    return build
+
+
+def sharded_as(config: Config, candidate: Candidate) -> Config:
+    """The configuration with another strategy and mesh."""
+    sizes = {axis: getattr(candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+    chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None} | sizes
+    chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
+    chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
+
+
+def own(config: Config, target: Target) -> Candidate:
+    """The configuration's own strategy on the target's devices."""
+    sharding = config.sharding
+    sizes = {axis: getattr(sharding, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+    mesh = abstract_mesh(target.num_devices, **sizes)
+    zero = sharding.zero if sharding.strategy == "hybrid" else None
+    strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
+    return Candidate(strategy, **dict(mesh.shape), zero=zero, microbatches=sharding.microbatches)
+
+
+def candidates(given: Arguments, target: Target) -> list[Candidate]:
+    """Those asked for, else all that cut over data, and the configuration's own."""
+    all_data = plan.side_by_side(target, given.sharding.microbatches)
+    if not given.strategies:
+        mine = own(given, target)
+        return all_data if mine in all_data else [*all_data, mine]
+    named = {c.strategy: c for c in all_data} | {"own": own(given, target)}
+    missing = [name for name in given.strategies if name not in named]
+    if missing:
+        raise ValueError(
+            f"--strategies {' '.join(missing)}: it needs several groups of devices that fast links join, and the "
+            f"{target.num_devices} x {target.chip.name} are one"
+        )
+    return [named[name] for name in given.strategies]
+
+
+def to_try(given: Arguments, target: Target) -> list[Candidate]:
+    """Strategy x mesh x microbatches for --fit: what the model's sizes allow."""
+    model = given.model
+    groups = model.kv_heads or model.heads
+    tensors = [n for n in (1, 2, 4, 8) if groups % n == 0 and n <= target.chip.domain_size]
+    pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
+    rows = given.train.rows
+    microbatches = [m for m in (1, 2, 4, 8, 16) if rows % m == 0]
+    return plan.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
+
+
+def _planned(given: Arguments) -> int:
+    target, console = target_of(given), make_console()
+    build = building(given)
+    if given.fit:
+        found = plan.fit(build, to_try(given, target), target)
+        rows, notes = list(found.rows[:12]), [found.why()]
+    else:
+        rows, notes = rows_of(given, candidates(given, target), target), []
+    notes += [] if any(row.fits for row in rows) else [too_large(build, rows, target)]
+    _show(console, given, rows, target)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+    _write(given, rows, notes)
+    return 0 if any(row.fits for row in rows) else 1
+
+
+def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> list[Row]:
+    """Each candidate's figures, with the largest batch that fits, of one trace."""
+    build, rows = building(given), []
+    for candidate in wanted:
+        unit = given.sharding.stage_microbatches if candidate.pipeline > 1 else 1
+        found = plan.AnyRows(*build(candidate, candidate.mesh(target.chip)), unit=unit)
+        rows.append(Row(candidate, found.at(given.train.rows), target, plan.largest_batch(found, target)))
+    return rows
+
+
+def too_large(build: Build, rows: Sequence[Row], target: Target) -> str:
+    """By how much the least is too large, and the fewest devices that would do."""
+    least = min(rows, key=lambda row: row.excess_bytes)
+    per_device = target.memory_bytes
+    text = (
+        f"Too large for every strategy: {least.candidate.name} needs {least.prediction.peak_bytes / 1e9:,.2f} GB on "
+        f"each device, {least.excess_bytes / 1e9:,.2f} GB more than the {per_device / 1e9:,.2f} GB that there are."
+    )
+    count = plan.fewest_devices(build, target, least.candidate)
+    more = f"{count} devices would do" if count else "more devices alone would not do"
+    return f"{text} {more[0].upper()}{more[1:]}, or {_cures(least)}."
+
+
+def _cures(row: Row) -> str:
+    parts = row.prediction.memory
+    return "fewer rows a step (or more microbatches)" if parts["activations"] > parts["params"] else "narrower params"
+
+
+# What is shown.
+
+
+def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
+    count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params) if rows else 0
+    console.print(
+        f"{count / 1e6:,.1f} M parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
+        f"{target.num_devices} x {target.chip.name} of {target.memory_bytes / 1e9:,.1f} GB"
+    )
+    console.print(table_of(rows))
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """All rows side by side."""
+    unit, name = (1e9, "GB") if any(row.prediction.peak_bytes >= 1e9 for row in rows) else (1e6, "MB")
+    batches = any(row.largest_batch is not None for row in rows)
+    table = Table(title=f"{name} on each device, {name} sent by each per step, and the least time of a step")
+    heads = ("strategy", *plan.KINDS, "peak", "too much", "sent", "time", "bound by")
+    for head in (*heads, *(("largest batch",) if batches else ())):
+        table.add_column(head, justify="left" if head in ("strategy", "bound by") else "right")
+    for row in rows:
+        memory, seconds = row.prediction.memory, row.seconds
+        sent = row.prediction.costs.wire_bytes_by_axes()
+        cells = [row.candidate.name, *(f"{memory[kind] / unit:,.2f}" for kind in plan.KINDS)]
+        cells += [f"{row.prediction.peak_bytes / unit:,.2f}"]
+        cells += ["" if row.fits else f"{row.excess_bytes / unit:,.2f}"]
+        cells += ["\n".join(f"{axes} {size / unit:,.2f}" for axes, size in sent.items() if axes) or "0"]
+        cells += [f"{seconds.total * 1e3:,.3g} ms", seconds.bound]
+        table.add_row(*cells, *([f"{row.largest_batch:,}"] if row.largest_batch is not None else []))
+    return table
+
+
+def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    if given.json is not None:
+        given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
+    if given.out is not None:
+        from jaxshard import pictures
+
+        given.out.mkdir(parents=True, exist_ok=True)
+        title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
+        pictures.draw(rows, given.out / "plan.png", title=title)
+        pictures.page(rows, given.out / "plan.html", title=title, notes=notes)
+
+
+# Predicted beside compiled.
+
+
+def _compiled(given: Arguments) -> int:
+    target, console = target_of(given), make_console()
+    machine = aot.machine(str(given.compile))
+    build = building(given)
+    wanted = candidates(given, target) if given.strategies else [own(given, target)]
+    rows = plan.compare(build, wanted, target)
+    devices = aot.devices(machine)
+    _show(console, given, rows, target)
+    results, status = [], 0
+    for row in rows:
+        sizes = {axis: getattr(row.candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+        mesh = jaxshard.make_mesh(**sizes, devices=devices)
+        try:
+            report = aot.report(_lowered(build, row.candidate, mesh), machine)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            console.print(f"{row.candidate.name}: the compiler says that it does not fit: {str(error).splitlines()[0]}")
+            status = 1
+            continue
+        console.print(beside_table(row, report, mesh))
+        results.append({"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()})
+    if given.json is not None:
+        given.json.write_text(json.dumps({"machine": machine.name, "rows": results}, indent=1))
+    _write(dataclasses.replace(given, json=None), rows, [])
+    return status
+
+
+def _lowered(build: Build, candidate: Candidate, mesh: Any) -> Any:
+    step, params, *rest = build(candidate, mesh)
+    return step.lower(params, step.loss.options.engine.init(params), *rest)
+
+
+def beside(row: Row, report: Any, mesh: Any) -> Iterator[tuple[str, float, float]]:
+    """(what, predicted, compiled), in bytes and operations per device."""
+    predicted = row.prediction
+    params, state, *_ = report.arguments
+    yield "params at rest, bytes", predicted.at_rest["params"], params
+    yield "state at rest, bytes", predicted.at_rest["state"], state
+    yield "peak memory, bytes", predicted.peak_bytes, report.peak_bytes
+    yield "sent, bytes", predicted.wire_bytes, report.wire_bytes
+    compiled = report.wire_bytes_by_axes(mesh)
+    for axes, size in predicted.costs.wire_bytes_by_axes().items():
+        if axes and size > 1e-3 * predicted.wire_bytes:
+            yield f"sent along {axes}, bytes", size, compiled.get(axes, 0.0)
+    executed = sum(m.trips for m in predicted.costs.collectives)
+    yield "collectives executed", executed, sum(c.trips for c in report.collectives)
+    if report.flops:
+        yield "operations (compiled: loops count once)", sum(predicted.costs.flops.values()), report.flops
+
+
+def beside_table(row: Row, report: Any, mesh: Any) -> Table:
+    """Predicted beside compiled, of one row."""
+    table = Table(title=row.candidate.name)
+    for head in ("per device and step", "predicted", "compiled", "ratio"):
+        table.add_column(head, justify="left" if head.startswith("per") else "right")
+    for what, predicted, compiled in beside(row, report, mesh):
+        table.add_row(what, f"{predicted:,.0f}", f"{compiled:,.0f}", f"{predicted / compiled:.4f}" if compiled else "")
+    return table

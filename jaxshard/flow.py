@@ -1,0 +1,461 @@
+"""A traced step written out: calls opened, dead work dropped, each value with its size on one device.
+
+Inside `jax.shard_map` shapes are one device's already. In the global view around it, where the inner optimizer runs and
+XLA partitions, how values are cut is followed from operation to operation, as its partitioner does for these.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxshard.inspect import Collective
+from jaxshard.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.specs import axes_in
+
+Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A collective as predicted: its kind, bytes, and axes of the mesh; see `inspect.Collective`."""
+
+    kind: str
+    bytes: int
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    trips: int = 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends per step."""
+        return Collective(self.kind, self.bytes, self.group_size, self.trips, (self.dtype,), "").wire_bytes
+
+
+class Value:
+    """An array: its shape (whole in the global view, one device's in the local one), and how it is cut."""
+
+    __slots__ = ("dtype", "parts", "root", "shape", "spec")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, spec: Spec = (), parts: int = 1, root: "Value | None" = None):
+        self.shape, self.dtype, self.spec, self.parts = tuple(shape), dtype, spec, parts
+        self.root: Value = self if root is None else root.root
+
+    @property
+    def size(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.shape) // self.parts
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(self.dtype, "itemsize", 0)
+
+    @property
+    def bytes(self) -> int:
+        """On one device."""
+        return self.size * self.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{'/' + str(self.parts) if self.parts > 1 else ''}"
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One operation; a loop has its body in `blocks`, and `split`, the numbers of its constants and carries."""
+
+    name: str
+    ins: list[Value]
+    outs: list[Value]
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    blocks: tuple["Block", ...] = ()
+    trips: int = 1
+    split: tuple[int, int] = (0, 0)
+    moved: tuple[Moved, ...] = ()
+    in_global_view: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A program: what goes in, what is done in which order, what comes out."""
+
+    ins: list[Value]
+    ops: list[Op]
+    outs: list[Value]
+
+
+def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], platform: str) -> Block:
+    """The program that `jaxpr` is on each device.
+
+    Args:
+      jaxpr: of a step traced in the global view.
+      in_specs: the PartitionSpec of each of its inputs.
+      sizes: devices along each axis of the mesh.
+      platform: whose branch of `platform_dependent` is taken: "cpu", "gpu" or "tpu".
+    """
+    writer = _Writer(sizes, platform)
+    ins = [writer.value(v.aval, spec) for v, spec in zip(open_jaxpr(jaxpr).invars, in_specs, strict=True)]
+    ops: list[Op] = []
+    outs = writer.inline(jaxpr, ins, ops, _Region(True))
+    block, _ = pruned(Block(ins, ops, outs), [True] * len(outs))
+    return block
+
+
+# Writing out.
+
+_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+_SAME = frozenset(
+    ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "stop_gradient", "copy_p"]
+)  # other views of the same memory
+_SUMS = {"psum", "psum_invariant", "psum2", "pmax", "pmin", "pmean"}
+_LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    is_global: bool
+
+
+class _Writer:
+    def __init__(self, sizes: Mapping[str, int], platform: str):
+        self.sizes, self.platform = sizes, platform
+
+    def value(self, aval: Any, spec: Any = (), root: Value | None = None) -> Value:
+        shape = getattr(aval, "shape", ())
+        cut = tuple(tuple(a for a in axes_in(e) if self.sizes.get(a, 1) > 1) for e in spec)
+        cut += ((),) * (len(shape) - len(cut))
+        return Value(
+            shape, getattr(aval, "dtype", np.dtype(np.int32)), cut, self._size(a for e in cut for a in e), root
+        )
+
+    def _size(self, axes: Any) -> int:
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def inline(self, jaxpr: Any, ins: Sequence[Any], ops: list[Op], region: _Region) -> list[Any]:
+        """Appends the operations of `jaxpr` to `ops`; returns its outputs."""
+        opened = open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(opened.invars, ins, strict=True))
+        for var in opened.constvars:
+            env[var] = self.value(var.aval)
+        for eqn in opened.eqns:
+            given = [self._read(env, v) for v in eqn.invars]
+            outs = self._eqn(eqn, given, ops, region)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [self._read(env, v) for v in opened.outvars]
+
+    def _read(self, env: dict[Any, Any], v: Any) -> Any:
+        return self.value(v.aval) if is_literal(v) else env[v]
+
+    def _eqn(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "platform_index":
+            return [_Known(_platform_index(params["platforms"], self.platform))]
+        if any(isinstance(x, _Known) for x in ins) and name != "cond":
+            return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
+        if name in _CALLS:
+            return self.inline(inner_jaxpr(eqn), ins, ops, region)
+        if name == "cond":
+            return self._cond(eqn, ins, ops, region)
+        if name == "scan":
+            return self._scan(eqn, ins, ops, region)
+        if name == "while":
+            return self._while(eqn, ins, ops, region)
+        if name == "shard_map":
+            return self._shard_map(eqn, ins, ops)
+        if name in ("sharding_constraint", "reshard", "mesh_cast"):
+            sharding = params.get("sharding", params.get("dst_sharding"))
+            return [self._resharded(ins[0], sharding.spec, ops)]
+        if region.is_global:
+            return self._global(eqn, ins, ops)
+        return self._local(eqn, ins, ops)
+
+    # Control flow.
+
+    def _cond(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+        branches = eqn.params["branches"]
+        if isinstance(ins[0], _Known):
+            return self.inline(branches[min(ins[0].index, len(branches) - 1)], ins[1:], ops, region)
+        blocks = tuple(self._block(branch, ins[1:], region) for branch in branches)
+        specs = [tuple(out.spec for out in block.outs) for block in blocks][-1]
+        outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
+        ops.append(Op("cond", list(ins[1:]), outs, blocks=blocks, in_global_view=region.is_global))
+        return outs
+
+    def _block(self, jaxpr: Any, like: Sequence[Value], region: _Region) -> Block:
+        """A program of its own, whose inputs are cut as those of `like`."""
+        avals = [v.aval for v in open_jaxpr(jaxpr).invars]
+        ins = [self.value(aval, value.spec) for aval, value in zip(avals, like, strict=True)]
+        ops: list[Op] = []
+        outs = self.inline(jaxpr, ins, ops, region)
+        return Block(ins, ops, outs)
+
+    def _scan(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+        jaxpr, length = inner_jaxpr(eqn), eqn.params["length"]
+        consts, carries = scan_split(eqn)
+        rows = [self._row(x) for x in ins[consts + carries :]]
+        if length == 1:
+            outs = self.inline(jaxpr, [*ins[: consts + carries], *rows], ops, region)
+            stacked = zip(outs[carries:], eqn.outvars[carries:], strict=True)
+            return [*outs[:carries], *(Value(v.aval.shape, x.dtype, ((), *x.spec), x.parts, x) for x, v in stacked)]
+        block = self._block(jaxpr, [*ins[: consts + carries], *rows], region)
+        specs = [x.spec for x in block.outs[:carries]] + [((), *x.spec) for x in block.outs[carries:]]
+        outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
+        loop = Op("scan", list(ins), outs, blocks=(block,), trips=length, split=(consts, carries))
+        loop.in_global_view = region.is_global
+        ops.append(loop)
+        return outs
+
+    def _row(self, x: Value) -> Value:
+        return Value(x.shape[1:], x.dtype, x.spec[1:], self._size(a for e in x.spec[1:] for a in e), x)
+
+    def _while(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+        """How often it runs is not known: counted once."""
+        skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        block = self._block(eqn.params["body_jaxpr"], ins[skip:], region)
+        outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
+        loop = Op("while", list(ins[skip:]), outs, blocks=(block,), split=(consts, len(outs)))
+        loop.in_global_view = region.is_global
+        ops.append(loop)
+        return outs
+
+    # Into and out of the local view.
+
+    def _shard_map(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+        inner = open_jaxpr(inner_jaxpr(eqn))
+        placed = [self._resharded(x, spec, ops) for x, spec in zip(ins, eqn.params["in_specs"], strict=True)]
+        local = [Value(v.aval.shape, x.dtype, root=x) for v, x in zip(inner.invars, placed, strict=True)]
+        outs = self.inline(inner, local, ops, _Region(False))
+        whole = []
+        for x, var, spec in zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True):
+            cut = self.value(var.aval, spec)
+            whole.append(Value(cut.shape, x.dtype, cut.spec, cut.parts, x))
+        return whole
+
+    def _resharded(self, x: Value, spec: Any, ops: list[Op]) -> Value:
+        """`x` cut otherwise: nothing moves where axes are only added."""
+        wanted = self.value(x, spec)
+        if wanted.spec == x.spec:
+            return x
+        lost = tuple(a for e in x.spec for a in e if not any(a in f for f in wanted.spec))
+        elsewhere = {a for e, f in zip(x.spec, wanted.spec, strict=True) for a in e if a not in f and a not in lost}
+        moved = []
+        if elsewhere:
+            axes = tuple(a for a in self.sizes if a in elsewhere)
+            moved.append(self._moved("all-to-all", x.bytes, axes, x.dtype))
+        if lost:
+            moved.append(self._moved("all-gather", x.bytes * self._size(lost), lost, x.dtype))
+        ops.append(Op("reshard", [x], [wanted], moved=tuple(moved), in_global_view=True))
+        return wanted
+
+    def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: Any) -> Moved:
+        return Moved(kind, num_bytes, axes, self._size(axes), str(dtype))
+
+    # Single operations.
+
+    def _local(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        kind = _LOCAL_KINDS.get(name)
+        if name in _SAME:
+            return [Value(v.aval.shape, x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
+        if kind is None:
+            outs = [Value(getattr(v.aval, "shape", ()), getattr(v.aval, "dtype", None)) for v in eqn.outvars]
+            ops.append(Op(name, list(ins), outs, params))
+            return outs
+        axes = params.get("axes", params.get("axis_name"))
+        axes = tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if self.sizes.get(a, 1) > 1)
+        if not axes or (kind == "collective-permute" and not params["perm"]):
+            return list(ins)
+        results = []
+        for x, var in zip(ins, eqn.outvars, strict=False):
+            out = Value(var.aval.shape, var.aval.dtype)
+            payload = out.bytes if kind == "all-gather" else x.bytes
+            ops.append(Op(name, [x], [out], params, moved=(self._moved(kind, payload, axes, x.dtype),)))
+            results.append(out)
+        return results
+
+    def _global(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+        name = eqn.primitive.name
+        shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+        specs, summed = _followed(name, eqn.params, ins, shapes)
+        outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
+        if name in _SAME and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
+            pairs = zip(outs, ins, strict=False)
+            return [Value(o.shape, o.dtype, o.spec, o.parts, x) for o, x in pairs]
+        moved = tuple(self._moved("all-reduce", o.bytes, summed, o.dtype) for o in outs if summed)
+        ops.append(Op(name, list(ins), outs, eqn.params, moved=moved, in_global_view=True))
+        return outs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """Which branch of `platform_dependent` is taken."""
+
+    index: int
+
+
+def _platform_index(platforms: Any, platform: str) -> int:
+    names = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
+    for i, group in enumerate(platforms):
+        if group is None or any(name in group for name in names):
+            return i
+    return len(platforms)
+
+
+# How cuts go from operation to operation in the global view.
+
+
+def _followed(
+    name: str, params: Mapping[str, Any], ins: list[Value], shapes: list[tuple[int, ...]]
+) -> tuple[list[Spec], tuple[str, ...]]:
+    """(how each output is cut, axes over which it is summed)."""
+    if name == "dot_general":
+        return _followed_product(params, ins, shapes[0])
+    if name.startswith(("reduce_", "arg")) and "axes" in params and ins:
+        gone = params["axes"]
+        kept = tuple(e for i, e in enumerate(ins[0].spec) if i not in gone)
+        summed = tuple(a for i, e in enumerate(ins[0].spec) if i in gone for a in e)
+        return [kept for _ in shapes], summed
+    if name == "transpose":
+        return [tuple(ins[0].spec[i] for i in params["permutation"])], ()
+    if name == "broadcast_in_dim":
+        spec: list[tuple[str, ...]] = [()] * len(shapes[0])
+        for i, dim in enumerate(params["broadcast_dimensions"]):
+            spec[dim] = ins[0].spec[i] if ins[0].shape[i] == shapes[0][dim] else ()
+        return [tuple(spec)], ()
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return [_reshaped(ins[0], shapes[0])], ()
+    return [_widest(ins, shape) for shape in shapes], ()
+
+
+def _widest(ins: list[Value], shape: tuple[int, ...]) -> Spec:
+    """As the most cut of the inputs of this rank, in the dims that keep their sizes."""
+    alike = [x for x in ins if len(x.shape) == len(shape)]
+    best = max(alike, key=lambda x: x.parts, default=None)
+    if best is None:
+        return ((),) * len(shape)
+    return tuple(e if size == best.shape[i] else () for i, (e, size) in enumerate(zip(best.spec, shape, strict=True)))
+
+
+def _reshaped(x: Value, shape: tuple[int, ...]) -> Spec:
+    """Dims with the same sizes before them (or after) keep their cuts."""
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    for i, axes in enumerate(x.spec):
+        before = math.prod(x.shape[:i])
+        for j, size in enumerate(shape):
+            if axes and size == x.shape[i] and math.prod(shape[:j]) == before:
+                spec[j] = axes
+    return tuple(spec)
+
+
+def _followed_product(
+    params: Mapping[str, Any], ins: list[Value], shape: tuple[int, ...]
+) -> tuple[list[Spec], tuple[str, ...]]:
+    (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
+    left, right = ins
+    summed = tuple(
+        dict.fromkeys(a for x, dims in ((left, left_sum), (right, right_sum)) for d in dims for a in x.spec[d])
+    )
+    spec = [left.spec[i] or right.spec[j] for i, j in zip(left_batch, right_batch, strict=True)]
+    for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
+        spec += [x.spec[d] for d in range(len(x.shape)) if d not in used]
+    taken = set(summed)
+    for i, axes in enumerate(spec):
+        spec[i] = tuple(a for a in axes if a not in taken)
+        taken |= set(axes)
+    assert len(spec) == len(shape)
+    return [tuple(spec)], summed
+
+
+# What is never used.
+
+
+def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
+    """The block without what its wanted outputs do not need; and which inputs are."""
+    outs = [out for out, yes in zip(block.outs, wanted, strict=True) if yes]
+    live, ops = {out.root for out in outs}, []
+    for op in reversed(block.ops):
+        asked = [out.root in live for out in op.outs]
+        if any(asked):
+            op = _pruned_op(op, asked)
+            ops.append(op)
+            live |= {x.root for x in op.ins}
+    return Block(block.ins, ops[::-1], outs), [x.root in live for x in block.ins]
+
+
+def _pruned_op(op: Op, asked: list[bool]) -> Op:
+    if op.name == "cond":
+        blocks = tuple(pruned(block, asked)[0] for block in op.blocks)
+        return dataclasses.replace(op, outs=_only(op.outs, asked), blocks=blocks)
+    if op.name != "scan":
+        return op
+    (body,), (consts, carries) = op.blocks, op.split
+    while True:
+        block, used = pruned(body, asked)
+        more = [a or (i < carries and used[consts + i]) for i, a in enumerate(asked)]
+        if more == asked:
+            break
+        asked = more
+    kept = [u or (consts <= i < consts + carries and asked[i - consts]) for i, u in enumerate(used)]
+    block.ins = _only(block.ins, kept)
+    split = (sum(kept[:consts]), sum(kept[consts : consts + carries]))
+    return dataclasses.replace(op, ins=_only(op.ins, kept), outs=_only(op.outs, asked), blocks=(block,), split=split)
+
+
+def _only(items: Sequence[Any], kept: Sequence[bool]) -> list[Any]:
+    return [item for item, yes in zip(items, kept, strict=True) if yes]
+
+
+# The same program for more or fewer rows.
+
+
+def rescaled(block: Block, old: int, new: int) -> Block:
+    """The block, each dim that `old` divides being so much larger or smaller; `old` should divide no other."""
+    return _Rescaler(old, new).block(block)
+
+
+class _Rescaler:
+    def __init__(self, old: int, new: int):
+        self.old, self.new = old, new
+        self.values: dict[Value, Value] = {}
+
+    def block(self, block: Block) -> Block:
+        ins = [self.value(x) for x in block.ins]
+        return Block(ins, [self.op(op) for op in block.ops], [self.value(x) for x in block.outs])
+
+    def value(self, x: Value) -> Value:
+        if x not in self.values:
+            root = None if x.root is x else self.value(x.root)
+            shape = [d // self.old * self.new if d and d % self.old == 0 else d for d in x.shape]
+            self.values[x] = Value(shape, x.dtype, x.spec, x.parts, root)
+        return self.values[x]
+
+    def op(self, op: Op) -> Op:
+        ins, outs = [self.value(x) for x in op.ins], [self.value(x) for x in op.outs]
+        moved = op.moved
+        if moved and op.ins[0].bytes:
+            moved = tuple(dataclasses.replace(m, bytes=m.bytes * ins[0].bytes // op.ins[0].bytes) for m in moved)
+        blocks = tuple(self.block(inner) for inner in op.blocks)
+        return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks)
+
+
+def product_flops(op: Op) -> float:
+    """Multiplications and additions of a matrix product or convolution on one device; 0 for other operations."""
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        deep = math.prod(op.ins[0].shape[d] for d in contracted)
+        cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
+        return 2.0 * op.outs[0].size * deep / max(1, cut)
+    if op.name == "conv_general_dilated":
+        kernel = op.ins[1]
+        out_features = kernel.shape[op.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * op.outs[0].size * math.prod(kernel.shape) / out_features
+    return 0.0

@@ -1,0 +1,547 @@
+"""What a training step will cost, before anything is compiled: memory, traffic, time; all strategies side by side.
+
+A step is traced on an abstract mesh, so no device is needed and nothing is materialised, and its program is read
+(`flow`, `costs`). The compilers' own account of the same step is `aot.report`; `docs/plan.md` sets both side by side.
+
+The roofline: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", 2009. ZeRO's table of
+bytes at rest: Rajbhandari et al. 2020, section 5.
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import flow, habits
+from jaxshard.chips import Chip
+from jaxshard.costs import Costs, costs_of
+from jaxshard.layout import Layout
+from jaxshard.mesh import abstract_mesh, platform_of
+from jaxshard.precision import like
+from jaxshard.specs import local_shape
+from jaxshard.step import TrainStep
+
+KINDS = ("params", "grads", "state", "batch", "activations")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """A roofline: how long each resource is busy at the least, in seconds per step.
+
+    Attributes:
+      products: matrix products, at the chip's peak.
+      memory: reading and writing its memory.
+      links: sending, inside the fast domain and between domains.
+      waits: starting collectives, however small.
+    """
+
+    products: float
+    memory: float
+    links: float
+    waits: float
+
+    @property
+    def overlapped(self) -> float:
+        """If everything overlapped: no step is faster."""
+        return max(self.products, self.memory, self.links)
+
+    @property
+    def total(self) -> float:
+        """If nothing that is sent overlapped with computing; what plans are ranked by."""
+        return max(self.products, self.memory) + self.links + self.waits
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "products", "memory" or "links"."""
+        return max(("products", "memory", "links"), key=lambda name: getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What one step is going to cost each device.
+
+    Attributes:
+      axes: devices along each axis of the mesh.
+      platform: "cpu", "gpu" or "tpu".
+      at_rest: bytes of params, grads (while they are summed), state and batch.
+      costs: arithmetic, traffic and the peak.
+      layout: where each leaf lies, and why.
+    """
+
+    axes: dict[str, int]
+    platform: str
+    at_rest: dict[str, int]
+    costs: Costs
+    layout: Layout
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory at once."""
+        return self.costs.peak_bytes
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes sent per step."""
+        return self.costs.wire_bytes
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The peak in parts: what is at rest, and the rest of it, "activations" (and all else that comes and goes)."""
+        held = dict(self.at_rest)
+        left = self.peak_bytes - held["params"] - held["state"] - held["batch"]
+        held["grads"] = max(0, min(held["grads"], left))
+        return held | {"activations": max(0, left - held["grads"])}
+
+    def seconds(self, chip: Chip) -> Seconds:
+        """The step's roofline on devices of this kind."""
+        products = sum(
+            count / chip.flops.get(dtype, chip.flops["float32"]) for dtype, count in self.costs.flops.items()
+        )
+        sent = {axes: num_bytes for axes, num_bytes in self.costs.wire_bytes_by_axes().items() if axes}
+        links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
+        waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
+        return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth, links, waits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers, for `json.dumps`."""
+        return {
+            "axes": self.axes,
+            "platform": self.platform,
+            "at_rest": self.at_rest,
+            "memory": self.memory,
+            "peak_bytes": self.peak_bytes,
+            "wire_bytes": self.wire_bytes,
+            "wire_bytes_by_axes": self.costs.wire_bytes_by_axes(),
+            "flops": self.costs.flops,
+            "memory_traffic_bytes": self.costs.memory_bytes,
+            "trips_known": self.costs.trips_known,
+            "leaves": [list(row) for row in self.layout.rows()],
+        }
+
+
+def bandwidth_along(axes: str, sizes: Mapping[str, int], chip: Chip) -> float:
+    """Bytes per second that a device sends along axes ("data x tensor"): by the network, if they leave the domain."""
+    names = list(sizes)
+    outermost = min(names.index(axis) for axis in axes.split(" x "))
+    span = math.prod(list(sizes.values())[outermost:])
+    return chip.link_bandwidth if span <= chip.domain_size else chip.network_bandwidth
+
+
+def predict(step: TrainStep, params: Any, batch: Any, *args: Any) -> Prediction:
+    """What `step(params, opt.init(params), batch, *args)` costs each device. Nothing is compiled or allocated.
+
+    Args:
+      step: of `train_step`, its optimizer on a mesh or an abstract mesh (`mesh.abstract_mesh`).
+      params, batch, args: arrays or `ShapeDtypeStruct`s, as the step takes them.
+
+    Returns:
+      A `Prediction`, for the platform of the optimizer's mesh.
+
+    Raises:
+      ValueError: the optimizer leaves axes to XLA (`auto_axes`), whose choices only compiling shows.
+    """
+    return _Traced(step, params, batch, args).prediction()
+
+
+class AnyRows:
+    """`predict` for any number of rows, of one trace: in it each device has a number of rows that divides nothing else.
+
+    Args:
+      step, params, batch, args: as for `predict`.
+      unit: what each device's rows of a microbatch are a multiple of; a pipeline's `num_microbatches`, say.
+    """
+
+    _PRIMES = (1009, 2003, 4001, 8009)
+
+    def __init__(self, step: TrainStep, params: Any, batch: Any, *args: Any, unit: int = 1):
+        self._given = (step, params, batch, args)
+        options = step.loss.options
+        self.parts = options.engine.num_batch_shards * options.microbatches * unit
+        sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
+        sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
+        self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
+        self._traced = _Traced(step, params, _with_rows(batch, self._prime * self.parts), args)
+
+    def at(self, rows: int) -> Prediction:
+        """With so many rows a step, over all devices and microbatches.
+
+        Raises:
+          ValueError: `rows` is no multiple of `parts`.
+        """
+        if rows % self.parts or rows < 1:
+            raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
+        batch = _with_rows(self._given[2], rows)
+        return self._traced.rescaled(self._prime, rows // self.parts, batch).prediction()
+
+
+def _with_rows(batch: Any, rows: int) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _abstract(x).dtype), batch)
+
+
+class _Traced:
+    """A step as it runs on each device of its platform."""
+
+    def __init__(self, step: TrainStep, params: Any, batch: Any, args: Any):
+        engine = step.loss.options.engine
+        if engine.config.auto_axes:
+            raise ValueError(
+                f"plan: auto_axes={engine.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
+                "compiling: read the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
+            )
+        self.engine, self.batch = engine, batch
+        self.platform = platform_of(engine.mesh)
+        params = jax.tree.map(_abstract, params)
+        state = engine.abstract_state(params)
+        self.layout = engine.layout(params, strict=True)
+        held = jax.tree.leaves(tuple(engine.trees(params)[::2]), is_leaf=lambda x: isinstance(x, P))
+        specs = held + [P(engine.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
+        traced = step.trace(params, state, batch, *args)
+        block = flow.written_out(traced.jaxpr, specs, engine.sizes, self.platform)
+        self.block = habits.as_on_tpu(block) if self.platform == "tpu" else block
+        self.donated = [step.donate] * len(held) + [False] * (len(specs) - len(held))
+
+    def rescaled(self, old: int, new: int, batch: Any) -> "_Traced":
+        """For a batch of other rows."""
+        other = copy.copy(self)
+        other.block, other.batch = flow.rescaled(self.block, old, new), batch
+        return other
+
+    def prediction(self) -> Prediction:
+        costs = costs_of(self.block, self.donated, self.platform)
+        at_rest = _at_rest(self.layout, self.batch, self.engine)
+        return Prediction(self.engine.sizes, self.platform, at_rest, costs, self.layout)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+
+def _at_rest(found: Layout, batch: Any, engine: Any) -> dict[str, int]:
+    cuts, held = found.config.cuts, found.bytes_per_device
+    grads = 0
+    for leaf in found.params:
+        shape = local_shape(leaf.shape, found.spec(leaf, cut=cuts.accumulators), found.sizes)
+        grads += math.prod(shape) * np.dtype(like(found.config.reduce_dtype, leaf.dtype)).itemsize
+    rows = sum(math.prod(x.shape) * _abstract(x).dtype.itemsize for x in jax.tree.leaves(batch))
+    return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows // engine.num_batch_shards}
+
+
+# Many candidates.
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What there is to train on: so many devices of a kind, and how much of their memory may be used."""
+
+    chip: Chip
+    num_devices: int
+    memory_bytes: float
+
+    @property
+    def num_domains(self) -> int:
+        """Groups of devices that fast links join."""
+        return max(1, self.num_devices // self.chip.domain_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to train: a strategy, the sizes of the mesh's axes, and the parts of each device's rows."""
+
+    strategy: str
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replica: int = 1
+    zero: int | None = None
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "zero2", or "hybrid zero3 8 x data, 4 x tensor, m 2"."""
+        level = f" zero{self.zero}" if self.zero is not None else ""
+        axes = ("replica", "data", "tensor", "pipeline")
+        cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
+        sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
+        return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
+
+    def mesh(self, chip: Chip) -> AbstractMesh:
+        """The mesh, without devices."""
+        sizes = {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+        return abstract_mesh(math.prod(sizes.values()), **sizes, platform=chip.platform, device_kind=chip.name)
+
+
+# Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
+Build = Callable[[Candidate, Any], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A candidate, what it costs, and what that means on the target."""
+
+    candidate: Candidate
+    prediction: Prediction
+    target: Target
+    largest_batch: int | None = None  # rows per step; None: not asked for
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.prediction.seconds(self.target.chip)
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much it is too large for a device; at most 0 if it fits."""
+        return self.prediction.peak_bytes - self.target.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers."""
+        seconds = {"total": self.seconds.total, "overlapped": self.seconds.overlapped, "bound": self.seconds.bound}
+        return {
+            "name": self.candidate.name,
+            "candidate": dataclasses.asdict(self.candidate),
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "seconds": dataclasses.asdict(self.seconds) | seconds,
+            **self.prediction.to_dict(),
+        }
+
+
+def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
+    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
+    found = [
+        Candidate(strategy, data=target.num_devices, microbatches=microbatches)
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    domains = target.num_domains
+    if domains > 1 and target.num_devices % domains == 0:
+        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
+    return found
+
+
+def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:
+    """Predicts each candidate.
+
+    Args:
+      build: `(candidate, mesh) -> (step, params, batch, *args)`; see `building` for a loss and an optax optimizer.
+      candidates: in the order of the rows.
+      target: the devices.
+    """
+    return [Row(c, predict(*build(c, c.mesh(target.chip))), target) for c in candidates]
+
+
+def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *args: Any, **options: Any) -> Build:
+    """`build` for any model: a loss, an optax optimizer, and params and batch as arrays or `ShapeDtypeStruct`s.
+
+    Args:
+      loss_fn, params, batch, args: as `train_step` takes them; the batch is that of all devices.
+      inner: the optax optimizer.
+      options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxshard import chips
+    >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
+    >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
+    >>> target = Target(chips.chip("h100"), 8, 80e9)
+    >>> rows = compare(building(loss, optax.adam(1e-3), *shapes), side_by_side(target), target)
+    >>> [(row.candidate.name, row.prediction.at_rest["state"]) for row in rows][2]
+    ('zero2', 262148)
+    """
+    import jaxshard
+
+    of_step = {k: options.pop(k) for k in ("has_aux", "weighted", "fold_keys", "extra", "max_skips") if k in options}
+
+    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+        level = {} if candidate.zero is None else {"zero": candidate.zero}
+        opt = getattr(jaxshard, candidate.strategy)(inner, mesh, **level, **options)
+        step = jaxshard.train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
+        return (step, params, batch, *args)
+
+    return build
+
+
+# The best of all.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Candidates ranked: those that fit by time, then the others by how much they are too large.
+
+    `refused` has those that the model's sizes do not allow, with the reason.
+    """
+
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[Candidate, str], ...] = ()
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def why(self) -> str:
+        """Why the best is best, and the next cheaper change; if nothing fits, by how much, and what would."""
+        if self.best is None:
+            return _nothing_fits(self.rows)
+        best, others = self.best, [row for row in self.rows[1:] if row.fits]
+        took = best.seconds
+        lines = [
+            f"{best.candidate.name} is the fastest that fits: {_ms(took.total)} a step, {_ms(took.products)} "
+            f"of products, {_ms(took.memory)} of memory and {_ms(took.links)} of links; {_gb(best.prediction.peak_bytes)} "
+            f"of {_gb(best.target.memory_bytes)} at the peak."
+        ]
+        if others:
+            lines.append(f"Next: {others[0].candidate.name}, {_compared(others[0], best)}.")
+        lighter = min((row for row in others if _peak(row) < _peak(best)), key=lambda r: r.seconds.total, default=None)
+        if lighter is not None and lighter is not others[0]:
+            lines.append(f"The next cheaper change: {lighter.candidate.name}, {_compared(lighter, best)}.")
+        faster = [row for row in self.rows if not row.fits and row.seconds.total < took.total]
+        if faster:
+            first = min(faster, key=lambda row: row.excess_bytes)
+            excess = f"{_gb(first.excess_bytes)} too large"
+            lines.append(f"{first.candidate.name} would take {_ms(first.seconds.total)}, and is {excess}.")
+        return "\n".join(lines)
+
+
+def _peak(row: Row) -> int:
+    return row.prediction.peak_bytes
+
+
+def _compared(row: Row, best: Row) -> str:
+    slower = row.seconds.total / best.seconds.total - 1
+    saved = best.prediction.peak_bytes - row.prediction.peak_bytes
+    return f"{slower:.0%} slower, {_gb(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
+
+
+def _nothing_fits(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "There is no candidate that this model's sizes allow."
+    least = min(rows, key=lambda row: row.excess_bytes)
+    return (
+        f"Nothing fits in {_gb(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
+        f"{_gb(least.prediction.peak_bytes)}, {_gb(least.excess_bytes)} too much."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
+
+
+def candidates(
+    target: Target,
+    *,
+    microbatches: Sequence[int] = (1, 2, 4, 8),
+    tensors: Sequence[int] = (1,),
+    pipelines: Sequence[int] = (1,),
+) -> list[Candidate]:
+    """Strategy x mesh x microbatches, for `fit`.
+
+    Args:
+      target: the devices.
+      microbatches: parts of each device's rows to try.
+      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
+    """
+    found: list[Candidate] = []
+    for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):
+        if target.num_devices % (tensor * pipeline):
+            continue
+        if tensor == pipeline == 1:
+            found += side_by_side(target, m)
+            continue
+        data = target.num_devices // (tensor * pipeline)
+        levels = (0, 1, 2, 3) if data > 1 else (0,)
+        found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
+    return found
+
+
+def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
+    """Ranks candidates: strategy x mesh x microbatches.
+
+    What cannot fit, because params, state and gradients alone are too large, is found out by shapes, and not traced
+    unless nothing else is left.
+
+    Args:
+      build: as for `compare`; it raises a ValueError for a candidate that the model's sizes do not allow.
+      found: see `candidates`.
+      target: the devices.
+    """
+    rows, refused, too_large = [], [], []
+    for candidate in found:
+        try:
+            built = build(candidate, candidate.mesh(target.chip))
+            if at_rest(*built) > target.memory_bytes:
+                too_large.append((candidate, built))
+            else:
+                rows.append(Row(candidate, predict(*built), target))
+        except ValueError as error:
+            refused.append((candidate, str(error)))
+    if not any(row.fits for row in rows) and too_large:
+        least = min(too_large, key=lambda pair: at_rest(*pair[1]))
+        rows.append(Row(least[0], predict(*least[1]), target))
+    order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
+    return Fit(tuple(order), tuple(refused))
+
+
+def at_rest(step: TrainStep, params: Any, *_: Any) -> int:
+    """Bytes of params and state on each device, by shapes alone."""
+    held = step.loss.options.engine.layout(params, strict=True).bytes_per_device
+    return held["params"] + held["state"]
+
+
+def largest_batch(found: AnyRows, target: Target) -> int:
+    """The most rows per step that fit, to 1%; 0 if not even the fewest do.
+
+    Args:
+      found: of one candidate.
+      target: the devices.
+    """
+    limit, unit = target.memory_bytes, found.parts
+    low, high = (1, found.at(unit).peak_bytes), None
+    if low[1] > limit:
+        return 0
+    at = 16
+    while high is None or high[0] - low[0] > max(1, low[0] // 100):
+        peak = found.at(at * unit).peak_bytes
+        slope = max(1.0, (peak - low[1]) / (at - low[0]))
+        if peak <= limit:
+            low = (at, peak)
+        else:
+            high = (at, peak)
+        ahead = low[0] + int((limit - low[1]) / slope)
+        at = max(low[0] + 1, min(ahead, high[0] - 1)) if high else max(ahead, low[0] + 1) + (low[0] == ahead)
+        if low[0] > 2**30:
+            break  # it takes no memory
+    return low[0] * unit
+
+
+def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | None:
+    """The fewest devices, doubling the data axis, on which the candidate fits; None if 2**16 are too few.
+
+    Args:
+      build: as for `compare`.
+      target: its chip and memory count, its number of devices does not.
+      candidate: the strategy, with tensor and pipeline axes as they are to stay.
+    """
+    data = candidate.data
+    while data * candidate.tensor * candidate.pipeline * candidate.replica <= 2**16:
+        larger = dataclasses.replace(candidate, data=data)
+        try:
+            built = build(larger, larger.mesh(target.chip))
+            if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
+                return data * candidate.tensor * candidate.pipeline * candidate.replica
+        except ValueError:
+            return None
+        data *= 2
+    return None
