@@ -6,6 +6,7 @@ more makes room, and what is updated is updated in place. `docs/plan.md` has how
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 
 from jaxshard.flow import Block, Moved, Op, Value, product_flops
@@ -90,6 +91,11 @@ def _add_dearest(op: Op, trips: int, flops: dict[str, float], moved: list[Moved]
 # Memory.
 
 
+def _scatters(loop: Op) -> bool:
+    """Whether each step of a loop reduce-scatters something."""
+    return any(m.kind == "reduce-scatter" for block in loop.blocks for op in block.ops for m in op.moved)
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -111,6 +117,9 @@ _REDUCTIONS = _names(
 _IN_PLACE = _names("dynamic_update_slice scatter scatter-add scatter_add")
 _FREE = _names("broadcast_in_dim iota axis_index")
 _BENT = _names("transpose slice rev convert_element_type")
+
+
+_LONGEST_ROW = 2**13  # that one block of threads keeps
 
 
 class Memory:
@@ -206,7 +215,33 @@ class _Pass:
         """The operations that are not virtual; those of the update, where compilers put them: what frees most first."""
         ops = [op for op in self.block.ops if not self.is_virtual(op)]
         start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if ops[i].blocks), 0)
-        return ops[:start] + self._thriftily(ops[start:])
+        late = []
+        if self.memory.platform == "gpu" and start and not _scatters(ops[start - 1]):
+            late = self._put_off(ops, start - 1)
+        return [op for op in ops[:start] if op not in late] + self._thriftily(late + ops[start:])
+
+    def _put_off(self, ops: list[Op], loop: int) -> list[Op]:
+        """Products before the last loop that nothing reads before its end: XLA for GPU puts them off until then."""
+        waits = set(ops[loop + 1 :])
+        late: list[Op] = []
+        for op in reversed(ops[:loop]):
+            if op.blocks:
+                break
+            movable = op.name == "dot_general" or op.name in _BENT or op.moved
+            if movable and all(self._is_put_off(out, waits) for out in op.outs):
+                waits.add(op)
+                late.append(op)
+        made: set[Value] = set()
+        for op in reversed(late):  # what is made of no product stays where it is
+            if op.name == "dot_general" or self.read_by(op) & made:
+                made |= set(op.outs)
+        return [op for op in reversed(late) if made & set(op.outs)]
+
+    def _is_put_off(self, x: Value, waits: set[Op]) -> bool:
+        readers = self.readers.get(x, [])
+        return bool(readers) and all(
+            r in waits or (self.is_virtual(r) and all(self._is_put_off(out, waits) for out in r.outs)) for r in readers
+        )
 
     def _thriftily(self, ops: list[Op]) -> list[Op]:
         """A topological order: of what is ready, always what adds least."""
@@ -255,15 +290,30 @@ class _Pass:
         kept = self.kept
         live = sum(x.bytes for x in self.freed)
         peak = live
+        early = self._made_early(ops)
         for i, op in enumerate(ops):
             dying = [s for s in self.read_by(op) if last[s] == i and s not in kept and self._may_end(s)]
             made = sum(out.bytes for out in op.outs)
             reused = self._reused(op, dying)
             inner = self._inside(op, dying)
-            peak = max(peak, live + max(made - reused, 0) + inner)
+            peak = max(peak, live + max(made - reused, 0) + inner + early.get(op, 0))
             unread = sum(out.bytes for out in op.outs if out not in last and out not in kept)
             live += made - sum(s.bytes for s in dying) - unread
         return peak
+
+    def _made_early(self, ops: list[Op]) -> dict[Op, int]:
+        """What is held at operations between two loops, for the second.
+
+        XLA for GPU takes a step of a loop that scatters out of it, to overlap the scattering, and starts it at once.
+        """
+        found: dict[Op, int] = {}
+        if self.memory.platform != "gpu":
+            return found
+        loops = [i for i, op in enumerate(ops) if op.name == "scan"]
+        for before, i in itertools.pairwise(loops):
+            if _scatters(ops[i]):
+                found |= dict.fromkeys(ops[before + 1 : i], self._inside(ops[i], []))
+        return found
 
     def _may_end(self, s: Value) -> bool:
         return s in self.made or s in self.freed
@@ -272,7 +322,7 @@ class _Pass:
         """Bytes of the operation's results that take the place of what it reads last."""
         if op.name in _FUSED:
             size = op.outs[0].bytes
-            return size if any(s.bytes == size for s in dying) else 0
+            return size if any(s.bytes == size for s in dying) and not self._normalises(op) else 0
         if op.name in _IN_PLACE:
             return op.outs[0].bytes if op.ins[0].root in dying else 0
         if op.name in ("scan", "while"):
@@ -280,6 +330,12 @@ class _Pass:
             starts = {x.root for x in op.ins[consts : consts + carries]}
             return sum(s.bytes for s in dying if s in starts)
         return 0
+
+    def _normalises(self, op: Op) -> bool:
+        """Whether XLA for GPU makes a kernel of it that sums rows as it goes, and writes beside what it reads."""
+        if self.memory.platform != "gpu" or not op.outs[0].shape or op.outs[0].shape[-1] > _LONGEST_ROW:
+            return False
+        return any(s in self.made and self.made[s].name in _REDUCTIONS for s in self.read_by(op))
 
     def _inside(self, op: Op, dying: list[Value]) -> int:
         """What a loop needs beside its inputs and results."""
