@@ -1,7 +1,7 @@
 """1F1B, plain and interleaved: each microbatch goes backward as soon as it has its loss."""
 
+import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -156,9 +156,10 @@ class _Device:
     def loss(self, diff: list[Any]) -> Any:
         def tick(at, t):
             x, total = at
-            work = self.plan.forward(t, self.index)
-            y = self._stage(self._blocks(diff, work.round), self._entering(diff, x, work), work)
-            return (self._passed(y, 1), total + self._counted(self._last(self._shared_diff(diff), y, work), work)), None
+            device, work = self._at(t), self.plan.forward(t, self.index)
+            y = device._stage(self._blocks(diff, work.round), device._entering(diff, x, work), work)
+            loss = device._last(self._shared_diff(diff), y, work)
+            return (self._passed(y, 1), total + self._counted(loss, work)), None
 
         (_, total), _ = lax.scan(
             tick, (collectives.zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
@@ -197,14 +198,21 @@ class _Device:
             collectives.zeros(self.pipe.kind), kept, self._no_loss(), _floats(collectives.zeros(self.pipe.kind)), sums
         )
         first, both = plan.delay, plan.num_ticks
-        at = self._scan(lambda at, t: self._forward(diff, at, t)[0], at, 0, first)
-        at = self._scan(functools.partial(self._both, diff, scale), at, first, both)
-        at = self._scan(lambda at, t: self._backward(diff, at, t, at.dx), at, both, both + plan.delay)
+        at = self._scan(lambda device, at, t: device._forward(diff, at, t)[0], at, 0, first)
+        at = self._scan(lambda device, at, t: device._both(diff, scale, at, t), at, first, both)
+        at = self._scan(lambda device, at, t: device._backward(diff, at, t, at.dx), at, both, both + plan.delay)
         grads = [g.astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
         return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
 
-    def _scan(self, tick: Callable[[_Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
-        return lax.scan(lambda at, t: (tick(at, t), None), at, jnp.arange(start, stop, dtype=jnp.int32))[0]
+    def _scan(self, tick: Callable[["_Device", _Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
+        ticks = jnp.arange(start, stop, dtype=jnp.int32)
+        return lax.scan(lambda at, t: (tick(self._at(t), at, t), None), at, ticks)[0]
+
+    def _at(self, t: Any) -> "_Device":
+        """This device in one tick: shards tied to it, so that XLA does not gather them before the loop of ticks."""
+        device, pairs = copy.copy(self), zip(self.params, self.held, strict=True)
+        device.held = [lax.optimization_barrier((x, t))[0] if _is_shard(p) else x for p, x in pairs]
+        return device
 
     def _forward(self, diff: list[Any], at: _Carry, t: Any) -> tuple[_Carry, Any, Work]:
         """(what is kept, what came out, of which work)."""
@@ -264,6 +272,10 @@ def _diff(value: Any) -> Any:
 
 def _held(value: Any) -> Any:
     return value.local if isinstance(value, lazy.Sharded) else None
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, lazy.Sharded) and value.is_shard
 
 
 def _joined(template: Any, diff: Any, held: Any) -> Any:

@@ -69,6 +69,11 @@ def test_missing_file_is_named(tmp_path):
     ("arguments", "message"),
     [
         (["--model.heads", "5"], "model.width = 192 is no multiple of model.heads = 5"),
+        (
+            ["--model.kv-heads", "4"],
+            "model.heads = 6 is no multiple of model.kv_heads = 4, .* or set model.kv_heads = 0",
+        ),
+        (["--model.kv-heads", "-1"], "model.kv_heads = -1: it must be 0 or more"),
         (["--model.heads", "64"], "is odd, and rotary positions turn pairs"),
         (["--model.vocabulary", "255"], "model.vocabulary = 255: it must be at least 256"),
         (["--model.dropout", "1"], "model.dropout = 1.0: it must be at least 0 and below 1"),
@@ -122,7 +127,8 @@ def test_shipped_config_is_valid_and_tells_its_command_and_result(path):
 
 def test_shipped_configs_are_all_there_and_default_says_the_defaults():
     strategies = {"ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline", "hybrid_2x2x2"}
-    assert {path.stem for path in CONFIGS} == strategies | {"default", "beat_zlib", "gpt2_124m"}
+    others = {"default", "beat_zlib", "gpt2_124m", "llama3_8b", "llama3_70b"}
+    assert {path.stem for path in CONFIGS} == strategies | others
     assert toml.load(next(path for path in CONFIGS if path.stem == "default")) == Config()
 
 

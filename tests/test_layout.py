@@ -27,11 +27,11 @@ def struct(*shape, dtype=jnp.float32):
 WHOLE = P()
 
 
-def cut(shape, sizes, spec=WHOLE, axes=None, min_shard_size=0):
+def cut(shape, sizes, spec=WHOLE, axes=None, min_shard_size=0, dtype=jnp.float32, reduce_dtype=None):
     sizes = {"data": sizes} if isinstance(sizes, int) else sizes
     axes = tuple(sizes) if axes is None else axes
-    config = Config("zero2", data_axes=axes, min_shard_size=min_shard_size)
-    return cut_leaf(("leaf",), shape, jnp.float32, spec, sizes, config)
+    config = Config("zero2", data_axes=axes, min_shard_size=min_shard_size, reduce_dtype=reduce_dtype)
+    return cut_leaf(("leaf",), shape, dtype, spec, sizes, config)
 
 
 def lay(params, sizes, strategy="zero2", state=None, strict=True, **options):
@@ -76,6 +76,23 @@ def test_the_rule(shape, num_data, spec, why):
     assert leaf.cut == spec, why
     assert leaf.ways == num_data
     assert not leaf.awkward
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reduce_dtype", "spec"),
+    [
+        ((768, 2304), jnp.bfloat16, None, P("data")),
+        ((768, 2304), jnp.float16, None, P("data")),
+        ((768, 2304), jnp.float32, None, P(None, "data")),
+        ((768, 4608), jnp.bfloat16, None, P(None, "data")),
+        ((768, 2304), jnp.bfloat16, jnp.float32, P(None, "data")),
+        ((768, 2304), jnp.float32, jnp.bfloat16, P("data")),
+        ((17, 2304), jnp.bfloat16, None, P(None, "data")),
+    ],
+)
+def test_lanes_are_of_the_dtype_that_gradients_are_reduced_in(shape, dtype, reduce_dtype, spec):
+    """2304/2 = 9 x 128: two bytes an element, the TPU compiler all-reduces such shards; 4608/2 is 9 x 256."""
+    assert cut(shape, 2, dtype=dtype, reduce_dtype=reduce_dtype).cut == spec
 
 
 @pytest.mark.parametrize("shape", [(17, 257), (17,), (13, 17), (7,), (1,), (1, 1), (31, 33, 35)])
@@ -398,6 +415,19 @@ def test_state_leaves_follow_their_parameter(name):
     assert set(of_w) == {P("tensor", "data")}
     assert set(of_b) == {P("data")}
     assert set(scalars) <= {P()}
+
+
+def test_wide_state_follows_its_narrow_parameter():
+    """Float32 masters and moments of a bfloat16 parameter, and a stack, would by themselves be cut elsewhere."""
+    narrow, wide = {"w": struct(768, 2304, dtype=jnp.bfloat16)}, {"w": struct(768, 2304)}
+    state = (wide, jax.eval_shape(optax.adam(1e-3).init, wide), {"w": struct(3, 768, 2304)}, [struct(768, 2304)])
+    found = lay(narrow, {"data": 2}, state=state)
+    assert found.params[0].cut == P("data")
+    assert {leaf.dtype for leaf in found.state if leaf.shape} == {jnp.dtype("float32")}
+    cuts = [(leaf.shape, leaf.cut) for leaf in found.state if leaf.shape]
+    follows = ((768, 2304), P("data"))
+    assert cuts == [follows, follows, follows, ((3, 768, 2304), P(None, "data")), follows]
+    assert lay(wide, {"data": 2}).params[0].cut == P(None, "data")
 
 
 def test_partition_with_one_label_masked_out():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from oracle import assert_close
+from oracle import assert_close, assert_same_bits
 
 import jaxshard
 from jaxshard.cli import config as configs
@@ -15,6 +15,8 @@ from jaxshard.cli.config import Config, ModelConfig, ShardingConfig
 from jaxshard.cli.model import LanguageModel, Pipelined
 
 SMALL = ModelConfig(layers=4, width=16, heads=4, hidden=32, sequence_length=8, vocabulary=256)
+
+GROUPED = dataclasses.replace(SMALL, kv_heads=2)
 
 
 @functools.cache
@@ -48,6 +50,8 @@ CASES = {
     ),
     "interleaved": (SMALL, Pipelined("interleaved", 2, 2), {"pipeline": 2, "tensor": 2}, 1, False),
     "no pipeline": (SMALL, None, {"tensor": 4}, 3, True),
+    "grouped": (GROUPED, Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3, True),
+    "grouped, no pipeline": (GROUPED, None, {"tensor": 2}, 2, False),
     "no tensor": (SMALL, Pipelined("1f1b", 4), {"pipeline": 4}, 3, False),
 }
 
@@ -65,6 +69,35 @@ def test_loss_and_gradients(name):
         loss, grads = jaxshard.value_and_grad(model.loss, opt)(opt.place(params), batch())
         assert float(loss) == pytest.approx(float(want), rel=1e-5)
         assert_close(grads, want_grads, 2e-5)
+
+
+def repeated(params):
+    """The weights of a model with as many heads of keys and values: each group's are those of all its queries."""
+    kernel = params["blocks"]["attention"]["qkv"]["kernel"]
+    groups, queries = GROUPED.kv_heads, GROUPED.heads // GROUPED.kv_heads
+    parts = kernel.reshape(*kernel.shape[:2], groups, queries + 2, -1)
+    shared = np.repeat(parts[:, :, :, None, queries:], queries, axis=3)
+    heads = np.concatenate([parts[:, :, :, :queries, None], shared], axis=4)  # (L, D, groups, queries, 3, K)
+    attention = params["blocks"]["attention"] | {"qkv": {"kernel": heads.reshape(*kernel.shape[:2], -1)}}
+    return params | {"blocks": params["blocks"] | {"attention": attention}}
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_groups_of_queries_share_a_key_and_a_value(positions):
+    grouped, all_heads = (dataclasses.replace(c, positions=positions) for c in (GROUPED, SMALL))
+    params = start(grouped)
+    assert params["blocks"]["attention"]["qkv"]["kernel"].shape == (4, 16, (4 + 2 * 2) * 4)
+    assert start(all_heads)["blocks"]["attention"]["qkv"]["kernel"].shape == (4, 16, 3 * 16)
+    got, want = (
+        LanguageModel(config).loss(p, batch()) for config, p in ((grouped, params), (all_heads, repeated(params)))
+    )
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_as_many_heads_of_keys_and_values_is_as_without_the_option():
+    both = [SMALL, dataclasses.replace(SMALL, kv_heads=SMALL.heads)]
+    assert_same_bits(*(start(config) for config in both))
+    assert_same_bits(*(jax.grad(LanguageModel(config).loss)(start(config), batch()) for config in both))
 
 
 def stacked(tree, virtual):
@@ -102,6 +135,10 @@ BAD = [
     ({"strategy": "hybrid", "virtual": 2}, "sharding.virtual = 2 with sharding.schedule = 1f1b"),
     ({"strategy": "hybrid", "pipeline": 2}, "model.layers = 3 is no multiple of sharding.pipeline 2 x .* 4 would be"),
     ({"strategy": "hybrid", "tensor": 4}, "model.heads = 6 is no multiple of sharding.tensor = 4: 8 would be"),
+    (
+        {"strategy": "hybrid", "tensor": 6, "kv_heads": 3},
+        "model.kv_heads = 3 is no multiple of sharding.tensor = 6: 6 would be",
+    ),
     ({"strategy": "hybrid", "zero": 4}, "sharding.zero = 4: it must be 0, 1, 2 or 3"),
     (
         {"strategy": "hybrid", "pipeline": 3, "virtual": 2, "schedule": "interleaved", "layers": 6},
@@ -112,7 +149,7 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_options_that_do_not_fit(options, message):
-    model = ModelConfig(layers=options.pop("layers", 3))
+    model = ModelConfig(layers=options.pop("layers", 3), kv_heads=options.pop("kv_heads", 0))
     with pytest.raises(ValueError, match=message):
         configs.check(Config(model=model, sharding=ShardingConfig(**options)))
 

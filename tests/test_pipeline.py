@@ -412,6 +412,22 @@ def test_zero_inside_asks_once_per_step_or_once_per_microbatch():
     assert counts[True] >= 2 * ONE_F_ONE_B.num_microbatches
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_shared_params_asked_for_inside_are_gathered_in_each_tick_and_not_kept(name):
+    """The embedding and the head, of 40 x 64: never once, before the loops of ticks."""
+    model = dataclasses.replace(MODELS[name], unshard=True, **(LARGER | {"vocabulary": 40}))
+    opt = make(model, 3, pipeline=4)
+    params, plan = opt.place(model.params(np.float32)), Plan(4, model.num_microbatches, model.virtual)
+    for run, busy in (
+        (jaxshard.value_and_grad(model.loss, opt), (plan.delay, plan.num_ticks - plan.delay)),
+        (jaxshard.evaluate(model.loss, opt), (plan.num_ticks,)),
+    ):
+        text = jax.jit(run).lower(params, model.batch()).compile().as_text()
+        gathers = [c for c in inspect.collectives(text) if c.kind == "all-gather" and c.bytes == 40 * 64 * 4]
+        assert gathers
+        assert {c.trips for c in gathers} == set(busy)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_bytes_at_rest(zero):
     """Split leaves: 1 / (S T) of each, and 1 / (S T N) with ZeRO-3."""

@@ -1,5 +1,6 @@
 """Steps that must change nothing: gradients that are not finite, a batch of weight 0. One verdict, everywhere."""
 
+import re
 import warnings
 
 import jax
@@ -89,6 +90,32 @@ def test_as_on_a_tpu_where_updates_are_gathered(strategy, monkeypatch):
     p, state, metrics = step(p, state, batch(1, x=np.nan))
     assert metrics["skipped"]
     assert every_copy((p, state)) == before
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_narrow_params_with_masters_keep_their_bits_too(strategy, whole, monkeypatch):
+    """With `whole`, as on a TPU, where they are chosen after the gather."""
+    monkeypatch.setattr(jaxshard.engine.Engine, "_chooses_whole", lambda self: whole)
+    opt = make(strategy, master_dtype=jnp.float32)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    step, p, state = jaxshard.train_step(loss, opt), opt.place(narrow), opt.init(narrow)
+    p, state, _ = step(p, state, batch(0))
+    before = every_copy((p, state))
+    p, state, metrics = step(p, state, batch(1, x=np.nan))
+    assert metrics["skipped"]
+    assert every_copy((p, state)) == before
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_old_or_new_params_are_chosen_after_the_gather_as_on_a_tpu(strategy, monkeypatch):
+    """Of cut ones, XLA for TPU copied all params whole: the choice is among whole ones."""
+    monkeypatch.setattr(jaxshard.engine, "platform_of", lambda mesh: "tpu")
+    opt = make(strategy, master_dtype=jnp.float32)
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params())
+    text = jaxshard.train_step(loss, opt).lower(narrow, opt.init(narrow), batch(0)).compile().as_text()
+    chosen = re.findall(r"\w+\[([\d,]+)\]\S* select\(", text)
+    assert {"16,32", "32,8"} <= set(chosen)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -34,6 +34,8 @@ class ModelConfig:
     """Features of each position."""
     heads: int = 6
     """Attention heads; they share the width."""
+    kv_heads: int = 0
+    """Heads of keys and values, each shared by heads / kv_heads queries; 0: as many as heads."""
     hidden: int = 512
     """Features between the two halves of each MLP."""
     sequence_length: int = 128
@@ -207,6 +209,11 @@ def check(config: Config) -> None:
         raise ValueError(
             f"model.width = {model.width} is no multiple of model.heads = {model.heads}: change one of them"
         )
+    if model.kv_heads and model.heads % model.kv_heads:
+        raise ValueError(
+            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by as many "
+            "queries: change one of them, or set model.kv_heads = 0 for as many as heads"
+        )
     if model.positions == "rotary" and (model.width // model.heads) % 2:
         raise ValueError(
             f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
@@ -244,8 +251,8 @@ def _check_parallel(config: Config) -> None:
             f"sharding.stage_microbatches = {sharding.stage_microbatches} is no multiple of sharding.pipeline = "
             f"{sharding.pipeline}, as virtual stages need"
         )
-    shared = ["heads", "hidden", "vocabulary", *(["sequence_length"] if sharding.sequence_parallel else [])]
-    for name in shared:
+    shared = ["heads", *(["kv_heads"] if model.kv_heads else []), "hidden", "vocabulary"]
+    for name in [*shared, *(["sequence_length"] if sharding.sequence_parallel else [])]:
         size = getattr(model, name)
         if size % sharding.tensor:
             raise ValueError(
@@ -293,7 +300,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *("train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
+    *("model.kv_heads", "train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
     *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
 )
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")

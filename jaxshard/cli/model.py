@@ -1,6 +1,7 @@
 """The reference model: a decoder-only transformer over bytes, its layers stacked on a leading dim and scanned.
 
-Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, V vocabulary.
+Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, G heads of
+keys and values, P a group's queries, key and value, V vocabulary.
 """
 
 from __future__ import annotations
@@ -202,24 +203,28 @@ class Block(nnx.Module):
 class Attention(nnx.Module):
     """Causal attention of `heads` heads, of which each device of the tensor axis has its share.
 
-    The columns of `qkv` go by head, then query, key and value, so that a cut leaves heads whole.
+    Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
+    group, then its queries, its key and its value, so that a cut leaves groups whole.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.heads = config.heads
+        self.kv_heads = config.kv_heads or config.heads
+        self.queries = config.heads // self.kv_heads
         self.rotary = config.positions == "rotary"
-        self.qkv = _linear(config, config.width, 3 * config.width, rngs)
+        features = config.width // config.heads
+        self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, rngs)
         self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
         qkv_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
-        rows, length, features = qkv_BxLxF.shape
-        heads = tensor.per_device("model.heads", self.heads)
-        qkv_BxLxHx3xK = qkv_BxLxF.reshape(rows, length, heads, 3, features // (3 * heads))
-        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (qkv_BxLxHx3xK[:, :, :, part] for part in range(3))
+        rows, length, _ = qkv_BxLxF.shape
+        groups = tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
+        qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
+        q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
+        k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
         if self.rotary:
-            q_BxLxHxK, k_BxLxHxK = _rotate(q_BxLxHxK), _rotate(k_BxLxHxK)
-        y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True)
+            q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
+        y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
         return tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
 
 
