@@ -257,7 +257,8 @@ class _Writer:
         return wanted
 
     def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: Any) -> Moved:
-        return Moved(kind, num_bytes, axes, self._size(axes), str(dtype))
+        ordered = tuple(axis for axis in self.sizes if axis in axes)
+        return Moved(kind, num_bytes, ordered, self._size(axes), str(dtype))
 
     # Single operations.
 

@@ -3,7 +3,7 @@
 * A float32 matrix product of default precision takes bfloat16 there. So the compiler makes bfloat16 whatever only
   products read: gathers, saved activations, and, ahead of a loop over layers, a copy of the layers that it runs over.
 * A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
-* Of a sum over one axis that is then scattered over another, it scatters first.
+* Of a sum over one axis that is then scattered over all others, it scatters first.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 
 
-def as_on_tpu(block: Block) -> Block:
-    """The block as a TPU runs it; its values are changed in place."""
+def as_on_tpu(block: Block, num_devices: int) -> Block:
+    """The block as a TPU runs it, on so many devices; its values are changed in place."""
     only = _only_products(block, frozenset())
     _narrow(block, only)
-    _reduce_otherwise(block)
+    _reduce_otherwise(block, num_devices)
     return _with_copies(block, only)
 
 
@@ -76,7 +76,7 @@ def _narrow(block: Block, only: set[Value]) -> None:
             _narrow(inner, only)
 
 
-def _reduce_otherwise(block: Block) -> None:
+def _reduce_otherwise(block: Block, num_devices: int) -> None:
     """Sets what reductions move."""
     read_by: dict[Value, list[Op]] = {}
     for op in block.ops:
@@ -89,10 +89,11 @@ def _reduce_otherwise(block: Block) -> None:
         readers = read_by.get(op.outs[0], ()) if op.moved and op.name.startswith("psum") else ()
         if readers and all(r.name == "reduce_scatter" and r.moved[0].kind == "reduce-scatter" for r in readers):
             ways = readers[0].moved[0].group_size
-            op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // ways) for m in op.moved)
+            if ways * op.moved[0].group_size == num_devices:
+                op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // ways) for m in op.moved)
     for op in block.ops:
         for inner in op.blocks:
-            _reduce_otherwise(inner)
+            _reduce_otherwise(inner, num_devices)
 
 
 def _misses_tiles(op: Op) -> bool:

@@ -260,7 +260,8 @@ class Layout:
         for kind, leaves, cut in (("params", self.params, cuts.params), ("state", self.state, cuts.state)):
             for leaf in leaves:
                 spec = self.spec(leaf, cut=cut)
-                why = leaf.reason if cut else f"{self.config.strategy} keeps {kind} whole"
+                whole = "whole" if not leaf.spec else "uncut over data"
+                why = leaf.reason if cut else f"{self.config.strategy} keeps {kind} {whole}"
                 if kind == "params" and self.gathers is not None:
                     why += f"; {self.gathers[leaf.names]}"
                 dtype = str(leaf.dtype)

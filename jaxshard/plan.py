@@ -204,7 +204,7 @@ class _Traced:
         specs = held + [P(engine.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
         traced = step.trace(params, state, batch, *args)
         block = flow.written_out(traced.jaxpr, specs, engine.sizes, self.platform)
-        self.block = habits.as_on_tpu(block) if self.platform == "tpu" else block
+        self.block = habits.as_on_tpu(block, engine.mesh.size) if self.platform == "tpu" else block
         self.donated = [step.donate] * len(held) + [False] * (len(specs) - len(held))
 
     def rescaled(self, old: int, new: int, batch: Any) -> "_Traced":
@@ -385,18 +385,19 @@ class Fit:
     @property
     def best(self) -> Row | None:
         """The fastest that fits."""
-        return self.rows[0] if self.rows and self.rows[0].fits else None
+        return min((row for row in self.rows if row.fits), key=lambda row: row.seconds.total, default=None)
 
     def why(self) -> str:
         """Why the best is best, and the next cheaper change; if nothing fits, by how much, and what would."""
         if self.best is None:
             return _nothing_fits(self.rows)
-        best, others = self.best, [row for row in self.rows[1:] if row.fits]
+        best = self.best
+        others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda r: r.seconds.total)
         took = best.seconds
         lines = [
             f"{best.candidate.name} is the fastest that fits: {_ms(took.total)} a step, {_ms(took.products)} "
-            f"of products, {_ms(took.memory)} of memory and {_ms(took.links)} of links; {_gb(best.prediction.peak_bytes)} "
-            f"of {_gb(best.target.memory_bytes)} at the peak."
+            f"of products, {_ms(took.memory)} of memory and {_ms(took.links)} of links; "
+            f"{_gb(best.prediction.peak_bytes)} of {_gb(best.target.memory_bytes)} at the peak."
         ]
         if others:
             lines.append(f"Next: {others[0].candidate.name}, {_compared(others[0], best)}.")
@@ -432,7 +433,7 @@ def _nothing_fits(rows: Sequence[Row]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
 
 
 def _gb(num_bytes: float) -> str:

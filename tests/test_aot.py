@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard import aot, chips, inspect
+from jaxshard import aot, chips, inspect, plan
+from jaxshard.cli import plan as command
+from jaxshard.cli.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 256, 512, 256  # cut in lanes of 128, as a TPU keeps them
 CUT = P("data")
@@ -239,7 +241,7 @@ def _loss(p, batch):
 
 
 def _step(strategy, machine, dtype):
-    """A training step lowered for a machine, its optimizer and its params."""
+    """A training step lowered for a machine, its optimizer, its params and what is predicted of it."""
     mesh = jaxshard.make_mesh(devices=aot.devices(machine), replica=2 if strategy == "hsdp" else 1)
     master = jnp.float32 if dtype == jnp.bfloat16 else None
     opt = getattr(jaxshard, strategy)(optax.adamw(1e-3), mesh, master_dtype=master)
@@ -253,13 +255,15 @@ def _step(strategy, machine, dtype):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
     )
     rows = jax.ShapeDtypeStruct((32, 4), jnp.int32)
-    lowered = jaxshard.train_step(_loss, opt).lower(placed, opt.init(params), {"x": rows, "y": rows})
-    return lowered, opt, params
+    step, batch = jaxshard.train_step(_loss, opt), {"x": rows, "y": rows}
+    return step.lower(placed, opt.init(params), batch), opt, params, plan.predict(step, params, batch)
 
 
 def _check(strategy, machine, dtype):
-    lowered, opt, params = _step(strategy, machine, dtype)
+    lowered, opt, params, predicted = _step(strategy, machine, dtype)
     report = aot.report(lowered, machine)
+    assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
+    assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]
     at_rest = opt.layout(params).bytes_per_device
     rows = 2 * 32 * 4 * 4 // machine.num_devices
     assert report.arguments == (at_rest["params"], at_rest["state"], rows)
@@ -272,12 +276,37 @@ def _check(strategy, machine, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
-def test_arguments_on_a_tpu_are_the_layouts_bytes(strategy, dtype):
+def test_bytes_at_rest_and_sent_on_a_tpu_are_those_planned(strategy, dtype):
     report = _check(strategy, aot.machine("v5e:2x4"), dtype)
     assert report.platform == "tpu"
     assert report.flops > 0
     kinds = {c.kind for c in report.collectives if c.bytes > 1024}
     assert kinds >= {"all-reduce"} if strategy == "ddp" else kinds >= {"all-gather", "reduce-scatter"}
+
+
+_STYLES = {
+    "tensor": {"strategy": "tensor_parallel", "tensor": 2},
+    "tensor, sequence, zero 1": {"strategy": "hybrid", "zero": 1, "tensor": 2, "sequence_parallel": True},
+    "1f1b": {"strategy": "pipeline_parallel", "pipeline": 2},
+    "3d, zero 2": {"strategy": "hybrid", "zero": 2, "tensor": 2, "pipeline": 2},
+    "3d, zero 3": {"strategy": "hybrid", "zero": 3, "tensor": 2, "pipeline": 2},
+}
+
+
+@pytest.mark.parametrize("style", _STYLES)
+def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
+    machine = aot.machine("v5e:2x4")
+    sizes = {"layers": 4, "width": 512, "heads": 4, "hidden": 1024, "sequence_length": 64, "vocabulary": 1024}
+    config = Config(model=ModelConfig(**sizes), sharding=ShardingConfig(**_STYLES[style]), train=TrainConfig(rows=32))
+    target = plan.Target(machine.chip, 8, machine.chip.memory_bytes)
+    mine = command.own(config, target)
+    axes = {axis: getattr(mine, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+    step, params, batch = command.building(config)(mine, jaxshard.make_mesh(**axes, devices=aot.devices(machine)))
+    engine = step.loss.options.engine
+    report = aot.report(step.lower(params, engine.init(params), batch), machine)
+    predicted = plan.predict(step, params, batch)
+    assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
+    assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]
 
 
 def test_the_tpu_compiler_overlaps_gathers_of_zero3_with_products():

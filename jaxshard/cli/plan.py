@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -185,8 +186,9 @@ def _planned(given: Arguments) -> int:
         found = plan.fit(build, to_try(given, target), target)
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
-        rows, notes = rows_of(given, candidates(given, target), target), []
-    notes += [] if any(row.fits for row in rows) else [too_large(build, rows, target)]
+        rows, notes = rows_of(given, candidates(given, target), target)
+    if rows and not any(row.fits for row in rows):
+        notes.append(too_large(build, rows, target))
     _show(console, given, rows, target)
     for note in notes:
         console.print(note, soft_wrap=True)
@@ -194,14 +196,23 @@ def _planned(given: Arguments) -> int:
     return 0 if any(row.fits for row in rows) else 1
 
 
-def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> list[Row]:
-    """Each candidate's figures, with the largest batch that fits, of one trace."""
-    build, rows = building(given), []
+def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:
+    """Each candidate's figures, with the largest batch that fits, of one trace; and why others cannot be.
+
+    Raises:
+      ValueError: none can be.
+    """
+    build, rows, refused = building(given), [], []
     for candidate in wanted:
         unit = given.sharding.stage_microbatches if candidate.pipeline > 1 else 1
-        found = plan.AnyRows(*build(candidate, candidate.mesh(target.chip)), unit=unit)
-        rows.append(Row(candidate, found.at(given.train.rows), target, plan.largest_batch(found, target)))
-    return rows
+        try:
+            found = plan.AnyRows(*build(candidate, candidate.mesh(target.chip)), unit=unit)
+            rows.append(Row(candidate, found.at(given.train.rows), target, plan.largest_batch(found, target)))
+        except ValueError as error:
+            refused.append((candidate, error))
+    if not rows:
+        raise refused[0][1]
+    return rows, [f"{candidate.name} cannot be: {error}" for candidate, error in refused]
 
 
 def too_large(build: Build, rows: Sequence[Row], target: Target) -> str:
@@ -214,7 +225,7 @@ def too_large(build: Build, rows: Sequence[Row], target: Target) -> str:
     )
     count = plan.fewest_devices(build, target, least.candidate)
     more = f"{count} devices would do" if count else "more devices alone would not do"
-    return f"{text} {more[0].upper()}{more[1:]}, or {_cures(least)}."
+    return f"{text} {more[0].upper()}{more[1:]}; so might {_cures(least)}."
 
 
 def _cures(row: Row) -> str:
@@ -229,7 +240,7 @@ def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Targe
     count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params) if rows else 0
     console.print(
         f"{count / 1e6:,.1f} M parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
-        f"{target.num_devices} x {target.chip.name} of {target.memory_bytes / 1e9:,.1f} GB"
+        f"{target.num_devices} x {target.chip.name} of {target.memory_bytes / 1e9:,.2f} GB"
     )
     console.print(table_of(rows))
 
@@ -238,7 +249,8 @@ def table_of(rows: Sequence[Row]) -> Table:
     """All rows side by side."""
     unit, name = (1e9, "GB") if any(row.prediction.peak_bytes >= 1e9 for row in rows) else (1e6, "MB")
     batches = any(row.largest_batch is not None for row in rows)
-    table = Table(title=f"{name} on each device, {name} sent by each per step, and the least time of a step")
+    title = f"{name} on each device, {name} sent by each per step, and the least time of a step"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     heads = ("strategy", *plan.KINDS, "peak", "too much", "sent", "time", "bound by")
     for head in (*heads, *(("largest batch",) if batches else ())):
         table.add_column(head, justify="left" if head in ("strategy", "bound by") else "right")

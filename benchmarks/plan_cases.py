@@ -1,0 +1,137 @@
+"""What `jaxshard.plan` predicts beside what the compiler finds, over the strategies, for machines that are not here.
+
+    python benchmarks/plan_cases.py --machine v5e:2x4
+    python benchmarks/plan_cases.py --machine h100:8
+
+The cases are the reference model at GPT-2 small's size, in float32 and in bfloat16 with float32 masters. The TPU or GPU
+compiler must be installed; its reports are kept ($JAXSHARD_CACHE), so that a second run compiles nothing.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import jax
+
+import jaxshard
+from jaxshard import aot, plan
+from jaxshard.cli.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.cli.plan import building
+from jaxshard.plan import Candidate
+
+GPT2_SMALL = ModelConfig(
+    layers=12,
+    width=768,
+    heads=12,
+    hidden=3072,
+    sequence_length=1024,
+    vocabulary=50304,
+    positions="learned",
+    mlp="gelu",
+    tied=False,
+)
+DTYPES = {
+    "f32": (dataclasses.replace(GPT2_SMALL, dtype="float32"), PrecisionConfig()),
+    "bf16": (dataclasses.replace(GPT2_SMALL, dtype="bfloat16"), PrecisionConfig(params="bfloat16", masters=True)),
+}
+DATA_ONLY = [Candidate(strategy, data=8) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and how 8 devices train it."""
+
+    dtype: str
+    candidate: Candidate
+    rows: int = 16
+    stage_microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.candidate.name}, {self.dtype}"
+
+    @property
+    def config(self) -> Config:
+        model, precision = DTYPES[self.dtype]
+        sharding = ShardingConfig(stage_microbatches=self.stage_microbatches)
+        return Config(model=model, precision=precision, sharding=sharding, train=TrainConfig(rows=self.rows))
+
+
+CASES = [
+    *(Case(dtype, c) for c in (*DATA_ONLY, Candidate("hsdp", data=4, replica=2)) for dtype in DTYPES),
+    Case("f32", Candidate("zero2", data=8, microbatches=4), rows=64),
+    Case("bf16", Candidate("zero3", data=8, microbatches=4), rows=64),
+    Case("f32", Candidate("hybrid", data=4, tensor=2, zero=2)),
+    Case("bf16", Candidate("hybrid", data=4, tensor=2, zero=3)),
+    Case("f32", Candidate("hybrid", data=2, pipeline=4, zero=1), rows=32, stage_microbatches=8),
+    Case("bf16", Candidate("hybrid", data=2, pipeline=2, tensor=2, zero=2), rows=32, stage_microbatches=4),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Predicted beside compiled, of one case."""
+
+    case: Case
+    prediction: plan.Prediction
+    report: jaxshard.inspect.Report
+
+    @property
+    def peak(self) -> float:
+        """Predicted / compiled."""
+        return self.prediction.peak_bytes / self.report.peak_bytes
+
+    @property
+    def wire(self) -> float:
+        """Predicted / compiled."""
+        return self.prediction.wire_bytes / self.report.wire_bytes
+
+    @property
+    def at_rest_equal(self) -> bool:
+        held = self.prediction.at_rest
+        return (held["params"], held["state"]) == self.report.arguments[:2]
+
+    def line(self) -> str:
+        peaks = f"{self.prediction.peak_bytes / 1e6:,.0f} | {self.report.peak_bytes / 1e6:,.0f} | {self.peak:.3f}"
+        wires = f"{self.prediction.wire_bytes / 1e6:,.1f} | {self.report.wire_bytes / 1e6:,.1f} | {self.wire:.4f}"
+        return f"| {self.case.name} | {peaks} | {wires} | {'yes' if self.at_rest_equal else 'no'} |"
+
+
+def outcomes(machine: aot.Machine) -> Iterator[Outcome]:
+    """Each case, predicted and compiled."""
+    devices = aot.devices(machine)
+    for number, case in enumerate(CASES, 1):
+        print(f"{number} of {len(CASES)}: {case.name}", file=sys.stderr, flush=True)
+        c, build = case.candidate, building(case.config)
+        prediction = plan.predict(*build(c, c.mesh(machine.chip)))
+        mesh = jaxshard.make_mesh(data=c.data, tensor=c.tensor, pipeline=c.pipeline, replica=c.replica, devices=devices)
+        step, params, *rest = build(c, mesh)
+        lowered = step.lower(params, step.loss.options.engine.init(params), *rest)
+        yield Outcome(case, prediction, aot.report(lowered, machine))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--machine", default="v5e:2x4", help="8 devices: v5e:2x4 or h100:8")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # nothing runs
+    machine = aot.machine(options.machine)
+    if machine.num_devices != 8:
+        parser.error(f"--machine {machine.name} has {machine.num_devices} devices; the cases are for 8")
+
+    print(f"{machine.name}, MB per device and step; ratios are predicted / compiled\n")
+    print("| case | peak, predicted | compiled | ratio | sent, predicted | compiled | ratio | at rest equal |")
+    print("|---|--:|--:|--:|--:|--:|--:|---|")
+    found = []
+    for outcome in outcomes(machine):
+        found.append(outcome)
+        print(outcome.line(), flush=True)
+    peaks, wires = sum(abs(o.peak - 1) <= 0.10 for o in found), sum(abs(o.wire - 1) <= 0.01 for o in found)
+    held = sum(o.at_rest_equal for o in found)
+    print(f"\nPeak within 10%: {peaks} of {len(found)}; sent within 1%: {wires} of {len(found)}; ", end="")
+    print(f"at rest equal: {held} of {len(found)}.")
+
+
+if __name__ == "__main__":
+    main()
