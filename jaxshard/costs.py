@@ -9,7 +9,7 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 
-from jaxshard.flow import Block, Moved, Op, Value, product_flops
+from jaxshard.blocks import Block, Moved, Op, Value, product_flops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,79 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.inspect import Collective
+from jaxshard.blocks import Block, Moved, Op, Value, pruned
+from jaxshard.cuts import followed
 from jaxshard.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.specs import axes_in
-
-Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
-
-
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """A collective as predicted: its kind, bytes, and axes of the mesh; see `inspect.Collective`."""
-
-    kind: str
-    bytes: int
-    axes: tuple[str, ...]
-    group_size: int
-    dtype: str
-    trips: int = 1
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that a device sends per step."""
-        return Collective(self.kind, self.bytes, self.group_size, self.trips, (self.dtype,), "").wire_bytes
-
-
-class Value:
-    """An array: its shape (whole in the global view, one device's in the local one), and how it is cut."""
-
-    __slots__ = ("dtype", "parts", "root", "shape", "spec")
-
-    def __init__(self, shape: Sequence[int], dtype: Any, spec: Spec = (), parts: int = 1, root: "Value | None" = None):
-        self.shape, self.dtype, self.spec, self.parts = tuple(shape), dtype, spec, parts
-        self.root: Value = self if root is None else root.root
-
-    @property
-    def size(self) -> int:
-        """Elements on one device."""
-        return math.prod(self.shape) // self.parts
-
-    @property
-    def itemsize(self) -> int:
-        return getattr(self.dtype, "itemsize", 0)
-
-    @property
-    def bytes(self) -> int:
-        """On one device."""
-        return self.size * self.itemsize
-
-    def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{'/' + str(self.parts) if self.parts > 1 else ''}"
-
-
-@dataclasses.dataclass(eq=False)
-class Op:
-    """One operation; a loop has its body in `blocks`, and `split`, the numbers of its constants and carries."""
-
-    name: str
-    ins: list[Value]
-    outs: list[Value]
-    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    blocks: tuple["Block", ...] = ()
-    trips: int = 1
-    split: tuple[int, int] = (0, 0)
-    moved: tuple[Moved, ...] = ()
-    in_global_view: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Block:
-    """A program: what goes in, what is done in which order, what comes out."""
-
-    ins: list[Value]
-    ops: list[Op]
-    outs: list[Value]
 
 
 def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], platform: str) -> Block:
@@ -108,7 +39,7 @@ def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], p
 _CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
 _SAME = frozenset(
     ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "stop_gradient", "copy_p"]
-)  # other views of the same memory
+)  # other views of the same memory  # other views of the same memory
 _SUMS = {"psum", "psum_invariant", "psum2", "pmax", "pmin", "pmean"}
 _LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
     "all_gather": "all-gather",
@@ -286,7 +217,7 @@ class _Writer:
     def _global(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
         name = eqn.primitive.name
         shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
-        specs, summed = _followed(name, eqn.params, ins, shapes)
+        specs, summed = followed(name, eqn.params, ins, shapes)
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
         if name in _SAME and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
             pairs = zip(outs, ins, strict=False)
@@ -309,154 +240,3 @@ def _platform_index(platforms: Any, platform: str) -> int:
         if group is None or any(name in group for name in names):
             return i
     return len(platforms)
-
-
-# How cuts go from operation to operation in the global view.
-
-
-def _followed(
-    name: str, params: Mapping[str, Any], ins: list[Value], shapes: list[tuple[int, ...]]
-) -> tuple[list[Spec], tuple[str, ...]]:
-    """(how each output is cut, axes over which it is summed)."""
-    if name == "dot_general":
-        return _followed_product(params, ins, shapes[0])
-    if name.startswith(("reduce_", "arg")) and "axes" in params and ins:
-        gone = params["axes"]
-        kept = tuple(e for i, e in enumerate(ins[0].spec) if i not in gone)
-        summed = tuple(a for i, e in enumerate(ins[0].spec) if i in gone for a in e)
-        return [kept for _ in shapes], summed
-    if name == "transpose":
-        return [tuple(ins[0].spec[i] for i in params["permutation"])], ()
-    if name == "broadcast_in_dim":
-        spec: list[tuple[str, ...]] = [()] * len(shapes[0])
-        for i, dim in enumerate(params["broadcast_dimensions"]):
-            spec[dim] = ins[0].spec[i] if ins[0].shape[i] == shapes[0][dim] else ()
-        return [tuple(spec)], ()
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return [_reshaped(ins[0], shapes[0])], ()
-    return [_widest(ins, shape) for shape in shapes], ()
-
-
-def _widest(ins: list[Value], shape: tuple[int, ...]) -> Spec:
-    """As the most cut of the inputs of this rank, in the dims that keep their sizes."""
-    alike = [x for x in ins if len(x.shape) == len(shape)]
-    best = max(alike, key=lambda x: x.parts, default=None)
-    if best is None:
-        return ((),) * len(shape)
-    return tuple(e if size == best.shape[i] else () for i, (e, size) in enumerate(zip(best.spec, shape, strict=True)))
-
-
-def _reshaped(x: Value, shape: tuple[int, ...]) -> Spec:
-    """Dims with the same sizes before them (or after) keep their cuts."""
-    spec: list[tuple[str, ...]] = [()] * len(shape)
-    for i, axes in enumerate(x.spec):
-        before = math.prod(x.shape[:i])
-        for j, size in enumerate(shape):
-            if axes and size == x.shape[i] and math.prod(shape[:j]) == before:
-                spec[j] = axes
-    return tuple(spec)
-
-
-def _followed_product(
-    params: Mapping[str, Any], ins: list[Value], shape: tuple[int, ...]
-) -> tuple[list[Spec], tuple[str, ...]]:
-    (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
-    left, right = ins
-    summed = tuple(
-        dict.fromkeys(a for x, dims in ((left, left_sum), (right, right_sum)) for d in dims for a in x.spec[d])
-    )
-    spec = [left.spec[i] or right.spec[j] for i, j in zip(left_batch, right_batch, strict=True)]
-    for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
-        spec += [x.spec[d] for d in range(len(x.shape)) if d not in used]
-    taken = set(summed)
-    for i, axes in enumerate(spec):
-        spec[i] = tuple(a for a in axes if a not in taken)
-        taken |= set(axes)
-    assert len(spec) == len(shape)
-    return [tuple(spec)], summed
-
-
-# What is never used.
-
-
-def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
-    """The block without what its wanted outputs do not need; and which inputs are."""
-    outs = [out for out, yes in zip(block.outs, wanted, strict=True) if yes]
-    live, ops = {out.root for out in outs}, []
-    for op in reversed(block.ops):
-        asked = [out.root in live for out in op.outs]
-        if any(asked):
-            op = _pruned_op(op, asked)
-            ops.append(op)
-            live |= {x.root for x in op.ins}
-    return Block(block.ins, ops[::-1], outs), [x.root in live for x in block.ins]
-
-
-def _pruned_op(op: Op, asked: list[bool]) -> Op:
-    if op.name == "cond":
-        blocks = tuple(pruned(block, asked)[0] for block in op.blocks)
-        return dataclasses.replace(op, outs=_only(op.outs, asked), blocks=blocks)
-    if op.name != "scan":
-        return op
-    (body,), (consts, carries) = op.blocks, op.split
-    while True:
-        block, used = pruned(body, asked)
-        more = [a or (i < carries and used[consts + i]) for i, a in enumerate(asked)]
-        if more == asked:
-            break
-        asked = more
-    kept = [u or (consts <= i < consts + carries and asked[i - consts]) for i, u in enumerate(used)]
-    block.ins = _only(block.ins, kept)
-    split = (sum(kept[:consts]), sum(kept[consts : consts + carries]))
-    return dataclasses.replace(op, ins=_only(op.ins, kept), outs=_only(op.outs, asked), blocks=(block,), split=split)
-
-
-def _only(items: Sequence[Any], kept: Sequence[bool]) -> list[Any]:
-    return [item for item, yes in zip(items, kept, strict=True) if yes]
-
-
-# The same program for more or fewer rows.
-
-
-def rescaled(block: Block, old: int, new: int) -> Block:
-    """The block, each dim that `old` divides being so much larger or smaller; `old` should divide no other."""
-    return _Rescaler(old, new).block(block)
-
-
-class _Rescaler:
-    def __init__(self, old: int, new: int):
-        self.old, self.new = old, new
-        self.values: dict[Value, Value] = {}
-
-    def block(self, block: Block) -> Block:
-        ins = [self.value(x) for x in block.ins]
-        return Block(ins, [self.op(op) for op in block.ops], [self.value(x) for x in block.outs])
-
-    def value(self, x: Value) -> Value:
-        if x not in self.values:
-            root = None if x.root is x else self.value(x.root)
-            shape = [d // self.old * self.new if d and d % self.old == 0 else d for d in x.shape]
-            self.values[x] = Value(shape, x.dtype, x.spec, x.parts, root)
-        return self.values[x]
-
-    def op(self, op: Op) -> Op:
-        ins, outs = [self.value(x) for x in op.ins], [self.value(x) for x in op.outs]
-        moved = op.moved
-        if moved and op.ins[0].bytes:
-            moved = tuple(dataclasses.replace(m, bytes=m.bytes * ins[0].bytes // op.ins[0].bytes) for m in moved)
-        blocks = tuple(self.block(inner) for inner in op.blocks)
-        return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks)
-
-
-def product_flops(op: Op) -> float:
-    """Multiplications and additions of a matrix product or convolution on one device; 0 for other operations."""
-    if op.name == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
-        deep = math.prod(op.ins[0].shape[d] for d in contracted)
-        cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
-        return 2.0 * op.outs[0].size * deep / max(1, cut)
-    if op.name == "conv_general_dilated":
-        kernel = op.ins[1]
-        out_features = kernel.shape[op.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * op.outs[0].size * math.prod(kernel.shape) / out_features
-    return 0.0

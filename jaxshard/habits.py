@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.flow import Block, Op, Value
+from jaxshard.blocks import Block, Op, Value
 
 _BENT = frozenset(["transpose", "slice", "convert_element_type", "copy"])
 _GATHERS = frozenset(("all_gather", "all_gather_invariant"))

@@ -12,7 +12,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from jaxshard import chips, pictures, plan
+from jaxshard import charts, chips, pictures, plan
+from jaxshard import page as pages
 
 MB = 1e6
 NEAR = 30 * MB  # of memory: ddp does not fit, the others do
@@ -66,7 +67,7 @@ def runs(picture, colour):
 def test_each_bar_is_as_long_as_its_row_says(rows, tmp_path, kind):
     # On a limit that all fit, so that nothing is hatched. The last run is the legend's.
     picture = drawn(with_memory(rows, 100 * MB), tmp_path / "plan.png")
-    lengths = np.array(runs(picture, dict(zip(plan.KINDS, pictures._OF_MEMORY.values(), strict=True))[kind])[:-1])
+    lengths = np.array(runs(picture, dict(zip(plan.KINDS, charts.OF_MEMORY.values(), strict=True))[kind])[:-1])
     expected = np.array([row.prediction.memory[kind] for row in rows], float)
     assert len(set(expected)) > 1
     np.testing.assert_allclose(lengths / lengths[0], expected / expected[0], atol=2.5 / lengths[0])
@@ -74,7 +75,7 @@ def test_each_bar_is_as_long_as_its_row_says(rows, tmp_path, kind):
 
 def test_traffic_is_drawn_by_axes(rows, tmp_path):
     picture = drawn(rows, tmp_path / "plan.png")
-    data, replica = (runs(picture, colour)[:-1] for colour in pictures._OF_TRAFFIC[:2])
+    data, replica = (runs(picture, colour)[:-1] for colour in charts.OF_TRAFFIC[:2])
     sent = [row.prediction.costs.wire_bytes_by_axes() for row in rows]
     assert len(data) == len(rows)
     assert len(replica) == sum("replica" in found for found in sent) == 1
@@ -85,7 +86,7 @@ def test_traffic_is_drawn_by_axes(rows, tmp_path):
 def test_a_bar_beyond_the_limit_is_marked(rows, tmp_path):
     def red(memory_bytes):
         picture = drawn(with_memory(rows, memory_bytes), tmp_path / "plan.png")
-        return sum(runs(picture, pictures._BAD))
+        return sum(runs(picture, charts.BAD))
 
     none, one, all_rows = red(100 * MB), red(NEAR), red(5 * MB)
     assert none < one < all_rows
@@ -95,7 +96,7 @@ def test_what_is_beyond_the_limit_is_hatched(rows, tmp_path):
     def filled(memory_bytes):
         """The share of ddp's activations, the last part of its bar, that has their plain colour."""
         picture = drawn(with_memory(rows[:1], memory_bytes), tmp_path / "plan.png")[:220]  # above the legend
-        hits = np.abs(picture - np.array(to_rgb(pictures._OF_MEMORY["activations"]), np.float32)).max(-1) < 0.02
+        hits = np.abs(picture - np.array(to_rgb(charts.OF_MEMORY["activations"]), np.float32)).max(-1) < 0.02
         lines, columns = np.nonzero(hits)
         return hits.sum() / (np.ptp(lines) + 1) / (np.ptp(columns) + 1)
 
@@ -159,7 +160,7 @@ class Parsed(HTMLParser):
 
 
 def written(rows, path, title="a title", notes=()):
-    pictures.page(rows, path, title=title, notes=notes)
+    pages.page(rows, path, title=title, notes=notes)
     return path.read_text(encoding="utf-8")
 
 
@@ -227,7 +228,7 @@ def test_cuts_are_drawn_and_told(rows, tmp_path):
     ],
 )
 def test_a_cut_has_as_many_stripes_as_parts(ways, lines, part, dots):
-    picture = pictures._cut(ways)
+    picture = pages._cut(ways)
     assert picture.count("M") == lines
     width, height = re.search(r'class="part" width="([\d.]+)" height="([\d.]+)"', picture).groups()
     assert (float(width), float(height)) == part
@@ -297,7 +298,7 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
     costs = type("Costs", (), {"wire_bytes_by_axes": lambda self: sent})()
     shown = [type("Row", (), {"prediction": type("P", (), {"costs": costs, "wire_bytes": sum(sent.values())})()})]
     monkeypatch.setattr(pictures, "_names", lambda rows: ["one"])
-    chart = pictures._traffic(shown)
+    chart = charts.traffic_chart(shown)
     assert list(chart.parts) == [*(f"along axis{i}" for i in (7, 6, 5, 4, 3, 2)), "along 3 others"]
     assert chart.totals == [pytest.approx(sum(sent.values()))]
     assert len(chart.colours) == 7
@@ -306,7 +307,7 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
 # What cannot be drawn.
 
 
-@pytest.mark.parametrize("show", [pictures.draw, pictures.page])
+@pytest.mark.parametrize("show", [pictures.draw, pages.page])
 def test_rows_of_one_target(rows, tmp_path, show):
     with pytest.raises(ValueError, match="rows: there are none"):
         show([], tmp_path / "plan", title="")
@@ -323,4 +324,4 @@ def test_rows_of_one_target(rows, tmp_path, show):
     ],
 )
 def test_sizes_have_units(num_bytes, text):
-    assert pictures._size(num_bytes) == text
+    assert charts.size_in_words(num_bytes) == text

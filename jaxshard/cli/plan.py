@@ -270,12 +270,12 @@ def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
     if given.out is not None:
-        from jaxshard import pictures
+        from jaxshard import page, pictures
 
         given.out.mkdir(parents=True, exist_ok=True)
         title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
         pictures.draw(rows, given.out / "plan.png", title=title)
-        pictures.page(rows, given.out / "plan.html", title=title, notes=notes)
+        page.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
 # Predicted beside compiled.
@@ -289,7 +289,7 @@ def _compiled(given: Arguments) -> int:
     rows = plan.compare(build, wanted, target)
     devices = aot.devices(machine)
     _show(console, given, rows, target)
-    results, status = [], 0
+    results, status = [], 1
     for row in rows:
         sizes = {axis: getattr(row.candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
         mesh = jaxshard.make_mesh(**sizes, devices=devices)
@@ -299,9 +299,13 @@ def _compiled(given: Arguments) -> int:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             console.print(f"{row.candidate.name}: the compiler says that it does not fit: {str(error).splitlines()[0]}")
-            status = 1
             continue
         console.print(beside_table(row, report, mesh))
+        excess = (report.peak_bytes or row.prediction.peak_bytes) - target.memory_bytes
+        if excess > 0:
+            console.print(f"{row.candidate.name} compiles, and is {excess / 1e9:,.2f} GB too large.")
+        else:
+            status = 0
         results.append({"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()})
     if given.json is not None:
         given.json.write_text(json.dumps({"machine": machine.name, "rows": results}, indent=1))
