@@ -222,6 +222,10 @@ def _gpu_target(chip: str) -> str:
 # Reports, kept in files named by what they are of.
 
 
+_NO_OFFLOAD = {"xla_tpu_offload_gather_to_sparsecore": "false"}
+_READABLE: Mapping[str, dict[str, Any]] = {"v5p": _NO_OFFLOAD, "v6e": _NO_OFFLOAD}
+
+
 def report(
     lowered: jax.stages.Lowered, machine: Machine, *, compiler_options: Mapping[str, Any] | None = None
 ) -> inspect.Report:
@@ -234,7 +238,8 @@ def report(
     Args:
         lowered: `jax.jit(f).lower(...)` or `train_step(...).lower(...)`, on a mesh of `devices(machine)`.
         machine: the machine that it was lowered for.
-        compiler_options: as for `Lowered.compile`.
+        compiler_options: as for `Lowered.compile`. On v5p and v6e lookups in large tables are kept off the SparseCores
+            unless it says otherwise: programs that use them cannot be read back as text.
 
     Returns:
         The `Report`, as `inspect.report` makes it.
@@ -246,10 +251,11 @@ def report(
     """
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(f"aot.report needs a lowered program, jax.jit(f).lower(...), got {type(lowered).__name__}")
-    path = _folder() / f"{_key(lowered, machine, compiler_options)}.json"
+    options = _READABLE.get(machine.chip.name, {}) | dict(compiler_options or {})
+    path = _folder() / f"{_key(lowered, machine, options)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not whole
         return inspect.Report.from_dict(json.loads(path.read_text()))
-    compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
+    compiled = lowered.compile(compiler_options=options or None)
     found = inspect.report(compiled)
     if found.platform != machine.chip.platform:
         raise ValueError(

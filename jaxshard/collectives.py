@@ -27,17 +27,45 @@ Dims = tuple[tuple[int, tuple[str, ...]], ...]
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
     """(D/N, ...) on each device -> (D, ...) on all; `invarying` lets the result leave a shard_map as replicated."""
+    how = {"to": "invarying"} if invarying else {}
     for dim, axes in dims:
-        how = {"to": "invarying"} if invarying else {}
-        x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, **how)
+
+        def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
+            return lax.all_gather(x, tuple(axes), axis=x.ndim + dim, tiled=True, **how)
+
+        x = _axis_by_axis(along, x, axes[::-1])
     return x
 
 
 def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
     """(D, ...) on each device, different -> (D/N, ...), the sum over the data axes of this device's part."""
     for dim, axes in dims:
-        x = lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
+
+        def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
+            return lax.psum_scatter(x, tuple(axes), scatter_dimension=x.ndim + dim, tiled=True)
+
+        x = _axis_by_axis(along, x, axes)
     return x
+
+
+def _axis_by_axis(
+    along: Callable[[jax.Array, Sequence[str]], jax.Array], x: jax.Array, axes: Sequence[str]
+) -> jax.Array:
+    """`along` all axes: on TPU along one after the other, elsewhere along all at once, in mesh order.
+
+    The bytes are the same. But of a scatter or gather along several axes XLA for TPU makes an all-reduce, of twice the
+    bytes (v5p:4x4x4, 8 x 8); and among GPUs one ring of all sends less from node to node.
+    """
+    if len(axes) == 1:
+        return along(x, axes)
+    together = sorted(axes, key=jax.sharding.get_abstract_mesh().axis_names.index)
+
+    def one_by_one(x):
+        for axis in axes:
+            x = along(x, (axis,))
+        return x
+
+    return lax.platform_dependent(x, tpu=one_by_one, default=lambda x: along(x, together))
 
 
 def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -90,8 +90,6 @@ class _Writer:
         name, params = eqn.primitive.name, eqn.params
         if name == "platform_index":
             return [_Known(_platform_index(params["platforms"], self.platform))]
-        if any(isinstance(x, _Known) for x in ins) and name != "cond":
-            return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
         if name in _CALLS:
             return self.inline(inner_jaxpr(eqn), ins, ops, region)
         if name == "cond":
@@ -102,6 +100,8 @@ class _Writer:
             return self._while(eqn, ins, ops, region)
         if name == "shard_map":
             return self._shard_map(eqn, ins, ops)
+        if any(isinstance(x, _Known) for x in ins):  # cast, clamped, reshaped on its way to the branches
+            return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
         if name in ("sharding_constraint", "reshard", "mesh_cast"):
             sharding = params.get("sharding", params.get("dst_sharding"))
             return [self._resharded(ins[0], sharding.spec, ops)]
@@ -124,10 +124,11 @@ class _Writer:
     def _block(self, jaxpr: Any, like: Sequence[Value], region: _Region) -> Block:
         """A program of its own, whose inputs are cut as those of `like`."""
         avals = [v.aval for v in open_jaxpr(jaxpr).invars]
-        ins = [self.value(aval, value.spec) for aval, value in zip(avals, like, strict=True)]
+        pairs = zip(avals, like, strict=True)
+        ins = [x if isinstance(x, _Known) else self.value(aval, x.spec) for aval, x in pairs]
         ops: list[Op] = []
         outs = self.inline(jaxpr, ins, ops, region)
-        return Block(ins, ops, outs)
+        return Block([x for x in ins if not isinstance(x, _Known)], ops, outs)
 
     def _scan(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
         jaxpr, length = inner_jaxpr(eqn), eqn.params["length"]
@@ -140,7 +141,9 @@ class _Writer:
         block = self._block(jaxpr, [*ins[: consts + carries], *rows], region)
         specs = [x.spec for x in block.outs[:carries]] + [((), *x.spec) for x in block.outs[carries:]]
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
-        loop = Op("scan", list(ins), outs, blocks=(block,), trips=length, split=(consts, carries))
+        given = [x for x in ins if not isinstance(x, _Known)]
+        split = (consts - (len(ins) - len(given)), carries)
+        loop = Op("scan", given, outs, blocks=(block,), trips=length, split=split)
         loop.in_global_view = region.is_global
         ops.append(loop)
         return outs
@@ -150,10 +153,11 @@ class _Writer:
 
     def _while(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
         """How often it runs is not known: counted once."""
-        skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        skip = eqn.params["cond_nconsts"]
         block = self._block(eqn.params["body_jaxpr"], ins[skip:], region)
         outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
-        loop = Op("while", list(ins[skip:]), outs, blocks=(block,), split=(consts, len(outs)))
+        given = [x for x in ins[skip:] if not isinstance(x, _Known)]
+        loop = Op("while", given, outs, blocks=(block,), split=(len(given) - len(outs), len(outs)))
         loop.in_global_view = region.is_global
         ops.append(loop)
         return outs
@@ -162,13 +166,15 @@ class _Writer:
 
     def _shard_map(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
         inner = open_jaxpr(inner_jaxpr(eqn))
-        placed = [self._resharded(x, spec, ops) for x, spec in zip(ins, eqn.params["in_specs"], strict=True)]
-        local = [Value(v.aval.shape, x.dtype, root=x) for v, x in zip(inner.invars, placed, strict=True)]
+        local = []
+        for x, var, spec in zip(ins, inner.invars, eqn.params["in_specs"], strict=True):
+            placed = x if isinstance(x, _Known) else self._resharded(x, spec, ops)
+            local.append(x if isinstance(x, _Known) else Value(var.aval.shape, x.dtype, root=placed))
         outs = self.inline(inner, local, ops, _Region(False))
         whole = []
         for x, var, spec in zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True):
             cut = self.value(var.aval, spec)
-            whole.append(Value(cut.shape, x.dtype, cut.spec, cut.parts, x))
+            whole.append(x if isinstance(x, _Known) else Value(cut.shape, x.dtype, cut.spec, cut.parts, x))
         return whole
 
     def _resharded(self, x: Value, spec: Any, ops: list[Op]) -> Value:

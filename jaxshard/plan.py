@@ -183,8 +183,8 @@ class Fit:
         others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda r: r.seconds.total)
         took = best.seconds
         lines = [
-            f"{best.candidate.name} is the fastest that fits: {_ms(took.total)} a step, {_ms(took.products)} "
-            f"of products, {_ms(took.memory)} of memory and {_ms(took.links)} of links; "
+            f"{best.candidate.name} is the fastest that fits: {in_words(took.total)} a step, {in_words(took.products)} "
+            f"of products, {in_words(took.memory)} of memory and {in_words(took.links)} of links; "
             f"{_gb(best.prediction.peak_bytes)} of {_gb(best.target.memory_bytes)} at the peak."
         ]
         if others:
@@ -196,7 +196,7 @@ class Fit:
         if faster:
             first = min(faster, key=lambda row: row.excess_bytes)
             excess = f"{_gb(first.excess_bytes)} too large"
-            lines.append(f"{first.candidate.name} would take {_ms(first.seconds.total)}, and is {excess}.")
+            lines.append(f"{first.candidate.name} would take {in_words(first.seconds.total)}, and is {excess}.")
         return "\n".join(lines)
 
 
@@ -220,7 +220,8 @@ def _nothing_fits(rows: Sequence[Row]) -> str:
     )
 
 
-def _ms(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Seconds with their unit, such as "1.53 s" and "15.3 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
 
 

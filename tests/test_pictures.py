@@ -297,7 +297,7 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
     sent = {f"axis{i}": 10.0 + i for i in range(8)} | {"tiny": 0.01}
     costs = type("Costs", (), {"wire_bytes_by_axes": lambda self: sent})()
     shown = [type("Row", (), {"prediction": type("P", (), {"costs": costs, "wire_bytes": sum(sent.values())})()})]
-    monkeypatch.setattr(pictures, "_names", lambda rows: ["one"])
+    monkeypatch.setattr(charts, "names_of", lambda rows: ["one"])
     chart = charts.traffic_chart(shown)
     assert list(chart.parts) == [*(f"along axis{i}" for i in (7, 6, 5, 4, 3, 2)), "along 3 others"]
     assert chart.totals == [pytest.approx(sum(sent.values()))]

@@ -188,7 +188,7 @@ def _planned(given: Arguments) -> int:
     else:
         rows, notes = rows_of(given, candidates(given, target), target)
     if rows and not any(row.fits for row in rows):
-        notes.append(too_large(build, rows, target))
+        notes.append(too_large(given, rows, target))
     _show(console, given, rows, target)
     for note in notes:
         console.print(note, soft_wrap=True)
@@ -215,17 +215,31 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
     return rows, [f"{candidate.name} cannot be: {error}" for candidate, error in refused]
 
 
-def too_large(build: Build, rows: Sequence[Row], target: Target) -> str:
-    """By how much the least is too large, and the fewest devices that would do."""
+def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
+    """By how much the least is too large, and the fewest devices that would do, with more rows where they need them."""
     least = min(rows, key=lambda row: row.excess_bytes)
     per_device = target.memory_bytes
     text = (
         f"Too large for every strategy: {least.candidate.name} needs {least.prediction.peak_bytes / 1e9:,.2f} GB on "
         f"each device, {least.excess_bytes / 1e9:,.2f} GB more than the {per_device / 1e9:,.2f} GB that there are."
     )
-    count = plan.fewest_devices(build, target, least.candidate)
+    count = plan.fewest_devices(_with_enough_rows(given), target, least.candidate)
     more = f"{count} devices would do" if count else "more devices alone would not do"
     return f"{text} {more[0].upper()}{more[1:]}; so might {_cures(least)}."
+
+
+def _with_enough_rows(config: Config) -> Build:
+    """`building`, each device having rows at least for its microbatches."""
+
+    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+        stages = config.sharding.stage_microbatches if candidate.pipeline > 1 else 1
+        unit = candidate.data * candidate.replica * candidate.microbatches * stages
+        rows = max(1, -(-config.train.rows // unit)) * unit
+        return building(dataclasses.replace(config, train=dataclasses.replace(config.train, rows=rows)))(
+            candidate, mesh
+        )
+
+    return build
 
 
 def _cures(row: Row) -> str:
@@ -251,9 +265,10 @@ def table_of(rows: Sequence[Row]) -> Table:
     batches = any(row.largest_batch is not None for row in rows)
     title = f"{name} on each device, {name} sent by each per step, and the least time of a step"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    heads = ("strategy", *plan.KINDS, "peak", "too much", "sent", "time", "bound by")
+    heads = ("strategy", *plan.KINDS[:-1], "working", "peak", "too much", "sent", "time", "bound by")
     for head in (*heads, *(("largest batch",) if batches else ())):
-        table.add_column(head, justify="left" if head in ("strategy", "bound by") else "right")
+        left = head in ("strategy", "bound by")
+        table.add_column(head, justify="left" if left else "right", no_wrap=head == "strategy")
     for row in rows:
         memory, seconds = row.prediction.memory, row.seconds
         sent = row.prediction.costs.wire_bytes_by_axes()
@@ -261,7 +276,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         cells += [f"{row.prediction.peak_bytes / unit:,.2f}"]
         cells += ["" if row.fits else f"{row.excess_bytes / unit:,.2f}"]
         cells += ["\n".join(f"{axes} {size / unit:,.2f}" for axes, size in sent.items() if axes) or "0"]
-        cells += [f"{seconds.total * 1e3:,.3g} ms", seconds.bound]
+        cells += [plan.in_words(seconds.total), seconds.bound]
         table.add_row(*cells, *([f"{row.largest_batch:,}"] if row.largest_batch is not None else []))
     return table
 
