@@ -1,7 +1,8 @@
 """What XLA for TPU does to a program before it runs it, where that changes bytes; each was seen in compiled steps.
 
 * A float32 matrix product of default precision takes bfloat16 there. So the compiler makes bfloat16 whatever only
-  products read: gathers, saved activations, and, ahead of a loop over layers, a copy of the layers that it runs over.
+  products read, or what is cast to it anyway: gathers, saved activations, and, ahead of a loop over layers, a copy of
+  the layers that it runs over.
 * A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
 * Of a sum over one axis that is then scattered over all others, it scatters first.
 """
@@ -56,6 +57,8 @@ def _is_single(x: Value) -> bool:
 def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
     if op.name == "dot_general":
         return op.params.get("precision") in _DEFAULT
+    if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
+        return True
     if op.name in _BENT or op.name in _GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
