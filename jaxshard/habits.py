@@ -5,6 +5,8 @@
   the layers that it runs over.
 * A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
 * Of a sum over one axis that is then scattered over all others, it scatters first.
+* A scatter or gather over all chips of a torus of three dims becomes an all-reduce, of twice the bytes (v5p:2x2x2 to
+  8x8x8); over parts of it, or axis by axis, it stays what it is.
 """
 
 import dataclasses
@@ -19,11 +21,13 @@ _GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 
 
-def as_on_tpu(block: Block, num_devices: int) -> Block:
-    """The block as a TPU runs it, on so many devices; its values are changed in place."""
+def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
+    """The block as a TPU runs it, on so many devices in a torus of so many dims; its values are changed in place."""
     only = _only_products(block, frozenset())
     _narrow(block, only)
     _reduce_otherwise(block, num_devices)
+    if torus_dims == 3:
+        _reduce_over_all(block, num_devices)
     return _with_copies(block, only)
 
 
@@ -97,6 +101,15 @@ def _reduce_otherwise(block: Block, num_devices: int) -> None:
     for op in block.ops:
         for inner in op.blocks:
             _reduce_otherwise(inner, num_devices)
+
+
+def _reduce_over_all(block: Block, num_devices: int) -> None:
+    for op in block.ops:
+        if op.moved and op.moved[0].kind in ("reduce-scatter", "all-gather"):
+            over_all = op.moved[0].group_size == num_devices
+            op.moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved) if over_all else op.moved
+        for inner in op.blocks:
+            _reduce_over_all(inner, num_devices)
 
 
 def _misses_tiles(op: Op) -> bool:

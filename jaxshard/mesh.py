@@ -62,7 +62,7 @@ def abstract_mesh(
       num_devices: how many there would be.
       data, tensor, pipeline, replica: as for `make_mesh`.
       platform: "cpu", "gpu" or "tpu": strategies do a few things otherwise on a TPU.
-      device_kind: the chip's name.
+      device_kind: the chip's name, with the sides of its torus if they are known: "v5p:8x8x8".
 
     Raises:
       ValueError: as `make_mesh`.
@@ -84,6 +84,16 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform if mesh.abstract_device else "cpu"
     return mesh.devices.flat[0].platform
+
+
+def torus_dims(mesh: Mesh | AbstractMesh) -> int:
+    """In how many dims TPU chips are joined: those in which there are two or more; 0 where that is not known."""
+    if isinstance(mesh, AbstractMesh):
+        kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
+        sides = kind.partition(":")[2].split("x")
+        return sum(side not in ("", "1") for side in sides)
+    places = [device.coords for device in mesh.devices.flat if hasattr(device, "coords")]
+    return sum(len(set(side)) > 1 for side in zip(*places, strict=True))
 
 
 def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> None:

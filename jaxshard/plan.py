@@ -24,11 +24,12 @@ from jaxshard.step import TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What there is to train on: so many devices of a kind, and how much of their memory may be used."""
+    """What there is to train on: so many devices of a kind, how much of their memory may be used, and a TPU's torus."""
 
     chip: Chip
     num_devices: int
     memory_bytes: float
+    torus: tuple[int, ...] = ()
 
     @property
     def num_domains(self) -> int:
@@ -57,10 +58,12 @@ class Candidate:
         sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
         return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
 
-    def mesh(self, chip: Chip) -> AbstractMesh:
+    def mesh(self, target: Target) -> AbstractMesh:
         """The mesh, without devices."""
         sizes = {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-        return abstract_mesh(math.prod(sizes.values()), **sizes, platform=chip.platform, device_kind=chip.name)
+        chip, sides = target.chip, "x".join(map(str, target.torus))
+        kind = f"{chip.name}:{sides}" if sides else chip.name
+        return abstract_mesh(math.prod(sizes.values()), **sizes, platform=chip.platform, device_kind=kind)
 
 
 # Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
@@ -124,7 +127,7 @@ def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> li
       candidates: in the order of the rows.
       target: the devices.
     """
-    return [Row(c, predict(*build(c, c.mesh(target.chip))), target) for c in candidates]
+    return [Row(c, predict(*build(c, c.mesh(target))), target) for c in candidates]
 
 
 def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *args: Any, **options: Any) -> Build:
@@ -270,7 +273,7 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
     rows, refused, too_large = [], [], []
     for candidate in found:
         try:
-            built = build(candidate, candidate.mesh(target.chip))
+            built = build(candidate, candidate.mesh(target))
             if at_rest(*built) > target.memory_bytes:
                 too_large.append((candidate, built))
             else:
@@ -328,7 +331,7 @@ def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | 
     while data * candidate.tensor * candidate.pipeline * candidate.replica <= 2**16:
         larger = dataclasses.replace(candidate, data=data)
         try:
-            built = build(larger, larger.mesh(target.chip))
+            built = build(larger, larger.mesh(target))
             if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
                 return data * candidate.tensor * candidate.pipeline * candidate.replica
         except ValueError:

@@ -20,7 +20,7 @@ from jaxshard import blocks, flow, habits
 from jaxshard.chips import Chip
 from jaxshard.costs import Costs, costs_of
 from jaxshard.layout import Layout
-from jaxshard.mesh import platform_of
+from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.precision import like
 from jaxshard.specs import local_shape
 from jaxshard.step import TrainStep
@@ -201,7 +201,9 @@ class _Traced:
         specs = held + [P(engine.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
         traced = step.trace(params, state, batch, *args)
         block = flow.written_out(traced.jaxpr, specs, engine.sizes, self.platform)
-        self.block = habits.as_on_tpu(block, engine.mesh.size) if self.platform == "tpu" else block
+        self.block = (
+            habits.as_on_tpu(block, engine.mesh.size, torus_dims(engine.mesh)) if self.platform == "tpu" else block
+        )
         self.donated = [step.donate] * len(held) + [False] * (len(specs) - len(held))
 
     def rescaled(self, old: int, new: int, batch: Any) -> "_Traced":

@@ -167,11 +167,11 @@ def test_any_number_of_rows_is_predicted_from_one_trace(style):
     sharding = STYLES.get(style) or {"strategy": style, "replica": 2 if style == "hsdp" else 1, "microbatches": 2}
     config = config_of(**sharding)
     mine = command.own(config, H100)
-    given = command.building(config)(mine, mine.mesh(H100.chip))
+    given = command.building(config)(mine, mine.mesh(H100))
     found = plan.AnyRows(*given, unit=config.sharding.stage_microbatches if mine.pipeline > 1 else 1)
     for rows in (64, 192):
         wide = dataclasses.replace(config, train=TrainConfig(rows=rows))
-        direct = plan.predict(*command.building(wide)(mine, mine.mesh(H100.chip)))
+        direct = plan.predict(*command.building(wide)(mine, mine.mesh(H100)))
         assert found.at(rows).to_dict() == direct.to_dict()
     with pytest.raises(ValueError, match=r"65 rows are no multiple of \d+"):
         found.at(65)
@@ -304,7 +304,7 @@ def test_the_fewest_devices_that_would_do():
     count = plan.fewest_devices(build, target, candidate)
     assert count is not None
     peaks = [
-        plan.predict(*build(c, c.mesh(H100.chip))).peak_bytes
+        plan.predict(*build(c, c.mesh(H100))).peak_bytes
         for c in (Candidate("zero3", data=count), Candidate("zero3", data=count // 2))
     ]
     assert peaks[0] <= 2e6 < peaks[1]
@@ -432,3 +432,17 @@ def test_precision_is_planned_too():
     (row,) = plan.compare(command.building(config), [Candidate("zero1", data=8)], H100)
     count = sum(math.prod(leaf.shape) for leaf in row.prediction.layout.params)
     assert (row.prediction.at_rest["params"], row.prediction.at_rest["grads"]) == (2 * count, 2 * count)
+
+
+def test_over_a_whole_torus_tpus_all_reduce():
+    """v5p:2x2x2 on one data axis; in a plane, or on two axes, they scatter."""
+    found = {}
+    for kind in ("v5p:2x2x2", "v5p:2x4x1", "v5p"):
+        step, _ = step_on("zero2", abstract_mesh(8, platform="tpu", device_kind=kind))
+        found[kind] = plan.predict(step, *shapes((params(), batch()))).costs.collectives
+    kinds = {kind: {m.kind for m in moved if m.bytes > 1000} for kind, moved in found.items()}
+    assert kinds == {
+        "v5p:2x2x2": {"all-reduce"},
+        "v5p:2x4x1": {"all-gather", "reduce-scatter"},
+        "v5p": {"all-gather", "reduce-scatter"},
+    }

@@ -53,3 +53,11 @@ def test_the_chart_in_the_guide_is_the_schedules():
 def test_named_files_exist():
     for path in re.findall(r"`((?:configs|benchmarks|docs|notebooks)/[\w./]+)`", README):
         assert (ROOT / path).exists() or list(ROOT.glob(path + "*")), path
+
+
+def test_the_plan_in_the_docs_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plan.md").read_text(), re.S)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[:5]] == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert "is the fastest that fits" in done.stdout

@@ -107,12 +107,13 @@ def target_of(given: Arguments) -> Target:
       ValueError: the machine or chip is not known; those that are are listed.
     """
     if given.devices is not None:
-        chip, count = chips.chip(given.chip), given.devices
+        chip, count, torus = chips.chip(given.chip), given.devices, ()
     else:
         default = f"cpu:{given.sharding.devices or 8}"
         machine = aot.machine(given.compile or given.machine or default)
         chip, count = machine.chip, machine.num_devices
-    return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9)
+        torus = machine.shape if chip.platform == "tpu" else ()
+    return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9, torus)
 
 
 # What is planned.
@@ -206,7 +207,7 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
     for candidate in wanted:
         unit = given.sharding.stage_microbatches if candidate.pipeline > 1 else 1
         try:
-            found = plan.AnyRows(*build(candidate, candidate.mesh(target.chip)), unit=unit)
+            found = plan.AnyRows(*build(candidate, candidate.mesh(target)), unit=unit)
             rows.append(Row(candidate, found.at(given.train.rows), target, plan.largest_batch(found, target)))
         except ValueError as error:
             refused.append((candidate, error))
