@@ -104,7 +104,9 @@ def outcomes(machine: aot.Machine) -> Iterator[Outcome]:
     for number, case in enumerate(CASES, 1):
         print(f"{number} of {len(CASES)}: {case.name}", file=sys.stderr, flush=True)
         c, build = case.candidate, building(case.config)
-        prediction = plan.predict(*build(c, c.mesh(plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes))))
+        prediction = plan.predict(
+            *build(c, c.mesh(plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)))
+        )
         mesh = jaxshard.make_mesh(data=c.data, tensor=c.tensor, pipeline=c.pipeline, replica=c.replica, devices=devices)
         step, params, *rest = build(c, mesh)
         lowered = step.lower(params, step.loss.options.engine.init(params), *rest)

@@ -18,13 +18,15 @@ class Costs:
 
     Attributes:
       flops: of matrix products and convolutions, by the dtype of what is multiplied.
-      memory_bytes: read from and written to memory.
+      product_bytes: read from and written to memory by products.
+      memory_bytes: the same by all else: what is element by element, reductions, lookups, the optimizer.
       collectives: in the order of the program, those in loops once, with their trips.
       peak_bytes: the most memory at once, inputs included.
       trips_known: False if there is a while loop, which counts as one trip.
     """
 
     flops: dict[str, float]
+    product_bytes: float
     memory_bytes: float
     collectives: tuple[Moved, ...]
     peak_bytes: int
@@ -53,7 +55,7 @@ def costs_of(block: Block, donated: Sequence[bool], platform: str) -> Costs:
     held = sum(x.bytes for x in _distinct(block.ins))
     freed = [x for x, yes in zip(block.ins, donated, strict=True) if yes]
     peak = held - sum(x.bytes for x in _distinct(freed)) + memory.peak(block, freed)
-    return Costs(flops, memory.traffic(block), tuple(moved), int(peak), known)
+    return Costs(flops, *memory.traffic(block), tuple(moved), int(peak), known)
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:
@@ -132,26 +134,17 @@ class Memory:
         """The most bytes at once of `freed` inputs (which end with their last use) and all that the block makes."""
         return _Pass(self, block, freed).run()
 
-    def traffic(self, block: Block) -> float:
-        """Bytes read and written."""
+    def traffic(self, block: Block) -> tuple[float, float]:
+        """Bytes read and written by products, and by all else."""
         found = _Pass(self, block, ())
-        total = 0.0
+        totals = [0.0, 0.0]
         for op in block.ops:
-            if found.is_virtual(op):
-                continue
             if op.blocks:
-                inner = max(self.traffic(b) for b in op.blocks)
-                total += op.trips * inner
-                continue
-            reads = {s for x in op.ins for s in found.sources(x)}
-            written = sum(x.bytes for x in op.outs)
-            if op.name in _IN_PLACE:  # only what is updated is touched
-                reads.discard(op.ins[0].root)
-                written = op.ins[-1].bytes if op.name == "dynamic_update_slice" else 2 * op.ins[-1].bytes
-            if op.name in ("gather", "dynamic_slice"):
-                reads, written = set(), 2 * written
-            total += written + sum(s.bytes for s in reads)
-        return total
+                inner = max((self.traffic(b) for b in op.blocks), key=sum)
+                totals = [total + op.trips * more for total, more in zip(totals, inner, strict=True)]
+            elif not found.is_virtual(op):
+                totals[0 if product_flops(op) else 1] += found.touched(op)
+        return totals[0], totals[1]
 
 
 class _Pass:
@@ -208,6 +201,30 @@ class _Pass:
     def read_by(self, op: Op) -> frozenset[Value]:
         """What is read from memory by an operation."""
         return frozenset(s for x in op.ins for s in self.sources(x))
+
+    def touched(self, op: Op) -> int:
+        """Bytes that an operation reads and writes: of what is sliced or updated, that part."""
+        written = sum(x.bytes for x in op.outs)
+        if op.name in ("gather", "dynamic_slice"):
+            return 2 * written
+        if op.name == "dynamic_update_slice":
+            return 2 * op.ins[1].bytes
+        ins = op.ins
+        if op.name in _IN_PLACE:
+            ins, written = op.ins[1:], op.ins[-1].bytes
+        reads: dict[Value, int] = {}
+        for x in ins:
+            reads |= self._read_bytes(x)
+        return written + sum(reads.values())
+
+    def _read_bytes(self, x: Value) -> dict[Value, int]:
+        op = self.made.get(x.root)
+        if op is None or not self.is_virtual(op) or op.name in ("slice", "dynamic_slice"):
+            return {x.root: x.root.bytes}
+        found: dict[Value, int] = {}
+        for i in op.ins:
+            found |= self._read_bytes(i)
+        return found
 
     # Who lives when.
 

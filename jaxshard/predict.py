@@ -33,8 +33,8 @@ class Seconds:
     """A roofline: how long each resource is busy at the least, in seconds per step.
 
     Attributes:
-      products: matrix products, at the chip's peak.
-      memory: reading and writing its memory.
+      products: matrix products, at the chip's peak, or as fast as their operands come.
+      memory: reading and writing for all else.
       links: sending, inside the fast domain and between domains.
       waits: starting collectives, however small.
     """
@@ -46,13 +46,13 @@ class Seconds:
 
     @property
     def overlapped(self) -> float:
-        """If everything overlapped: no step is faster."""
-        return max(self.products, self.memory, self.links)
+        """If all sending overlapped with computing: no step is faster."""
+        return max(self.products + self.memory, self.links)
 
     @property
     def total(self) -> float:
         """If nothing that is sent overlapped with computing; what plans are ranked by."""
-        return max(self.products, self.memory) + self.links + self.waits
+        return self.products + self.memory + self.links + self.waits
 
     @property
     def bound(self) -> str:
@@ -104,6 +104,7 @@ class Prediction:
         sent = {axes: num_bytes for axes, num_bytes in self.costs.wire_bytes_by_axes().items() if axes}
         links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
         waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
+        products = max(products, self.costs.product_bytes / chip.memory_bandwidth)
         return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth, links, waits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Prediction:
             "wire_bytes": self.wire_bytes,
             "wire_bytes_by_axes": self.costs.wire_bytes_by_axes(),
             "flops": self.costs.flops,
-            "memory_traffic_bytes": self.costs.memory_bytes,
+            "memory_traffic_bytes": {"products": self.costs.product_bytes, "all else": self.costs.memory_bytes},
             "trips_known": self.costs.trips_known,
             "leaves": [list(row) for row in self.layout.rows()],
         }

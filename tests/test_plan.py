@@ -15,6 +15,7 @@ from jaxshard import chips, flow, inspect, plan
 from jaxshard.cli import main
 from jaxshard.cli import plan as command
 from jaxshard.cli.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.costs import costs_of
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target
 
@@ -324,7 +325,8 @@ def test_the_roofline_is_its_parts():
     step, _ = step_on("zero2", mesh_of("zero2"))
     found, chip = plan.predict(step, *shapes((params(), batch()))), chips.chip("h100")
     seconds = found.seconds(chip)
-    assert seconds.products == found.costs.flops["float32"] / chip.flops["float32"]
+    products = (found.costs.flops["float32"] / chip.flops["float32"], found.costs.product_bytes / chip.memory_bandwidth)
+    assert seconds.products == max(products)
     assert seconds.memory == found.costs.memory_bytes / chip.memory_bandwidth
     assert seconds.links == pytest.approx(found.wire_bytes / chip.link_bandwidth)
     assert seconds.overlapped <= seconds.total
@@ -446,3 +448,15 @@ def test_over_a_whole_torus_tpus_all_reduce():
         "v5p:2x4x1": {"all-gather", "reduce-scatter"},
         "v5p": {"all-gather", "reduce-scatter"},
     }
+
+
+def test_memory_traffic_is_what_is_read_and_written():
+    def fn(x, w):
+        y = jnp.tanh(x @ w) * 2  # the product; then its result read, and written again
+        return y, jax.lax.dynamic_slice_in_dim(x, 0, 8)  # a part of x: read and written
+
+    ins = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 128))]
+    block = flow.written_out(jax.make_jaxpr(fn)(*ins), [jax.P(), jax.P()], {"data": 1}, "cpu")
+    found = costs_of(block, [False, False], "cpu")
+    assert found.product_bytes == 4 * (64 * 256 + 256 * 128 + 64 * 128)
+    assert found.memory_bytes == 4 * (2 * 64 * 128 + 2 * 8 * 256)

@@ -163,6 +163,32 @@ def test_several_data_axes_each_cut_a_dim_of_their_own(x64, strategy):
         assert_close(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("as_on_tpu", [False, True])
+@pytest.mark.parametrize("axes", [("slice", "data"), ("data", "slice")])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_several_data_axes_on_one_dim_in_either_order(x64, strategy, axes, as_on_tpu, monkeypatch):
+    """All at once, or (as on a TPU) one axis after the other: every device must get its own part."""
+    if as_on_tpu:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, tpu=None, **_: (tpu or default)(*x))
+    mesh = jax.make_mesh((2, 4), ("slice", "data"), axis_types=(AxisType.Auto,) * 2)
+    opt = getattr(jaxshard, strategy)(optax.sgd(0.1, momentum=0.9), mesh, data_axes=axes)
+    rng = np.random.default_rng(0)
+    params, rows = {"w": rng.normal(size=(16, 1024))}, rng.normal(size=(8, 16))
+    (leaf,) = opt.layout(params).params
+    assert leaf.dims == ((-1, axes),)
+
+    def loss(p, x):
+        return jnp.mean((x @ jaxshard.unshard(p["w"])) ** 2 * jnp.arange(1024))
+
+    step, placed, state = jaxshard.train_step(loss, opt), opt.place(params), opt.init(params)
+    alone, alone_state = params, optax.sgd(0.1, momentum=0.9).init(params)
+    for _ in range(3):
+        placed, state, _ = step(placed, state, rows)
+        updates, alone_state = optax.sgd(0.1, momentum=0.9).update(jax.grad(loss)(alone, rows), alone_state)
+        alone = optax.apply_updates(alone, updates)
+    np.testing.assert_allclose(placed["w"], alone["w"], rtol=1e-9)
+
+
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_explicit_mesh_with_and_without_set_mesh(x64, strategy, context):
