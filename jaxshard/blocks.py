@@ -138,7 +138,7 @@ class _Rescaler:
     def value(self, x: Value) -> Value:
         if x not in self.values:
             root = None if x.root is x else self.value(x.root)
-            shape = [d // self.old * self.new if d and d % self.old == 0 else d for d in x.shape]
+            shape = [self._dim(size) for size in x.shape]
             self.values[x] = Value(shape, x.dtype, x.spec, x.parts, root)
         return self.values[x]
 
@@ -148,7 +148,11 @@ class _Rescaler:
         if moved and op.ins[0].bytes:
             moved = tuple(dataclasses.replace(m, bytes=m.bytes * ins[0].bytes // op.ins[0].bytes) for m in moved)
         blocks = tuple(self.block(inner) for inner in op.blocks)
-        return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks)
+        trips = self._dim(op.trips)
+        return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks, trips=trips)
+
+    def _dim(self, size: int) -> int:
+        return size // self.old * self.new if size and size % self.old == 0 else size
 
 
 def product_flops(op: Op) -> float:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxshard.plan import KINDS, Row
+from jaxshard.words import size_in_words
 
 OF_MEMORY = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"), strict=True))
 OF_TRAFFIC = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
@@ -105,22 +106,3 @@ def fits_in_words(row: Row) -> str:
     return (
         f"{size_in_words(row.excess_bytes)} too large" if not row.fits else f"{size_in_words(-row.excess_bytes)} free"
     )
-
-
-def size_in_words(num_bytes: float) -> str:
-    """In words, to three digits: "16.1 GB"."""
-    unit, scale = unit_of(num_bytes)
-    return f"{digits(num_bytes / scale)} {unit}"
-
-
-def unit_of(num_bytes: float) -> tuple[str, float]:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-    return next((pair for pair in units if num_bytes >= 0.9995 * pair[1]), units[-1])
-
-
-def digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{digits(seconds * 1e3)} ms"

@@ -71,23 +71,21 @@ def _add_up(block: Block, trips: int, flops: dict[str, float], moved: list[Moved
             flops[dtype] = flops.get(dtype, 0.0) + count * trips
         moved += [dataclasses.replace(m, trips=trips) for m in op.moved]
         if op.name == "cond":
-            _add_dearest(op, trips, flops, moved)
+            known = _add_dearest(op, trips, flops, moved) and known
         for inner in op.blocks if op.name != "cond" else ():
             known = _add_up(inner, trips * op.trips, flops, moved) and known and op.name != "while"
     return known
 
 
-def _add_dearest(op: Op, trips: int, flops: dict[str, float], moved: list[Moved]) -> None:
-    """Of the branches of which one runs, the one with the most arithmetic."""
-    choices = []
-    for block in op.blocks:
-        one: tuple[dict[str, float], list[Moved]] = ({}, [])
-        _add_up(block, trips, *one)
-        choices.append(one)
+def _add_dearest(op: Op, trips: int, flops: dict[str, float], moved: list[Moved]) -> bool:
+    """Of the branches of which one runs, the one with the most arithmetic; False if some branch's trips are unknown."""
+    choices: list[tuple[dict[str, float], list[Moved]]] = [({}, []) for _ in op.blocks]
+    known = [_add_up(block, trips, *one) for block, one in zip(op.blocks, choices, strict=True)]
     more, sent = max(choices, key=lambda one: (sum(one[0].values()), sum(m.wire_bytes for m in one[1])))
     for dtype, count in more.items():
         flops[dtype] = flops.get(dtype, 0.0) + count
     moved += sent
+    return all(known)
 
 
 # Memory.

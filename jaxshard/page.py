@@ -13,14 +13,13 @@ from jaxshard.charts import (
     fits_in_words,
     machine_in_words,
     memory_chart,
-    milliseconds,
     names_of,
-    size_in_words,
     traffic_chart,
 )
 from jaxshard.layout import Layout
 from jaxshard.plan import KINDS, Row
 from jaxshard.specs import axes_in
+from jaxshard.words import seconds_in_words, size_in_words
 
 
 def page(rows: Sequence[Row], path: Path, *, title: str, notes: Sequence[str] = ()) -> None:
@@ -199,7 +198,7 @@ def _times_table(rows: Sequence[Row]) -> str:
     def cells(row: Row) -> Iterable[str]:
         took = row.seconds
         times = (took.total, took.overlapped, took.products, took.memory, took.links, took.waits)
-        return [*(_cell(milliseconds(seconds), "n", f"{seconds!r} s") for seconds in times), _cell(took.bound, "n")]
+        return [*(_cell(seconds_in_words(seconds), "n", f"{seconds!r} s") for seconds in times), _cell(took.bound, "n")]
 
     heads = ("a step", "if all overlapped", "products", "memory", "links", "waits", "bound by")
     return _grid(rows, heads, map(cells, rows))

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshard.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart, unit_of
+from jaxshard.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
 from jaxshard.plan import Row
+from jaxshard.words import unit_of
 
 
 def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:

@@ -3,6 +3,7 @@
 ZeRO's table of bytes at rest: Rajbhandari et al. 2020, section 5.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,6 +21,7 @@ from jaxshard.predict import Seconds as Seconds
 from jaxshard.predict import bandwidth_along as bandwidth_along
 from jaxshard.predict import predict as predict
 from jaxshard.step import TrainStep
+from jaxshard.words import seconds_in_words, size_in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,13 @@ class Row:
         return self.prediction.seconds(self.target.chip)
 
     @property
+    def peak_bytes(self) -> int:
+        return self.prediction.peak_bytes
+
+    @property
     def excess_bytes(self) -> float:
         """By how much it is too large for a device; at most 0 if it fits."""
-        return self.prediction.peak_bytes - self.target.memory_bytes
+        return self.peak_bytes - self.target.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -167,7 +173,8 @@ def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *
 class Fit:
     """Candidates ranked: those that fit by time, then the others by how much they are too large.
 
-    `refused` has those that the model's sizes do not allow, with the reason.
+    `refused` has those that the model's sizes do not allow, or whose params and state alone are too large, with the
+    reason.
     """
 
     rows: tuple[Row, ...]
@@ -176,66 +183,53 @@ class Fit:
     @property
     def best(self) -> Row | None:
         """The fastest that fits."""
-        return min((row for row in self.rows if row.fits), key=lambda row: row.seconds.total, default=None)
+        return self.rows[0] if self.rows and self.rows[0].fits else None
 
     def why(self) -> str:
-        """Why the best is best, and the next cheaper change; if nothing fits, by how much, and what would."""
+        """Why the best is best, and the next cheaper change; if nothing fits, by how much, or why not."""
         if self.best is None:
-            return _nothing_fits(self.rows)
-        best = self.best
-        others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda r: r.seconds.total)
-        took = best.seconds
+            return _nothing_fits(self.rows, self.refused)
+        best, others, took = self.best, [row for row in self.rows[1:] if row.fits], self.best.seconds
+        products, memory, links = map(seconds_in_words, (took.products, took.memory, took.links))
         lines = [
-            f"{best.candidate.name} is the fastest that fits: {in_words(took.total)} a step, {in_words(took.products)} "
-            f"of products, {in_words(took.memory)} of memory and {in_words(took.links)} of links; "
-            f"{_gb(best.prediction.peak_bytes)} of {_gb(best.target.memory_bytes)} at the peak."
+            f"{best.candidate.name} is the fastest that fits: {seconds_in_words(took.total)} a step, {products} of "
+            f"products, {memory} of memory and {links} of links; {size_in_words(best.peak_bytes)} of "
+            f"{size_in_words(best.target.memory_bytes)} at the peak."
         ]
         if others:
             lines.append(f"Next: {others[0].candidate.name}, {_compared(others[0], best)}.")
-        lighter = min((row for row in others if _peak(row) < _peak(best)), key=lambda r: r.seconds.total, default=None)
+        lighter = next((row for row in others if row.peak_bytes < best.peak_bytes), None)
         if lighter is not None and lighter is not others[0]:
             lines.append(f"The next cheaper change: {lighter.candidate.name}, {_compared(lighter, best)}.")
         faster = [row for row in self.rows if not row.fits and row.seconds.total < took.total]
         if faster:
             first = min(faster, key=lambda row: row.excess_bytes)
-            excess = f"{_gb(first.excess_bytes)} too large"
-            lines.append(f"{first.candidate.name} would take {in_words(first.seconds.total)}, and is {excess}.")
+            excess = f"{size_in_words(first.excess_bytes)} too large"
+            lines.append(f"{first.candidate.name} would take {seconds_in_words(first.seconds.total)}, and is {excess}.")
         return "\n".join(lines)
-
-
-def _peak(row: Row) -> int:
-    return row.prediction.peak_bytes
 
 
 def _compared(row: Row, best: Row) -> str:
     slower = row.seconds.total / best.seconds.total - 1
-    saved = best.prediction.peak_bytes - row.prediction.peak_bytes
-    return f"{slower:.0%} slower, {_gb(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
+    saved = best.peak_bytes - row.peak_bytes
+    return f"{slower:.0%} slower, {size_in_words(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
 
 
-def _nothing_fits(rows: Sequence[Row]) -> str:
+def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]]) -> str:
     if not rows:
-        return "There is no candidate that this model's sizes allow."
+        reasons = dict.fromkeys(reason for _, reason in refused)
+        return "\n".join(["Nothing can be planned:", *reasons] if reasons else ["There are no candidates."])
     least = min(rows, key=lambda row: row.excess_bytes)
     return (
-        f"Nothing fits in {_gb(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
-        f"{_gb(least.prediction.peak_bytes)}, {_gb(least.excess_bytes)} too much."
+        f"Nothing fits in {size_in_words(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
+        f"{size_in_words(least.peak_bytes)}, {size_in_words(least.excess_bytes)} too much."
     )
-
-
-def in_words(seconds: float) -> str:
-    """Seconds with their unit, such as "1.53 s" and "15.3 ms"."""
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
 
 
 def candidates(
     target: Target,
     *,
-    microbatches: Sequence[int] = (1, 2, 4, 8),
+    microbatches: Sequence[int] = (1, 4, 16),
     tensors: Sequence[int] = (1,),
     pipelines: Sequence[int] = (1,),
 ) -> list[Candidate]:
@@ -254,7 +248,7 @@ def candidates(
             found += side_by_side(target, m)
             continue
         data = target.num_devices // (tensor * pipeline)
-        levels = (0, 1, 2, 3) if data > 1 else (0,)
+        levels = (1, 2, 3) if data > 1 else (0,)
         found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
     return found
 
@@ -262,8 +256,8 @@ def candidates(
 def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
     """Ranks candidates: strategy x mesh x microbatches.
 
-    What cannot fit, because params, state and gradients alone are too large, is found out by shapes, and not traced
-    unless nothing else is left.
+    Where params and state alone are too large, shapes say so, and nothing is traced; if nothing else is left, those
+    that hold least are.
 
     Args:
       build: as for `compare`; it raises a ValueError for a candidate that the model's sizes do not allow.
@@ -274,15 +268,20 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
     for candidate in found:
         try:
             built = build(candidate, candidate.mesh(target))
-            if at_rest(*built) > target.memory_bytes:
-                too_large.append((candidate, built))
+            held = at_rest(*built)
+            if held > target.memory_bytes:
+                too_large.append((candidate, built, held))
             else:
                 rows.append(Row(candidate, predict(*built), target))
         except ValueError as error:
             refused.append((candidate, str(error)))
     if not any(row.fits for row in rows) and too_large:
-        least = min(too_large, key=lambda pair: at_rest(*pair[1]))
-        rows.append(Row(least[0], predict(*least[1]), target))
+        least = min(held for *_, held in too_large)
+        traced = [(candidate, built) for candidate, built, held in too_large if held == least]
+        rows += [Row(candidate, predict(*built), target) for candidate, built in traced]
+        too_large = [one for one in too_large if one[2] > least]
+    for candidate, _, held in too_large:
+        refused.append((candidate, f"params and state alone are {size_in_words(held - target.memory_bytes)} too large"))
     order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
     return Fit(tuple(order), tuple(refused))
 
@@ -320,21 +319,19 @@ def largest_batch(found: AnyRows, target: Target) -> int:
 
 
 def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | None:
-    """The fewest devices, doubling the data axis, on which the candidate fits; None if 2**16 are too few.
+    """The fewest devices on which the candidate fits, by doubling its data axis; None if 2**16 are too few.
 
     Args:
-      build: as for `compare`.
+      build: as for `compare`; what it refuses (rows that do not divide) is passed over.
       target: its chip and memory count, its number of devices does not.
       candidate: the strategy, with tensor and pipeline axes as they are to stay.
     """
     data = candidate.data
     while data * candidate.tensor * candidate.pipeline * candidate.replica <= 2**16:
         larger = dataclasses.replace(candidate, data=data)
-        try:
+        with contextlib.suppress(ValueError):
             built = build(larger, larger.mesh(target))
             if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
                 return data * candidate.tensor * candidate.pipeline * candidate.replica
-        except ValueError:
-            return None
         data *= 2
     return None

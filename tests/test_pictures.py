@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from jaxshard import charts, chips, pictures, plan
+from jaxshard import charts, chips, pictures, plan, words
 from jaxshard import page as pages
 
 MB = 1e6
@@ -324,4 +324,4 @@ def test_rows_of_one_target(rows, tmp_path, show):
     ],
 )
 def test_sizes_have_units(num_bytes, text):
-    assert charts.size_in_words(num_bytes) == text
+    assert words.size_in_words(num_bytes) == text

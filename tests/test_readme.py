@@ -56,7 +56,7 @@ def test_named_files_exist():
 
 
 def test_the_plan_in_the_docs_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plan.md").read_text(), re.S)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plan.md").read_text(), re.S))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[:5]] == ["ddp", "zero1", "zero2", "zero3", "hsdp"]

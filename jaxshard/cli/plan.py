@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -24,6 +25,7 @@ from jaxshard.cli.config import Config, check
 from jaxshard.cli.report import make_console
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Build, Candidate, Row, Target
+from jaxshard.words import seconds_in_words, size_in_words
 
 _DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
 
@@ -45,8 +47,8 @@ class Arguments(Config):
     cpu:8 (simulated devices, the default)."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """In place of a machine: so many devices ..."""
-    chip: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """... of this kind ..."""
+    chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """... of this kind (by default h100) ..."""
     memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
     """... with so many GB of memory each; by default the chip's."""
     strategies: tuple[_Strategy, ...] = ()
@@ -90,6 +92,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
     check(given)
     if given.devices is not None and (given.machine or given.compile):
         raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
+    if given.compile and given.machine not in (None, given.compile):
+        raise ValueError(f"--compile {given.compile} and --machine {given.machine} are two machines: give one of them")
+    if given.fit and (given.compile or given.strategies):
+        raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
+    if given.devices is None and given.chip is not None:
+        raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
     for name, value in (("--devices", given.devices), ("--memory", given.memory)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} {value} must be above 0")
@@ -107,11 +115,13 @@ def target_of(given: Arguments) -> Target:
       ValueError: the machine or chip is not known; those that are are listed.
     """
     if given.devices is not None:
-        chip, count, torus = chips.chip(given.chip), given.devices, ()
+        chip, count, torus = chips.chip(given.chip or "h100"), given.devices, ()
     else:
         default = f"cpu:{given.sharding.devices or 8}"
         machine = aot.machine(given.compile or given.machine or default)
         chip, count = machine.chip, machine.num_devices
+        if chip.platform == "gpu" and len(machine.shape) == 2:
+            chip = dataclasses.replace(chip, domain_size=machine.shape[1])
         torus = machine.shape if chip.platform == "tpu" else ()
     return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9, torus)
 
@@ -176,7 +186,7 @@ def to_try(given: Arguments, target: Target) -> list[Candidate]:
     tensors = [n for n in (1, 2, 4, 8) if groups % n == 0 and n <= target.chip.domain_size]
     pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
     rows = given.train.rows
-    microbatches = [m for m in (1, 2, 4, 8, 16) if rows % m == 0]
+    microbatches = [m for m in (1, 4, 16) if rows % m == 0]
     return plan.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
 
 
@@ -190,10 +200,11 @@ def _planned(given: Arguments) -> int:
         rows, notes = rows_of(given, candidates(given, target), target)
     if rows and not any(row.fits for row in rows):
         notes.append(too_large(given, rows, target))
-    _show(console, given, rows, target)
+    if rows:
+        _show(console, given, rows, target)
+        _write(given, rows, notes)
     for note in notes:
         console.print(note, soft_wrap=True)
-    _write(given, rows, notes)
     return 0 if any(row.fits for row in rows) else 1
 
 
@@ -219,14 +230,15 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
 def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
     """By how much the least is too large, and the fewest devices that would do, with more rows where they need them."""
     least = min(rows, key=lambda row: row.excess_bytes)
-    per_device = target.memory_bytes
     text = (
-        f"Too large for every strategy: {least.candidate.name} needs {least.prediction.peak_bytes / 1e9:,.2f} GB on "
-        f"each device, {least.excess_bytes / 1e9:,.2f} GB more than the {per_device / 1e9:,.2f} GB that there are."
+        f"Too large for every strategy: {least.candidate.name} needs {size_in_words(least.peak_bytes)} on each device, "
+        f"{size_in_words(least.excess_bytes)} more than the {size_in_words(target.memory_bytes)} that there are."
     )
-    count = plan.fewest_devices(_with_enough_rows(given), target, least.candidate)
-    more = f"{count} devices would do" if count else "more devices alone would not do"
-    return f"{text} {more[0].upper()}{more[1:]}; so might {_cures(least)}."
+    build = _with_enough_rows(given)
+    counts = [plan.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
+    enough = min((count for count in counts if count), default=None)
+    more = f"{enough} devices would do." if enough else "More devices alone would not do."
+    return f"{text} {more} {_cures(least)}"
 
 
 def _with_enough_rows(config: Config) -> Build:
@@ -244,8 +256,10 @@ def _with_enough_rows(config: Config) -> Build:
 
 
 def _cures(row: Row) -> str:
-    parts = row.prediction.memory
-    return "fewer rows a step (or more microbatches)" if parts["activations"] > parts["params"] else "narrower params"
+    held = row.prediction.at_rest["params"] + row.prediction.at_rest["state"]
+    if held < row.target.memory_bytes:
+        return "Or fewer rows a step, or more microbatches: params and state fit."
+    return f"Params and state alone take {size_in_words(held)}."
 
 
 # What is shown.
@@ -276,8 +290,9 @@ def table_of(rows: Sequence[Row]) -> Table:
         cells = [row.candidate.name, *(f"{memory[kind] / unit:,.2f}" for kind in plan.KINDS)]
         cells += [f"{row.prediction.peak_bytes / unit:,.2f}"]
         cells += ["" if row.fits else f"{row.excess_bytes / unit:,.2f}"]
-        cells += ["\n".join(f"{axes} {size / unit:,.2f}" for axes, size in sent.items() if axes) or "0"]
-        cells += [plan.in_words(seconds.total), seconds.bound]
+        most = max(sent.values(), default=0)
+        cells += ["\n".join(f"{axes} {size / unit:,.2f}" for axes, size in sent.items() if size > 2e-3 * most) or "0"]
+        cells += [seconds_in_words(seconds.total), seconds.bound]
         table.add_row(*cells, *([f"{row.largest_batch:,}"] if row.largest_batch is not None else []))
     return table
 
@@ -303,6 +318,9 @@ def _compiled(given: Arguments) -> int:
     build = building(given)
     wanted = candidates(given, target) if given.strategies else [own(given, target)]
     rows = plan.compare(build, wanted, target)
+    if target.chip.platform == "cpu":
+        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
+            jax.config.update("jax_num_cpu_devices", target.num_devices)
     devices = aot.devices(machine)
     _show(console, given, rows, target)
     results, status = [], 1
@@ -340,7 +358,7 @@ def beside(row: Row, report: Any, mesh: Any) -> Iterator[tuple[str, float, float
     params, state, *_ = report.arguments
     yield "params at rest, bytes", predicted.at_rest["params"], params
     yield "state at rest, bytes", predicted.at_rest["state"], state
-    yield "peak memory, bytes", predicted.peak_bytes, report.peak_bytes
+    yield "peak memory, bytes", predicted.peak_bytes, report.peak_bytes or math.nan
     yield "sent, bytes", predicted.wire_bytes, report.wire_bytes
     compiled = report.wire_bytes_by_axes(mesh)
     for axes, size in predicted.costs.wire_bytes_by_axes().items():

@@ -1,0 +1,31 @@
+"""Sizes and times in words, to three digits, with the unit that suits them."""
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Bytes.
+
+    >>> size_in_words(16_100_000_000)
+    '16.1 GB'
+    """
+    unit, scale = unit_of(num_bytes)
+    return f"{digits(num_bytes / scale)} {unit}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Seconds.
+
+    >>> seconds_in_words(0.0153)
+    '15.3 ms'
+    """
+    return f"{digits(seconds)} s" if seconds >= 0.9995 else f"{digits(seconds * 1e3)} ms"
+
+
+def unit_of(num_bytes: float) -> tuple[str, float]:
+    """The unit that suits so many bytes, and how many it is."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+    return next((pair for pair in units if abs(num_bytes) >= 0.9995 * pair[1]), units[-1])
+
+
+def digits(value: float) -> str:
+    """Three, or all before the point."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
