@@ -8,7 +8,6 @@ from typing import Any
 from jaxshard.inspect import Collective
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
-# for each dim, the axes that cut it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], p
     writer = _Writer(sizes, platform)
     ins = [writer.value(v.aval, spec) for v, spec in zip(open_jaxpr(jaxpr).invars, in_specs, strict=True)]
     ops: list[Op] = []
-    outs = writer.inline(jaxpr, ins, ops, _Region(True))
+    outs = writer.inline(jaxpr, ins, ops, True)
     block, _ = pruned(Block(ins, ops, outs), [True] * len(outs))
     return block
 
@@ -38,8 +38,8 @@ def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], p
 
 _CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
 _SAME = frozenset(
-    ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "stop_gradient", "copy_p"]
-)  # other views of the same memory  # other views of the same memory
+    ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "copy_p"]
+)  # other views of the same memory
 _SUMS = {"psum", "psum_invariant", "psum2", "pmax", "pmin", "pmean"}
 _LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
     "all_gather": "all-gather",
@@ -49,11 +49,6 @@ _LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "ragged-all-to-all",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Region:
-    is_global: bool
 
 
 class _Writer:
@@ -71,7 +66,7 @@ class _Writer:
     def _size(self, axes: Any) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def inline(self, jaxpr: Any, ins: Sequence[Any], ops: list[Op], region: _Region) -> list[Any]:
+    def inline(self, jaxpr: Any, ins: Sequence[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         """Appends the operations of `jaxpr` to `ops`; returns its outputs."""
         opened = open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(opened.invars, ins, strict=True))
@@ -79,25 +74,25 @@ class _Writer:
             env[var] = self.value(var.aval)
         for eqn in opened.eqns:
             given = [self._read(env, v) for v in eqn.invars]
-            outs = self._eqn(eqn, given, ops, region)
+            outs = self._eqn(eqn, given, ops, in_global_view)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [self._read(env, v) for v in opened.outvars]
 
     def _read(self, env: dict[Any, Any], v: Any) -> Any:
         return self.value(v.aval) if is_literal(v) else env[v]
 
-    def _eqn(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Any]:
+    def _eqn(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name == "platform_index":
             return [_Known(_platform_index(params["platforms"], self.platform))]
         if name in _CALLS:
-            return self.inline(inner_jaxpr(eqn), ins, ops, region)
+            return self.inline(inner_jaxpr(eqn), ins, ops, in_global_view)
         if name == "cond":
-            return self._cond(eqn, ins, ops, region)
+            return self._cond(eqn, ins, ops, in_global_view)
         if name == "scan":
-            return self._scan(eqn, ins, ops, region)
+            return self._scan(eqn, ins, ops, in_global_view)
         if name == "while":
-            return self._while(eqn, ins, ops, region)
+            return self._while(eqn, ins, ops, in_global_view)
         if name == "shard_map":
             return self._shard_map(eqn, ins, ops)
         if any(isinstance(x, _Known) for x in ins):  # cast, clamped, reshaped on its way to the branches
@@ -105,60 +100,60 @@ class _Writer:
         if name in ("sharding_constraint", "reshard", "mesh_cast"):
             sharding = params.get("sharding", params.get("dst_sharding"))
             return [self._resharded(ins[0], sharding.spec, ops)]
-        if region.is_global:
+        if in_global_view:
             return self._global(eqn, ins, ops)
         return self._local(eqn, ins, ops)
 
     # Control flow.
 
-    def _cond(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+    def _cond(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
         branches = eqn.params["branches"]
         if isinstance(ins[0], _Known):
-            return self.inline(branches[min(ins[0].index, len(branches) - 1)], ins[1:], ops, region)
-        blocks = tuple(self._block(branch, ins[1:], region) for branch in branches)
+            return self.inline(branches[min(ins[0].index, len(branches) - 1)], ins[1:], ops, in_global_view)
+        blocks = tuple(self._block(branch, ins[1:], in_global_view) for branch in branches)
         specs = [tuple(out.spec for out in block.outs) for block in blocks][-1]
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
-        ops.append(Op("cond", list(ins[1:]), outs, blocks=blocks, in_global_view=region.is_global))
+        ops.append(Op("cond", list(ins[1:]), outs, blocks=blocks, in_global_view=in_global_view))
         return outs
 
-    def _block(self, jaxpr: Any, like: Sequence[Value], region: _Region) -> Block:
+    def _block(self, jaxpr: Any, like: Sequence[Value], in_global_view: bool) -> Block:
         """A program of its own, whose inputs are cut as those of `like`."""
         avals = [v.aval for v in open_jaxpr(jaxpr).invars]
         pairs = zip(avals, like, strict=True)
         ins = [x if isinstance(x, _Known) else self.value(aval, x.spec) for aval, x in pairs]
         ops: list[Op] = []
-        outs = self.inline(jaxpr, ins, ops, region)
+        outs = self.inline(jaxpr, ins, ops, in_global_view)
         return Block([x for x in ins if not isinstance(x, _Known)], ops, outs)
 
-    def _scan(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+    def _scan(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
         jaxpr, length = inner_jaxpr(eqn), eqn.params["length"]
         consts, carries = scan_split(eqn)
         rows = [self._row(x) for x in ins[consts + carries :]]
         if length == 1:
-            outs = self.inline(jaxpr, [*ins[: consts + carries], *rows], ops, region)
+            outs = self.inline(jaxpr, [*ins[: consts + carries], *rows], ops, in_global_view)
             stacked = zip(outs[carries:], eqn.outvars[carries:], strict=True)
             return [*outs[:carries], *(Value(v.aval.shape, x.dtype, ((), *x.spec), x.parts, x) for x, v in stacked)]
-        block = self._block(jaxpr, [*ins[: consts + carries], *rows], region)
+        block = self._block(jaxpr, [*ins[: consts + carries], *rows], in_global_view)
         specs = [x.spec for x in block.outs[:carries]] + [((), *x.spec) for x in block.outs[carries:]]
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
         given = [x for x in ins if not isinstance(x, _Known)]
         split = (consts - (len(ins) - len(given)), carries)
         loop = Op("scan", given, outs, blocks=(block,), trips=length, split=split)
-        loop.in_global_view = region.is_global
+        loop.in_global_view = in_global_view
         ops.append(loop)
         return outs
 
     def _row(self, x: Value) -> Value:
         return Value(x.shape[1:], x.dtype, x.spec[1:], self._size(a for e in x.spec[1:] for a in e), x)
 
-    def _while(self, eqn: Any, ins: list[Any], ops: list[Op], region: _Region) -> list[Value]:
+    def _while(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
         """How often it runs is not known: counted once."""
         skip = eqn.params["cond_nconsts"]
-        block = self._block(eqn.params["body_jaxpr"], ins[skip:], region)
+        block = self._block(eqn.params["body_jaxpr"], ins[skip:], in_global_view)
         outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
         given = [x for x in ins[skip:] if not isinstance(x, _Known)]
         loop = Op("while", given, outs, blocks=(block,), split=(len(given) - len(outs), len(outs)))
-        loop.in_global_view = region.is_global
+        loop.in_global_view = in_global_view
         ops.append(loop)
         return outs
 
@@ -170,7 +165,7 @@ class _Writer:
         for x, var, spec in zip(ins, inner.invars, eqn.params["in_specs"], strict=True):
             placed = x if isinstance(x, _Known) else self._resharded(x, spec, ops)
             local.append(x if isinstance(x, _Known) else Value(var.aval.shape, x.dtype, root=placed))
-        outs = self.inline(inner, local, ops, _Region(False))
+        outs = self.inline(inner, local, ops, False)
         whole = []
         for x, var, spec in zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True):
             cut = self.value(var.aval, spec)

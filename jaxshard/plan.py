@@ -18,7 +18,6 @@ from jaxshard.predict import KINDS as KINDS
 from jaxshard.predict import AnyRows as AnyRows
 from jaxshard.predict import Prediction as Prediction
 from jaxshard.predict import Seconds as Seconds
-from jaxshard.predict import bandwidth_along as bandwidth_along
 from jaxshard.predict import predict as predict
 from jaxshard.step import TrainStep
 from jaxshard.words import seconds_in_words, size_in_words

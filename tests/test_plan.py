@@ -19,6 +19,7 @@ from jaxshard.cli.config import Config, ModelConfig, PrecisionConfig, ShardingCo
 from jaxshard.costs import costs_of
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target
+from jaxshard.predict import bandwidth_along
 from jaxshard.words import size_in_words
 
 H100 = Target(chips.chip("h100"), 8, 80e9)
@@ -317,10 +318,10 @@ def test_the_fewest_devices_that_would_do():
 def test_links_are_slower_between_domains():
     sizes = {"pipeline": 1, "replica": 4, "data": 8, "tensor": 1}
     chip = chips.chip("h100")
-    assert plan.bandwidth_along("data", sizes, chip) == chip.link_bandwidth
-    assert plan.bandwidth_along("replica", sizes, chip) == chip.network_bandwidth
-    assert plan.bandwidth_along("replica x data", sizes, chip) == chip.network_bandwidth
-    assert plan.bandwidth_along("data", sizes | {"data": 16}, chip) == chip.network_bandwidth
+    assert bandwidth_along("data", sizes, chip) == chip.link_bandwidth
+    assert bandwidth_along("replica", sizes, chip) == chip.network_bandwidth
+    assert bandwidth_along("replica x data", sizes, chip) == chip.network_bandwidth
+    assert bandwidth_along("data", sizes | {"data": 16}, chip) == chip.network_bandwidth
 
 
 def test_the_roofline_is_its_parts():
