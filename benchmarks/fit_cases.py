@@ -14,6 +14,7 @@ import time
 import jax
 import numpy as np
 
+import jaxshard
 from jaxshard import chips, plan
 from jaxshard.cli import plan as command
 from jaxshard.cli import run
@@ -31,7 +32,7 @@ CASES = {
 }
 
 
-def to_try(config: Config, target: plan.Target) -> list[plan.Candidate]:
+def to_try(target: plan.Target) -> list[plan.Candidate]:
     """Strategy x mesh, tensor and pipeline of 2 among them."""
     return plan.candidates(target, microbatches=(1,), tensors=(1, 2), pipelines=(1, 2))
 
@@ -39,14 +40,13 @@ def to_try(config: Config, target: plan.Target) -> list[plan.Candidate]:
 def runner(config: Config, candidate: plan.Candidate):
     """A function that takes one step of the candidate, for real."""
     chosen = command.sharded_as(config, candidate)
-    sizes = {axis: getattr(candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    mesh = run.jaxshard.make_mesh(**sizes)
+    mesh = jaxshard.make_mesh(**candidate.sizes)
     model, _, opt, shapes = run.make_parts(chosen, mesh)
     init = jax.jit(model.init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
     params = init(jax.random.key(0))
     held = [params, opt.init(params)]
     tokens = np.random.default_rng(0).integers(0, 256, (config.train.rows, config.model.sequence_length + 1))
-    batch = run.jaxshard.shard_batch({"tokens": tokens.astype(np.int32)}, opt)
+    batch = jaxshard.shard_batch({"tokens": tokens.astype(np.int32)}, opt)
     step = run.make_step(chosen, model, opt)
 
     def take(count: int) -> float:
@@ -82,7 +82,7 @@ def main() -> None:
     target = plan.Target(chips.chip("cpu"), DEVICES, chips.chip("cpu").memory_bytes)
     for name, config in CASES.items():
         config = dataclasses.replace(config, sharding=ShardingConfig(stage_microbatches=2))
-        found = plan.fit(command.building(config), to_try(config, target), target)
+        found = plan.fit(command.building(config), to_try(target), target)
         ran = measured(config, [row.candidate for row in found.rows], rounds)
         print(f"\n### {name}\n\n| candidate | predicted ms | measured ms |\n|---|---|---|")
         for row in found.rows:

@@ -107,7 +107,7 @@ def outcomes(machine: aot.Machine) -> Iterator[Outcome]:
         prediction = plan.predict(
             *build(c, c.mesh(plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)))
         )
-        mesh = jaxshard.make_mesh(data=c.data, tensor=c.tensor, pipeline=c.pipeline, replica=c.replica, devices=devices)
+        mesh = jaxshard.make_mesh(**c.sizes, devices=devices)
         step, params, *rest = build(c, mesh)
         lowered = step.lower(params, step.loss.options.engine.init(params), *rest)
         yield Outcome(case, prediction, aot.report(lowered, machine))

@@ -46,8 +46,6 @@ MODEL = ModelConfig(
     dtype="bfloat16",
 )
 STRONG_ROWS = 4096
-# Large gathers go to the SparseCores of a v5p otherwise, in a form that JAX cannot read back as text.
-READABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,7 @@ def point(strategy: str, scaling: str, machine: aot.Machine, rows: int) -> Point
     step, params, batch = built(strategy, mesh_of(machine), rows)
     state = step.loss.options.engine.init(params)
     start = time.perf_counter(), time.process_time()
-    compiled = step.lower(params, state, batch).compile(compiler_options=READABLE)
+    compiled = step.lower(params, state, batch).compile(compiler_options=aot.READABLE[machine.chip.name])
     seconds, cpu_seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     prediction = plan.predict(step, params, batch)
     report = inspect.report(compiled)

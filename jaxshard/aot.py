@@ -223,7 +223,7 @@ def _gpu_target(chip: str) -> str:
 
 
 _NO_OFFLOAD = {"xla_tpu_offload_gather_to_sparsecore": "false"}
-_READABLE: Mapping[str, dict[str, Any]] = {"v5p": _NO_OFFLOAD, "v6e": _NO_OFFLOAD}
+READABLE: Mapping[str, dict[str, Any]] = {"v5p": _NO_OFFLOAD, "v6e": _NO_OFFLOAD}
 
 
 def report(
@@ -251,7 +251,7 @@ def report(
     """
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(f"aot.report needs a lowered program, jax.jit(f).lower(...), got {type(lowered).__name__}")
-    options = _READABLE.get(machine.chip.name, {}) | dict(compiler_options or {})
+    options = READABLE.get(machine.chip.name, {}) | dict(compiler_options or {})
     path = _folder() / f"{_key(lowered, machine, options)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not whole
         return inspect.Report.from_dict(json.loads(path.read_text()))

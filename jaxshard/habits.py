@@ -43,8 +43,8 @@ def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
         if op.name == "scan":
             body, carries = op.blocks[0], op.split[1]
             pairs = zip(op.outs[carries:], body.outs[carries:], strict=True)
-            inner = _only_products(body, frozenset(y.root for out, y in pairs if out in made))
-            inner |= {y.root for out, y in zip(op.outs[carries:], body.outs[carries:], strict=True) if out in made}
+            stacked = frozenset(y.root for out, y in pairs if out in made)
+            inner = _only_products(body, stacked) | stacked
         found |= set(made) | inner
         for i, x in enumerate(op.ins):
             read.add(x.root)

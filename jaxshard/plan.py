@@ -59,12 +59,20 @@ class Candidate:
         sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
         return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, as `make_mesh` takes them."""
+        return {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
     def mesh(self, target: Target) -> AbstractMesh:
         """The mesh, without devices."""
-        sizes = {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
         chip, sides = target.chip, "x".join(map(str, target.torus))
         kind = f"{chip.name}:{sides}" if sides else chip.name
-        return abstract_mesh(math.prod(sizes.values()), **sizes, platform=chip.platform, device_kind=kind)
+        return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
 
 
 # Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
@@ -325,12 +333,11 @@ def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | 
       target: its chip and memory count, its number of devices does not.
       candidate: the strategy, with tensor and pipeline axes as they are to stay.
     """
-    data = candidate.data
-    while data * candidate.tensor * candidate.pipeline * candidate.replica <= 2**16:
-        larger = dataclasses.replace(candidate, data=data)
+    larger = candidate
+    while larger.num_devices <= 2**16:
         with contextlib.suppress(ValueError):
             built = build(larger, larger.mesh(target))
             if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
-                return data * candidate.tensor * candidate.pipeline * candidate.replica
-        data *= 2
+                return larger.num_devices
+        larger = dataclasses.replace(larger, data=2 * larger.data)
     return None

@@ -24,6 +24,7 @@ from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.precision import like
 from jaxshard.specs import local_shape
 from jaxshard.step import TrainStep
+from jaxshard.tree import shape_of
 
 KINDS = ("params", "grads", "state", "batch", "activations")
 
@@ -180,7 +181,7 @@ class AnyRows:
 
 
 def _with_rows(batch: Any, rows: int) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _abstract(x).dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype), batch)
 
 
 class _Traced:
@@ -195,7 +196,7 @@ class _Traced:
             )
         self.engine, self.batch = engine, batch
         self.platform = platform_of(engine.mesh)
-        params = jax.tree.map(_abstract, params)
+        params = jax.tree.map(shape_of, params)
         state = engine.abstract_state(params)
         self.layout = engine.layout(params, strict=True)
         held = jax.tree.leaves(tuple(engine.trees(params)[::2]), is_leaf=lambda x: isinstance(x, P))
@@ -219,15 +220,11 @@ class _Traced:
         return Prediction(self.engine.sizes, self.platform, at_rest, costs, self.layout)
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
-
-
 def _at_rest(found: Layout, batch: Any, engine: Any) -> dict[str, int]:
     cuts, held = found.config.cuts, found.bytes_per_device
     grads = 0
     for leaf in found.params:
         shape = local_shape(leaf.shape, found.spec(leaf, cut=cuts.accumulators), found.sizes)
         grads += math.prod(shape) * np.dtype(like(found.config.reduce_dtype, leaf.dtype)).itemsize
-    rows = sum(math.prod(x.shape) * _abstract(x).dtype.itemsize for x in jax.tree.leaves(batch))
+    rows = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(batch))
     return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows // engine.num_batch_shards}

@@ -300,8 +300,7 @@ def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
     config = Config(model=ModelConfig(**sizes), sharding=ShardingConfig(**_STYLES[style]), train=TrainConfig(rows=32))
     target = plan.Target(machine.chip, 8, machine.chip.memory_bytes)
     mine = command.own(config, target)
-    axes = {axis: getattr(mine, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    step, params, batch = command.building(config)(mine, jaxshard.make_mesh(**axes, devices=aot.devices(machine)))
+    step, params, batch = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes, devices=aot.devices(machine)))
     engine = step.loss.options.engine
     report = aot.report(step.lower(params, engine.init(params), batch), machine)
     predicted = plan.predict(step, params, batch)

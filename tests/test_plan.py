@@ -107,8 +107,7 @@ def config_of(**sharding):
 def test_tensor_and_pipeline_parallel_too(style):
     config = config_of(**STYLES[style])
     mine = command.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
-    sizes = {axis: getattr(mine, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**sizes))
+    step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
     report, found = compiled_and_predicted(step, step.loss.options.engine, shaped, *rest)
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]

@@ -86,9 +86,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """
     given = _from_command_line(arguments, Arguments())
     if given.config is not None:
-        base = toml.load(given.config)
-        sections = {section.name: getattr(base, section.name) for section in dataclasses.fields(Config)}
-        given = _from_command_line(arguments, Arguments(**sections))
+        given = _from_command_line(arguments, Arguments(**toml.sections(given.config)))
     check(given)
     if given.devices is not None and (given.machine or given.compile):
         raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
@@ -146,8 +144,8 @@ def building(config: Config) -> Build:
 
 def sharded_as(config: Config, candidate: Candidate) -> Config:
     """The configuration with another strategy and mesh."""
-    sizes = {axis: getattr(candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None} | sizes
+    chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None}
+    chosen |= candidate.sizes
     chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
     chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
@@ -325,8 +323,7 @@ def _compiled(given: Arguments) -> int:
     _show(console, given, rows, target)
     results, status = [], 1
     for row in rows:
-        sizes = {axis: getattr(row.candidate, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-        mesh = jaxshard.make_mesh(**sizes, devices=devices)
+        mesh = jaxshard.make_mesh(**row.candidate.sizes, devices=devices)
         try:
             report = aot.report(_lowered(build, row.candidate, mesh), machine)
         except jax.errors.JaxRuntimeError as error:

@@ -32,6 +32,12 @@ def load(path: Path) -> Config:
         raise ValueError(f"{path}: {error}") from error
 
 
+def sections(path: Path) -> dict[str, Any]:
+    """As `load`, each section by its name: what a command line is laid over."""
+    config = load(path)
+    return {section.name: getattr(config, section.name) for section in dataclasses.fields(Config)}
+
+
 def dump(config: Config) -> str:
     """`config` in TOML, all of it but what is None, so that `load` gives it back."""
     lines: list[str] = []

@@ -147,9 +147,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
         if _goes_on(given):
             file = file or RunFolder(given.out).config
     if file is not None:
-        base = toml.load(file)
-        sections = {section.name: getattr(base, section.name) for section in dataclasses.fields(Config)}
-        given = _from_command_line(arguments, Arguments(**sections))
+        given = _from_command_line(arguments, Arguments(**toml.sections(file)))
     check(given)
     return given
 
