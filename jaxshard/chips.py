@@ -4,8 +4,13 @@ They are peaks, dense: a real step reaches a part of each, never more.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
+
+
+PAGED_BYTES = 32 * 2**20
+"""Memory above this goes back to the operating system when it is freed (glibc's `M_MMAP_THRESHOLD`, its maximum)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Chip:
             host's network cards.
         collective_seconds: what starting a collective takes, however small: nobody documents it, so this is rough.
         source: where the figures come from.
+        paging_bandwidth: bytes per second at which the operating system hands memory out, where a step asks for it
+            anew: on simulated devices, for all that comes and goes, if it is more than `PAGED_BYTES`.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Chip:
     network_bandwidth: float
     collective_seconds: float
     source: str
+    paging_bandwidth: float = math.inf
 
 
 def _peak(half: float, single: float) -> Mapping[str, float]:
@@ -95,9 +103,10 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 "and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
             ),
             Chip(
-                *("cpu", "cpu", 4 * 2**30, _peak(20e9, 20e9), 5e9, 2e9, 1024, 2e9, 3e-4),
-                "no datasheet: rough figures for one of several simulated devices that share a desktop's processor, so "
-                "that plans for them rank sensibly",
+                *("cpu", "cpu", 4 * 2**30, _peak(29e9, 29e9), 1.5e9, 0.6e9, 1024, 0.6e9, 6e-4),
+                "no datasheet: for one of 8 simulated devices on two cores, fitted to the measured steps of "
+                "benchmarks/fit_cases.py, so that plans for them rank",
+                184e6,
             ),
         )
     }

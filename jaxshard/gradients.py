@@ -245,10 +245,13 @@ class _Device:
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Any]:
         """The loss's parameters, cut ones not yet gathered."""
         is_shard, differentiate = self.engine.config.cuts.params, self.options.differentiate
-        return [
-            lazy.Sharded(x, d if differentiate else None, leaf.dims, is_shard) if self._is_cut(leaf) else d
-            for x, d, leaf in zip(shards, diff, self.leaves, strict=True)
-        ]
+
+        def value(x: jax.Array, d: jax.Array, leaf: layout.Leaf) -> Any:
+            if not self._is_cut(leaf):
+                return lazy.Sharded(None, d, (), False) if differentiate else d
+            return lazy.Sharded(x, d if differentiate else None, leaf.dims, is_shard)
+
+        return [value(*each) for each in zip(shards, diff, self.leaves, strict=True)]
 
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Any, index: Any) -> Any:
         """(loss, weight, aux) of one microbatch."""
@@ -350,5 +353,8 @@ class _Device:
         return (loss, jax.tree.map(average, auxes), weight), denominator
 
 
-def _whole(x: Any) -> jax.Array:
-    return x.whole() if isinstance(x, lazy.Sharded) else x
+def _whole(x: Any) -> Any:
+    """At the start."""
+    if not isinstance(x, lazy.Sharded):
+        return x
+    return x.stand_in if x.local is None else x.whole()

@@ -53,14 +53,19 @@ def unshard(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A parameter not yet whole: its shard (or, unless `is_shard`, a whole copy of which only the gradient is cut)."""
+    """A parameter not yet whole, or of which the gradient alone is cut, or (of no `dims`) nothing at all.
 
-    local: jax.Array
-    stand_in: jax.Array | None  # None: nothing is differentiated with respect to this shard
+    `local` is the shard, or, unless `is_shard`, a whole copy; `stand_in` is what is differentiated by in its place.
+    """
+
+    local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
+    stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
     dims: collectives.Dims = dataclasses.field(metadata={"static": True})
     is_shard: bool = dataclasses.field(metadata={"static": True})
 
     def whole(self) -> jax.Array:
+        if self.local is None:
+            return collectives.whole_with_grad_apart(self.stand_in)
         if self.stand_in is None:
             return collectives.gather(self.local, self.dims) if self.is_shard else self.local
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)

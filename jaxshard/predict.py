@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import blocks, flow, habits
-from jaxshard.chips import Chip
+from jaxshard.chips import PAGED_BYTES, Chip
 from jaxshard.costs import Costs, costs_of
 from jaxshard.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
@@ -106,7 +106,9 @@ class Prediction:
         links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
         waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
         products = max(products, self.costs.product_bytes / chip.memory_bandwidth)
-        return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth, links, waits)
+        temporary = self.peak_bytes - sum(self.at_rest[kind] for kind in ("params", "state", "batch"))
+        paged = temporary / chip.paging_bandwidth if temporary > PAGED_BYTES else 0.0
+        return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth + paged, links, waits)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain dicts, lists, strings and numbers, for `json.dumps`."""
