@@ -227,8 +227,13 @@ class _Pass:
     # Who lives when.
 
     def ordered(self) -> list[Op]:
-        """The operations that are not virtual; those of the update, where compilers put them: what frees most first."""
+        """The operations that are not virtual; those of the update where compilers put them: what frees most first.
+
+        XLA for CPU leaves them as they are.
+        """
         ops = [op for op in self.block.ops if not self.is_virtual(op)]
+        if self.memory.platform == "cpu":
+            return ops
         start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if ops[i].blocks), 0)
         late = []
         if self.memory.platform == "gpu" and start and not _scatters(ops[start - 1]):
