@@ -104,12 +104,23 @@ def _reduce_otherwise(block: Block, num_devices: int) -> None:
 
 
 def _reduce_over_all(block: Block, num_devices: int) -> None:
+    block.ops = [part for op in block.ops for part in (_as_all_reduce(op) if _is_over(op, num_devices) else [op])]
     for op in block.ops:
-        if op.moved and op.moved[0].kind in ("reduce-scatter", "all-gather"):
-            over_all = op.moved[0].group_size == num_devices
-            op.moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved) if over_all else op.moved
         for inner in op.blocks:
             _reduce_over_all(inner, num_devices)
+
+
+def _is_over(op: Op, num_devices: int) -> bool:
+    return any(m.kind in ("reduce-scatter", "all-gather") and m.group_size == num_devices for m in op.moved)
+
+
+def _as_all_reduce(op: Op) -> list[Op]:
+    """The same by an all-reduce: of zeros with this device's part in them, or cut after it."""
+    moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
+    if op.name != "reduce_scatter":
+        return [dataclasses.replace(op, moved=moved)]
+    whole = Value(op.ins[0].shape, op.ins[0].dtype)
+    return [Op("psum", op.ins, [whole], moved=moved), Op("dynamic_slice", [whole], op.outs)]
 
 
 def _misses_tiles(op: Op) -> bool:

@@ -29,9 +29,9 @@ class Collective:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
             "collective-permute" or "collective-broadcast". A TPU `all-reduce-scatter` fusion is a "reduce-scatter".
         bytes: payload of one execution, in bytes per device: the whole output of an all-gather, the whole input of
-            a reduce-scatter, and the operands of every other kind (of a ragged all-to-all, the whole operand: an
-            upper bound). Several arrays in one operation are added up. Types are those the compiler chose, which
-            may be wider (CPU) or narrower than the program's.
+            a reduce-scatter, and the operands of every other kind (of an all-reduce in the type that is summed in; of
+            a ragged all-to-all, the whole operand: an upper bound). Several arrays in one operation are added up.
+            Types are those the compiler chose, which may be wider (CPU) or narrower than the program's.
         group_size: number of devices that work together, the largest if groups differ. For a permute: the number
             of devices linked by its source-target pairs.
         trips: executions per step: the product of the trip counts of the loops around it.
@@ -427,4 +427,7 @@ def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instru
     if sliced and instruction.opcode.startswith("collective-permute"):  # sends slices of its first operand
         dtype = made[names[0]].shape.split("[")[0]
         return hlo.bytes_of(" ".join(f"{dtype}[{dims}]" for dims in re.findall(r"\{([\d,]*)\}", sliced[1])))
-    return hlo.bytes_of(" ".join(made[name].shape for name in names))
+    given = hlo.bytes_of(" ".join(made[name].shape for name in names))
+    if instruction.opcode == "all-reduce":  # TPU: may take bfloat16 and sum in float32; its partial sums travel
+        return max(given, hlo.bytes_of(instruction.shape), key=lambda found: found[0])
+    return given

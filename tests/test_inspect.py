@@ -408,6 +408,14 @@ def test_variadic_sums_and_all_to_alls_add_up_their_operands():
     assert (summed.bytes, summed.dtype) == (4096 + 200, "f32+bf16")
 
 
+def test_a_sum_wider_than_its_operands_moves_partial_sums():
+    # TPU v5p: the compiler leaves a cast before the sum to the sum itself.
+    entry = """%g = bf16[128,64]{1,0} parameter(0)
+    ROOT %sum = f32[128,64]{1,0} all-reduce(%g), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"""
+    found = _one(_hlo(entry, ADD))
+    assert (found.bytes, found.dtypes) == (128 * 64 * 4, ("f32",))
+
+
 @pytest.mark.parametrize(
     ("shape", "size"),
     [("pred[3]", 3), ("s4[5]", 3), ("f8e4m3fn[8]", 8), ("c64[2]", 16), ("u32[]", 4), ("f64[2,3]", 48)],
