@@ -233,7 +233,7 @@ def test_what_is_left_to_the_partitioner_is_not_guessed():
 
 
 def test_what_is_donated_is_not_held_twice():
-    step, opt = step_on("ddp", mesh_of("ddp"))
+    step, opt = step_on("ddp", abstract_mesh(8, platform="gpu"))  # XLA for CPU makes copies
     kept = jaxshard.train_step(loss, opt, donate=False)
     peaks = [plan.predict(s, *shapes((params(), batch()))).peak_bytes for s in (step, kept)]
     assert peaks[0] < 2 * 3 * 4 * PARAMS <= peaks[1]
