@@ -4,7 +4,7 @@
 
 For each model, every candidate is compiled, and all take steps in turn; a candidate's time is the median over rounds of
 its time over that round's mean, so that what the machine does otherwise falls on all alike. The figures of the chip
-"cpu" were fitted to the first three; "another" was left out.
+"cpu" were fitted to these.
 """
 
 import dataclasses

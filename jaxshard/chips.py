@@ -103,10 +103,10 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 "and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
             ),
             Chip(
-                *("cpu", "cpu", 4 * 2**30, _peak(23.6e9, 23.6e9), 1.6e9, 1.5e9, 1024, 1.5e9, 6e-4),
+                *("cpu", "cpu", 4 * 2**30, _peak(23.5e9, 23.5e9), 1.52e9, 1.1e9, 1024, 1.1e9, 3e-4),
                 "no datasheet: for one of 8 simulated devices on two cores, fitted to the measured steps of "
                 "benchmarks/fit_cases.py, so that plans for them rank",
-                253e6,
+                282e6,
             ),
         )
     }
