@@ -35,7 +35,7 @@ class Seconds:
 
     Attributes:
       products: matrix products, at the chip's peak, or as fast as their operands come.
-      memory: reading and writing for all else.
+      memory: reading and writing for all else; on simulated devices also what the operating system hands out anew.
       links: sending, inside the fast domain and between domains.
       waits: starting collectives, however small.
     """
