@@ -243,12 +243,13 @@ class _Device:
         return like(self.engine.config.reduce_dtype, leaf.dtype)
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Any]:
-        """The loss's parameters, cut ones not yet gathered."""
+        """The loss's parameters, cut ones not yet gathered; alone, as the user gave them, to the last bit."""
         is_shard, differentiate = self.engine.config.cuts.params, self.options.differentiate
+        alone = not self.engine.split_axes
 
         def value(x: jax.Array, d: jax.Array, leaf: layout.Leaf) -> Any:
             if not self._is_cut(leaf):
-                return lazy.Sharded(None, d, (), False) if differentiate else d
+                return lazy.Sharded(None, d, (), False) if differentiate and not alone else d
             return lazy.Sharded(x, d if differentiate else None, leaf.dims, is_shard)
 
         return [value(*each) for each in zip(shards, diff, self.leaves, strict=True)]
