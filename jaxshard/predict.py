@@ -93,9 +93,14 @@ class Prediction:
     def memory(self) -> dict[str, int]:
         """The peak in parts: what is at rest, and the rest of it, "activations" (and all else that comes and goes)."""
         held = dict(self.at_rest)
-        left = self.peak_bytes - held["params"] - held["state"] - held["batch"]
+        left = self._temporary_bytes
         held["grads"] = max(0, min(held["grads"], left))
         return held | {"activations": max(0, left - held["grads"])}
+
+    @property
+    def _temporary_bytes(self) -> int:
+        """Of the peak, what comes and goes in a step."""
+        return self.peak_bytes - sum(self.at_rest[kind] for kind in ("params", "state", "batch"))
 
     def seconds(self, chip: Chip) -> Seconds:
         """The step's roofline on devices of this kind."""
@@ -106,8 +111,7 @@ class Prediction:
         links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
         waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
         products = max(products, self.costs.product_bytes / chip.memory_bandwidth)
-        temporary = self.peak_bytes - sum(self.at_rest[kind] for kind in ("params", "state", "batch"))
-        paged = temporary / chip.paging_bandwidth if temporary > PAGED_BYTES else 0.0
+        paged = self._temporary_bytes / chip.paging_bandwidth if self._temporary_bytes > PAGED_BYTES else 0.0
         return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth + paged, links, waits)
 
     def to_dict(self) -> dict[str, Any]:

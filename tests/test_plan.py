@@ -239,6 +239,16 @@ def test_what_is_donated_is_not_held_twice():
     assert peaks[0] < 2 * 3 * 4 * PARAMS <= peaks[1]
 
 
+def test_much_temporary_memory_takes_simulated_devices_time_and_no_others():
+    found = plan.predict(step_on("ddp", mesh_of("ddp"))[0], *shapes((params(), batch())))
+    more = dataclasses.replace(found, costs=dataclasses.replace(found.costs, peak_bytes=10**9))
+    times = {
+        name: (found.seconds(chips.chip(name)).memory, more.seconds(chips.chip(name)).memory) for name in chips.CHIPS
+    }
+    assert times["cpu"][0] + 1 < times["cpu"][1]
+    assert all(few == much for name, (few, much) in times.items() if name != "cpu")
+
+
 def test_a_while_loop_is_said_to_have_unknown_trips():
     def looping(p, batch):
         x = jax.lax.while_loop(lambda at: at[0] < 3, lambda at: (at[0] + 1, at[1] * 2), (0, batch["y"][:, :1] * 1.0))[1]
