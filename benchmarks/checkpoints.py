@@ -35,9 +35,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.cli.config import ModelConfig
-from jaxshard.cli.model import LanguageModel
 from jaxshard.digest import digests
+from jaxshard.trainer.config import ModelConfig
+from jaxshard.trainer.model import LanguageModel
 
 LEAVES = 16
 

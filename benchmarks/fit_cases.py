@@ -16,10 +16,11 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard import chips, plan
+from jaxshard import plan
 from jaxshard.cli import plan as command
-from jaxshard.cli import run
-from jaxshard.cli.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.hardware import chips
+from jaxshard.trainer import build
+from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
 DEVICES = 8
 CASES = {
@@ -45,13 +46,13 @@ def runner(config: Config, candidate: plan.Candidate):
     """A function that takes one step of the candidate, for real."""
     chosen = command.sharded_as(config, candidate)
     mesh = jaxshard.make_mesh(**candidate.sizes)
-    model, _, opt, shapes = run.make_parts(chosen, mesh)
+    model, _, opt, shapes = build.make_parts(chosen, mesh)
     init = jax.jit(model.init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
     params = init(jax.random.key(0))
     held = [params, opt.init(params)]
     tokens = np.random.default_rng(0).integers(0, 256, (config.train.rows, config.model.sequence_length + 1))
     batch = jaxshard.shard_batch({"tokens": tokens.astype(np.int32)}, opt)
-    step = run.make_step(chosen, model, opt)
+    step = build.make_step(chosen, model, opt)
 
     def take(count: int) -> float:
         start = time.perf_counter()

@@ -16,9 +16,9 @@ import jax
 
 import jaxshard
 from jaxshard import aot, plan
-from jaxshard.cli.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 from jaxshard.cli.plan import building
 from jaxshard.plan import Candidate
+from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 GPT2_SMALL = ModelConfig(
     layers=12,

@@ -28,7 +28,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jaxshard.cli.config import (
+from jaxshard.trainer.build import Run, prepare
+from jaxshard.trainer.config import (
     Config,
     DataConfig,
     ModelConfig,
@@ -38,7 +39,6 @@ from jaxshard.cli.config import (
     TrainConfig,
     check,
 )
-from jaxshard.cli.run import Run, prepare
 
 PRECISIONS = {
     "bf16, f32 masters": PrecisionConfig(params="bfloat16", masters=True),

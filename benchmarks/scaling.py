@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 
 import jaxshard
 from jaxshard import aot, inspect, plan
-from jaxshard.cli.config import ModelConfig
-from jaxshard.cli.model import LanguageModel
+from jaxshard.trainer.config import ModelConfig
+from jaxshard.trainer.model import LanguageModel
 
 MACHINES = ("v5p:2x2x2", "v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16")
 STRATEGIES = ("zero2", "zero3")

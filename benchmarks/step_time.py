@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.cli.config import ModelConfig
-from jaxshard.cli.model import LanguageModel
+from jaxshard.trainer.config import ModelConfig
+from jaxshard.trainer.model import LanguageModel
 
 
 def idiomatic_step(loss, tx, shardings, mesh):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -23,8 +24,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxshard import hlo, inspect
-from jaxshard.chips import CHIPS, Chip
+from jaxshard.hardware.chips import CHIPS, Chip
+from jaxshard.inspect import hlo, reports
+from jaxshard.inspect.reports import Report
+from jaxshard.inspect.reports import report as report_of
 
 _EXAMPLES = {
     "v4": "v4:4x4x4",
@@ -228,7 +231,7 @@ READABLE: Mapping[str, dict[str, Any]] = {"v5p": _NO_OFFLOAD, "v6e": _NO_OFFLOAD
 
 def report(
     lowered: jax.stages.Lowered, machine: Machine, *, compiler_options: Mapping[str, Any] | None = None
-) -> inspect.Report:
+) -> Report:
     """What a program costs each device of a machine: compiles it, or finds the report of an earlier compilation.
 
     Reports are kept as JSON in $JAXSHARD_CACHE, or ~/.cache/jaxshard/reports, by what was compiled (the program with
@@ -254,9 +257,9 @@ def report(
     options = READABLE.get(machine.chip.name, {}) | dict(compiler_options or {})
     path = _folder() / f"{_key(lowered, machine, options)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not whole
-        return inspect.Report.from_dict(json.loads(path.read_text()))
+        return Report.from_dict(json.loads(path.read_text()))
     compiled = lowered.compile(compiler_options=options or None)
-    found = inspect.report(compiled)
+    found = report_of(compiled)
     if found.platform != machine.chip.platform:
         raise ValueError(
             f"aot.report: the program was lowered for {found.platform}, and {machine.name!r} is a machine of "
@@ -282,7 +285,7 @@ def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, An
         sorted((options or {}).items()),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         [_version(package) for package in packages],
-        [Path(str(module.__file__)).read_text() for module in (inspect, hlo)],
+        [inspect.getsource(reports), inspect.getsource(hlo)],
     ]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 

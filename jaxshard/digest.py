@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.specs import axes_in
-from jaxshard.tree import is_key, named_leaves, unambiguous_path
+from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
+from jaxshard.core.specs import axes_in
 
 
 def digests(tree: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxshard.rollcall import roll_call
+from jaxshard.processes.roll_call import roll_call
 
 AXES = ("pipeline", "replica", "data", "tensor")
 REPLICA_AXIS = "replica"

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard import collectives
-from jaxshard.tree import sum_dtype
+from jaxshard.base.tree import sum_dtype
+from jaxshard.core import collectives
 
 TENSOR = "tensor"
 

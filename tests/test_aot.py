@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard import aot, chips, inspect, plan
+from jaxshard import aot, inspect, plan
 from jaxshard.cli import plan as command
-from jaxshard.cli.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.hardware import chips
+from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 256, 512, 256  # cut in lanes of 128, as a TPU keeps them
 CUT = P("data")

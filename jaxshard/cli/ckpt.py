@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
-from jaxshard.cli import export as files
-from jaxshard.cli.diff import differences
+from jaxshard.checkpoint.checkpointer import Checkpointer, CorruptCheckpointError
+from jaxshard.cli import ckpt_export as files
+from jaxshard.cli.ckpt_diff import differences
 
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
 

@@ -19,13 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxshard
-from jaxshard import aot, chips, plan
-from jaxshard.cli import run, toml
-from jaxshard.cli.config import Config, check
-from jaxshard.cli.report import make_console
+from jaxshard import aot
+from jaxshard.base.units import seconds_in_words, size_in_words
+from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
-from jaxshard.plan import Build, Candidate, Row, Target
-from jaxshard.words import seconds_in_words, size_in_words
+from jaxshard.plan import search
+from jaxshard.plan.prediction import KINDS
+from jaxshard.plan.search import Build, Candidate, Row, Target
+from jaxshard.trainer import toml
+from jaxshard.trainer.build import check_rows, make_parts, make_step
+from jaxshard.trainer.config import Config, check
+from jaxshard.trainer.display import make_console
 
 _DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
 
@@ -133,11 +137,11 @@ def building(config: Config) -> Build:
     def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
         chosen = sharded_as(config, candidate)
         check(chosen)
-        run.check_rows(chosen, mesh)
-        model, _, opt, params = run.make_parts(chosen, mesh)
+        check_rows(chosen, mesh)
+        model, _, opt, params = make_parts(chosen, mesh)
         batch = {"tokens": jax.ShapeDtypeStruct((chosen.train.rows, chosen.model.sequence_length + 1), np.int32)}
         keys = [jax.eval_shape(lambda: jax.random.key(0))] if chosen.model.dropout else []
-        return (run.make_step(chosen, model, opt), params, batch, *keys)
+        return (make_step(chosen, model, opt), params, batch, *keys)
 
     return build
 
@@ -163,7 +167,7 @@ def own(config: Config, target: Target) -> Candidate:
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:
     """Those asked for, else all that cut over data, and the configuration's own."""
-    all_data = plan.side_by_side(target, given.sharding.microbatches)
+    all_data = search.side_by_side(target, given.sharding.microbatches)
     if not given.strategies:
         mine = own(given, target)
         return all_data if mine in all_data else [*all_data, mine]
@@ -185,14 +189,14 @@ def to_try(given: Arguments, target: Target) -> list[Candidate]:
     pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
     rows = given.train.rows
     microbatches = [m for m in (1, 4, 16) if rows % m == 0]
-    return plan.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
+    return search.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
 
 
 def _planned(given: Arguments) -> int:
     target, console = target_of(given), make_console()
     build = building(given)
     if given.fit:
-        found = plan.fit(build, to_try(given, target), target)
+        found = search.fit(build, to_try(given, target), target)
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
         rows, notes = rows_of(given, candidates(given, target), target)
@@ -216,8 +220,8 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
     for candidate in wanted:
         unit = given.sharding.stage_microbatches if candidate.pipeline > 1 else 1
         try:
-            found = plan.AnyRows(*build(candidate, candidate.mesh(target)), unit=unit)
-            rows.append(Row(candidate, found.at(given.train.rows), target, plan.largest_batch(found, target)))
+            found = search.AnyRows(*build(candidate, candidate.mesh(target)), unit=unit)
+            rows.append(Row(candidate, found.at(given.train.rows), target, search.largest_batch(found, target)))
         except ValueError as error:
             refused.append((candidate, error))
     if not rows:
@@ -233,7 +237,7 @@ def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
         f"{size_in_words(least.excess_bytes)} more than the {size_in_words(target.memory_bytes)} that there are."
     )
     build = _with_enough_rows(given)
-    counts = [plan.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
+    counts = [search.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
     enough = min((count for count in counts if count), default=None)
     more = f"{enough} devices would do." if enough else "More devices alone would not do."
     return f"{text} {more} {_cures(least)}"
@@ -278,14 +282,14 @@ def table_of(rows: Sequence[Row]) -> Table:
     batches = any(row.largest_batch is not None for row in rows)
     title = f"{name} on each device, {name} sent by each per step, and the least time of a step"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    heads = ("strategy", *plan.KINDS[:-1], "working", "peak", "too much", "sent", "time", "bound by")
+    heads = ("strategy", *KINDS[:-1], "working", "peak", "too much", "sent", "time", "bound by")
     for head in (*heads, *(("largest batch",) if batches else ())):
         left = head in ("strategy", "bound by")
         table.add_column(head, justify="left" if left else "right", no_wrap=head == "strategy")
     for row in rows:
         memory, seconds = row.prediction.memory, row.seconds
         sent = row.prediction.costs.wire_bytes_by_axes()
-        cells = [row.candidate.name, *(f"{memory[kind] / unit:,.2f}" for kind in plan.KINDS)]
+        cells = [row.candidate.name, *(f"{memory[kind] / unit:,.2f}" for kind in KINDS)]
         cells += [f"{row.prediction.peak_bytes / unit:,.2f}"]
         cells += ["" if row.fits else f"{row.excess_bytes / unit:,.2f}"]
         most = max(sent.values(), default=0)
@@ -299,12 +303,12 @@ def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
     if given.out is not None:
-        from jaxshard import page, pictures
+        from jaxshard.plan import html, png
 
         given.out.mkdir(parents=True, exist_ok=True)
         title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
-        pictures.draw(rows, given.out / "plan.png", title=title)
-        page.page(rows, given.out / "plan.html", title=title, notes=notes)
+        png.draw(rows, given.out / "plan.png", title=title)
+        html.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
 # Predicted beside compiled.
@@ -315,7 +319,7 @@ def _compiled(given: Arguments) -> int:
     machine = aot.machine(str(given.compile))
     build = building(given)
     wanted = candidates(given, target) if given.strategies else [own(given, target)]
-    rows = plan.compare(build, wanted, target)
+    rows = search.compare(build, wanted, target)
     if target.chip.platform == "cpu":
         with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
             jax.config.update("jax_num_cpu_devices", target.num_devices)

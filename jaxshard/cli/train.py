@@ -19,19 +19,20 @@ import tyro
 from rich.console import Console
 
 import jaxshard.inspect
-from jaxshard import processes
-from jaxshard.checkpoint import Checkpointer
-from jaxshard.cli import folder as folders
-from jaxshard.cli import local, toml
-from jaxshard.cli.config import Arguments, Config, check
-from jaxshard.cli.data import zlib_bits_per_byte
-from jaxshard.cli.folder import RunFolder, Snapshot, open_saves
-from jaxshard.cli.loop import Hooks, Meter, fit
-from jaxshard.cli.record import Recorder, draw
-from jaxshard.cli.report import Display, axis_table, bits, make_console, memory_table
-from jaxshard.cli.run import Run, prepare, reshaped
+from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.cli import several_processes
 from jaxshard.digest import ReplicaError, digests
 from jaxshard.guards import HUNG, Preemption, Watchdog
+from jaxshard.processes import agreement
+from jaxshard.trainer import run_folder as folders
+from jaxshard.trainer import toml
+from jaxshard.trainer.build import Run, prepare, reshaped
+from jaxshard.trainer.config import Arguments, Config, check
+from jaxshard.trainer.data import zlib_bits_per_byte
+from jaxshard.trainer.display import Display, axis_table, bits, make_console, memory_table
+from jaxshard.trainer.loop import Hooks, Meter, fit
+from jaxshard.trainer.record import Recorder, draw
+from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
 
@@ -72,7 +73,7 @@ def _command(arguments: Sequence[str]) -> int:
     try:
         given = parse(arguments)
         if given.processes is not None:
-            return local.run(arguments, given)
+            return several_processes.run(arguments, given)
         job = make_job(given)
     except _REFUSALS as error:
         return _fail(error, _status(error, 2))
@@ -81,7 +82,7 @@ def _command(arguments: Sequence[str]) -> int:
     return _trained(job)
 
 
-_REFUSALS = (ValueError, processes.ProcessError, OSError)
+_REFUSALS = (ValueError, agreement.ProcessError, OSError)
 
 
 def _trained(job: Job) -> int:
@@ -91,7 +92,7 @@ def _trained(job: Job) -> int:
     saves = open_saves(job.folder, job.run.config.train)
     try:
         saves.claim()
-        processes.check_same("start", _fingerprint(job), "start all processes by the same command")
+        agreement.check_same("start", _fingerprint(job), "start all processes by the same command")
     except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # by the one before, which still ends
         return _fail(error, HUNG if busy else _status(error, 2))
@@ -111,7 +112,7 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if seconds:
-        processes.take_leave(seconds)
+        agreement.take_leave(seconds)
     os._exit(status)
 
 
@@ -161,7 +162,7 @@ def make_job(given: Arguments) -> Job:
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
-    resume = processes.from_first("start", lambda: _check_folder(given, folder, config))
+    resume = agreement.from_first("start", lambda: _check_folder(given, folder, config))
     return Job(run, folder, resume, given.resume_if_saved)
 
 
@@ -267,7 +268,7 @@ class _Guarded:
     def back(self, snapshot: Snapshot, why: str) -> Snapshot | None:
         """The last save, with rows that were not tried yet; None where the run has to end."""
         self._saves.wait()
-        saved = processes.from_first("back", self._saves.steps)
+        saved = agreement.from_first("back", self._saves.steps)
         if self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not saved:
             self.save_last(snapshot)
             return None

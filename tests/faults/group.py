@@ -48,7 +48,9 @@ class Group:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
         made = {
             **kept,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "checkpoint")]
+            ),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
             # What is proved here are ends and states, not speed: programs of this level are ready twice as soon.

@@ -14,10 +14,11 @@ import numpy as np
 import optax
 
 import jaxshard
-from jaxshard import guards, processes
+from jaxshard import guards
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import train
-from jaxshard.cli.record import Recorder
+from jaxshard.processes import agreement
+from jaxshard.trainer.record import Recorder
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -79,7 +80,7 @@ def saved_and_restored(folder):
 def other_saves(folder, what):
     """Processes that would save other things are all told so, and nothing is written."""
     index = join()
-    processes.MEETING_SECONDS = 5
+    agreement.MEETING_SECONDS = 5
     tree = {"w": jnp.arange(4.0)}
     step = 1
     if what == "steps" and index:
@@ -186,11 +187,11 @@ def notice_at_start(first):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
     for loop in range(2):
-        processes.meet("loop")
+        agreement.meet("loop")
         with guards.Preemption(say) as preemption:
             reached = [step for step in range(int(first), int(first) + 5) if preemption.reached(step)]
         say("loop", loop, "ends at", reached)
-    processes.meet("signal")
+    agreement.meet("signal")
     if index:
         os.kill(os.getpid(), signal.SIGTERM)  # between loops JAX's own handler is there again
         time.sleep(1)
@@ -270,7 +271,7 @@ def saves(folder, count):
     mesh = jaxshard.make_mesh()
     with Checkpointer(folder) as checkpoints:
         step = max(checkpoints.steps(), default=-1)
-        processes.meet("all know where to go on")
+        agreement.meet("all know where to go on")
         while True:
             step += 1
             tree = {**numbers_placed(step, mesh), "step": step}
@@ -283,7 +284,7 @@ def saves(folder, count):
 def noise_saved_and_restored(strategy, saved, *others):
     """A state saved by all processes, and states that others saved restored by all: every process looks at its part."""
     join()
-    from test_checkpoint import noise, state_under, template_under  # it makes arrays, for which JAX must be joined
+    from test_checkpointer import noise, state_under, template_under  # it makes arrays, for which JAX must be joined
 
     opt = getattr(jaxshard, strategy)(TX, jaxshard.make_mesh(), min_shard_size=1)
     with Checkpointer(saved) as checkpoints:

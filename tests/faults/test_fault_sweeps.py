@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from group import Group, program, trainer
 from programs import TX, numbers, numbers_placed
-from test_checkpoint import SPECS, assert_same_bits, noise, state_under, template_under
+from test_checkpointer import SPECS, assert_same_bits, noise, state_under, template_under
 from test_fault_train import TINY, losses, state_bytes, train
 
 import jaxshard

@@ -10,8 +10,8 @@ import pytest
 from jaxshard import NonFiniteError
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
-from jaxshard.cli.run import Run
 from jaxshard.digest import ReplicaError
+from jaxshard.trainer.build import Run
 
 TINY = """
 [model]

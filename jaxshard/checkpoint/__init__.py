@@ -1,0 +1,7 @@
+"""Checkpoints that fit any strategy, mesh and number of devices, and that say so when a bit is not what was saved."""
+
+from jaxshard.checkpoint.as_bytes import from_bytes as from_bytes
+from jaxshard.checkpoint.as_bytes import to_bytes as to_bytes
+from jaxshard.checkpoint.checkpointer import Best as Best
+from jaxshard.checkpoint.checkpointer import Checkpointer as Checkpointer
+from jaxshard.checkpoint.manifest import CorruptCheckpointError as CorruptCheckpointError

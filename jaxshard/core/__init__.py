@@ -1,0 +1,1 @@
+"""One training step, in the order of the data: options, layout, collectives, state, update, gradients, step."""

@@ -1,0 +1,281 @@
+"""The only place where params, grads and state move between devices.
+
+A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), so that they stay right for a slice of a
+stacked leaf. In the local view (inside `jax.shard_map`) functions take this device's part, in the global one whole
+arrays.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.tree import is_key, is_traced
+
+Dims = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+# The local view.
+
+
+def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
+    """(D/N, ...) on each device -> (D, ...) on all; `invarying` lets the result leave a shard_map as replicated."""
+    how = {"to": "invarying"} if invarying else {}
+    for dim, axes in dims:
+
+        def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
+            return lax.all_gather(x, tuple(axes), axis=x.ndim + dim, tiled=True, **how)
+
+        x = _axis_by_axis(along, x, axes, axes[::-1])
+    return x
+
+
+def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
+    """(D, ...) on each device, different -> (D/N, ...), the sum over the data axes of this device's part."""
+    for dim, axes in dims:
+
+        def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
+            return lax.psum_scatter(x, tuple(axes), scatter_dimension=x.ndim + dim, tiled=True)
+
+        x = _axis_by_axis(along, x, axes, axes)
+    return x
+
+
+def _axis_by_axis(
+    along: Callable[[jax.Array, Sequence[str]], jax.Array], x: jax.Array, axes: Sequence[str], order: Sequence[str]
+) -> jax.Array:
+    """`along` all axes, outermost first: on TPU along one after the other, in `order`, elsewhere along all at once.
+
+    The bytes are the same. But of a scatter or gather over a whole torus XLA for TPU makes an all-reduce, of twice the
+    bytes (v5p:4x4x4, 8 x 8); and among GPUs one ring of all sends less from node to node.
+    """
+    if len(axes) == 1:
+        return along(x, axes)
+
+    def one_by_one(x):
+        for axis in order:
+            x = along(x, (axis,))
+        return x
+
+    return lax.platform_dependent(x, tpu=one_by_one, default=lambda x: along(x, axes))
+
+
+def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over `axes`."""
+    return lax.psum(x, tuple(axes)) if axes else x
+
+
+def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
+    """(D, ...) -> (D/N, ...), this device's part; nothing moves."""
+    for dim, axes in dims:
+        part = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)
+    return x
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX's types say that `x` differs (always none under `check_vma=False`)."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def varying_of_shape(x: jax.ShapeDtypeStruct) -> frozenset[str]:
+    """The same of a shape, as `jax.eval_shape` gives it."""
+    kind = getattr(x, "manual_axis_type", None)
+    return kind.varying if kind is not None else frozenset()
+
+
+def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """`x` with a type that varies over `axes`; nothing moves, but gradients of it are then partial."""
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_as(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """`x` with a type that varies over the axes that the type of `shape` does."""
+    return vary(x, tuple(varying_of_shape(shape)))
+
+
+def zeros(shapes: Any) -> Any:
+    """Zeros of these shapes, dtypes and types."""
+    return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)
+
+
+@jax.custom_vjp
+def whole_with_grad_apart(x: jax.Array) -> jax.Array:
+    """A parameter of which nothing is cut; see `_apart_from_its_dot`."""
+    return x
+
+
+whole_with_grad_apart.defvjp(lambda x: (x, None), lambda _, cotangent: (_apart_from_its_dot(cotangent),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
+    """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
+
+    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2). Its own gradient is for those who
+    differentiate through us; else it is never computed. `stand_in` (zeros of the shard's shape) carries the dtype in
+    which gradients are reduced and accumulated.
+    """
+    del stand_in
+    return gather(local, dims) if is_shard else local
+
+
+def _whole_forward(local, stand_in, dims, is_shard):
+    return whole_with_scattered_grad(local, stand_in, dims, is_shard), stand_in
+
+
+def _whole_backward(dims, is_shard, stand_in, cotangent):
+    cotangent = _apart_from_its_dot(cotangent)
+    scattered = scatter_sum(cotangent.astype(stand_in.dtype), dims)
+    return scattered.astype(cotangent.dtype) if is_shard else cotangent, scattered
+
+
+def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
+    """The same, but XLA for CPU may not fold the transpose that autodiff puts behind a weight's gradient into its dot.
+
+    Folded, the dot misses the fast kernels where activations have more than two dims: measured against the jit +
+    NamedSharding step, whose partitioner never folds it, a transformer's whole step took 1.09 to 1.15 of its time, and
+    takes 1.02. Perceptrons on few rows lose by the copies (up to 1.2).
+    """
+    if gradient.ndim < 2:
+        return gradient
+
+    def apart(x):
+        return jnp.swapaxes(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)), -1, -2)
+
+    return lax.platform_dependent(gradient, cpu=apart, default=lambda x: x)
+
+
+whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
+
+
+def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The bits that the first device along `axes` holds, on all of them."""
+    if not axes:
+        return x
+    if is_key(x):
+        data = first_copy(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(first_copy(x.real, axes), first_copy(x.imag, axes))
+    # As whole numbers: adding zeros to floats would lose -0.0 and the payload of NaNs.
+    bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = lax.psum(jnp.where(lax.axis_index(tuple(axes)) == 0, bits, jnp.zeros_like(bits)), tuple(axes))
+    return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
+
+
+def shapes_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, with results that can be traced with where part of the mesh is left to XLA, too.
+
+    JAX (0.10 to 0.12) forgets the mesh there, and then trips over the axes that the types name.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def at_home(x: Any) -> Any:
+        if x.sharding is not None or not varying_of_shape(x):
+            return x
+        kind = getattr(x, "manual_axis_type", None)
+        home = NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home, weak_type=x.weak_type, manual_axis_type=kind)
+
+    return jax.tree.map(at_home, jax.eval_shape(fn, *args))
+
+
+# The global view.
+
+
+def is_explicit(mesh: Mesh) -> bool:
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes that are manual here, that is, whether we are inside a shard_map, and over what."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axis_size(axis: str) -> int:
+    """The devices along a manual axis; 1 outside of `shard_map`, and where the mesh has no such axis."""
+    return lax.axis_size(axis) if axis in manual_axes() else 1
+
+
+def types_are_checked(axis: str) -> bool:
+    """Whether types say what differs over a manual axis: not under `shard_map(check_vma=False)`."""
+    return axis in varying(lax.axis_index(axis))
+
+
+def at(tree: Any, mesh: Mesh, specs: Any, *, traced: bool = False) -> Any:
+    """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
+
+    Under a trace (of the tree, or `traced`) values are constrained. Concrete ones are copied where their sharding
+    differs, and are returned themselves where it does not.
+    """
+    traced = traced or is_traced(tree)
+    return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
+
+
+def _at(x: Any, sharding: NamedSharding, traced: bool) -> Any:
+    if not traced:
+        lies_there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+        return x if lies_there else copy_to(x, sharding)
+    if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`x` under `sharding`, in buffers of its own, so that donating it takes nothing from the caller.
+
+    `jax.device_put(..., may_alias=False)` alone still shares the first device's buffer when it replicates, and the
+    memory of NumPy arrays that are aligned (jax 0.10 to 0.12, CPU).
+    """
+    if isinstance(x, jax.Array) and is_key(x):
+        return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        whole = np.array(x)  # `device_put` would send all of it to all processes, to compare
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    placed = jax.device_put(x, sharding, may_alias=False)
+    if isinstance(x, jax.Array):
+        return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
+    start = np.asarray(x).ctypes.data
+    if any(start <= address < start + placed.nbytes for address in buffers(placed)):
+        placed = jax.block_until_ready(copied(placed))  # before the caller writes there again
+    return placed
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """A true copy; under Explicit axes `jnp.copy` alone spells the sharding's trailing Nones out."""
+    return jax.device_put(jnp.copy(x), x.sharding)
+
+
+def buffers(x: jax.Array) -> set[int]:
+    """The addresses of this process's buffers of `x`."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
+
+
+def gather_all(leaves: Sequence[jax.Array], mesh: Mesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]):
+    """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`; one all-gather for each cut leaf."""
+    moved = [i for i, cuts in enumerate(dims) if cuts]
+    if not moved:
+        return list(leaves)
+
+    def body(*shards):
+        return tuple(gather(shard, dims[i]) for i, shard in zip(moved, shards, strict=True))
+
+    in_specs, out_specs = tuple(froms[i] for i in moved), tuple(tos[i] for i in moved)
+    whole = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        *(leaves[i] for i in moved)
+    )
+    result = list(leaves)
+    for i, leaf in zip(moved, whole, strict=True):
+        result[i] = leaf
+    return result

@@ -1,0 +1,136 @@
+"""The loss function as a traced program, checked before anything runs."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.base.jaxprs import depends
+from jaxshard.base.tree import is_key, named_leaves, path_of, sum_dtype
+from jaxshard.core import unshard
+from jaxshard.core.sharding import Engine
+from jaxshard.mesh import platform_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    loss_fn: Callable[..., Any]
+    engine: Engine
+    has_aux: bool
+    microbatches: int
+    weighted: bool
+    fold_keys: bool
+    differentiate: bool
+
+    @property
+    def checked(self) -> bool:
+        """Whether types are checked: only the data axes may do without, since the boundary over them is ours."""
+        ours = (*self.engine.batch_axes, *self.engine.config.auto_axes)
+        return any(size > 1 for axis, size in self.engine.sizes.items() if axis not in ours)
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """For `jax.jit`. Simulated devices else deadlock now and then, where loops hold collectives over several axes.
+
+        XLA for CPU (jax 0.10.2, 0.12) orders collectives for the most concurrency, and each device then starts those in
+        loops beside others in its own order. Ordered for the least memory, thousands of runs went through.
+        """
+        on_cpu = platform_of(self.engine.mesh) == "cpu"
+        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and self.checked else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The loss as traced: flat inputs (params, batch, args, scale), flat outputs (loss, weight, aux)."""
+
+    jaxpr: Any
+    out_tree: Any
+
+    @classmethod
+    def trace(cls, options: Options, treedef: Any, whole: list[Any], batch: Any, args: Any, scale: Any) -> "Program":
+        def flat(leaves, batch, args, scale):
+            with unshard.scaled_by(scale):
+                return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
+
+        try:
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
+        except TypeError as error:
+            raise _explained(error, options) from error
+        differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
+        differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)] + [False] * (scale is not None)
+        _check_whole(jaxpr, shapes, options)
+        _check_aux(jaxpr, shapes, differs, options)
+        return cls(jaxpr, jax.tree.structure(shapes))
+
+    def run(self, values: list[Any], batch: Any, args: Any, scale: Any) -> tuple[Any, Any, Any]:
+        flat = [*values, *jax.tree.leaves((batch, args, scale))]
+        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in unshard.run(self.jaxpr, flat)])
+
+
+def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
+    """(loss, weight, aux) from whatever form `loss_fn` returns."""
+    aux = ()
+    if options.has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: has_aux=True needs (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    weight = jnp.ones(())
+    if options.weighted:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {type(out).__name__}")
+        out, weight = out
+        weight = lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
+        if weight.shape:
+            raise TypeError(f"loss_fn: the weight must be a scalar, got shape {weight.shape}; sum it over the rows")
+    if out is None or isinstance(out, tuple | list | dict):
+        raise TypeError(f"loss_fn: returned a {type(out).__name__}, not a scalar; set has_aux or weighted")
+    loss = jnp.asarray(out)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )
+    loss = loss.astype(sum_dtype(loss))  # summed over devices: not in bf16
+    return loss, weight, jax.tree.map(jnp.asarray, aux)
+
+
+def _explained(error: TypeError, options: Options) -> TypeError:
+    """JAX's complaint about varying types, with the cure."""
+    text = str(error)
+    carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
+    if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
+        return error  # ours, or about shapes and dtypes
+    return TypeError(
+        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
+        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
+        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+    )
+
+
+def _check_whole(jaxpr: Any, shapes: Any, options: Options) -> None:
+    """Refuses what devices of a model's axis made of their own shards: which of it would be the loss?"""
+    if not options.checked:
+        return
+    kinds = ("loss", "weight", "aux leaf")
+    for (names, _), out in zip(named_leaves(shapes), jaxpr.out_avals, strict=True):
+        if others := sorted(out.manual_axis_type.varying - set(options.engine.batch_axes)):
+            what = " ".join((kinds[int(names[0])], *([path_of(names[1:])] if names[1:] else [])))
+            raise TypeError(
+                f"loss_fn: the {what} differs over {others}: it was made of shards, and not summed. End blocks with "
+                "jaxshard.tensor.row_parallel, put a cut sequence together with join_sequence, and sum terms of "
+                "parameters (an L2 norm) with jaxshard.tensor.sum_shards, which leaves whole ones alone"
+            )
+
+
+def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:
+    """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
+    outs = depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
+    for (names, leaf), varies in zip(named_leaves(shapes), outs, strict=True):
+        if names[0] == "2" and varies and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
+                "differs between devices and has no average; cast it to a floating dtype, to be averaged"
+            )

@@ -1,0 +1,306 @@
+"""Narrow params, wide arithmetic: masters, stochastic rounding, bf16 moments, loss scaling.
+
+Whatever these need beyond optax's own state lies in `ShardedState.extra`, cut like the rest.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxshard.base.jaxprs import depends, hands_on
+from jaxshard.base.tree import matched, named_leaves, owner_of, path_of, shape_of
+from jaxshard.inner.update import Traced, fast, first_update, update
+
+
+class ShardedState(NamedTuple):
+    """The state where an option adds to it: `inner` is what plain optax has.
+
+    `extra` has, as options ask: "master" (`master_dtype`), "rounding", the number of updates so far, which seeds the
+    next one's roundings (`stochastic_rounding`, `moment_dtype`), and "loss_scale" (`loss_scale`).
+    """
+
+    inner: Any
+    extra: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), as `loss_scale=` of a strategy.
+
+    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything looks at
+    them. A step whose gradients overflow is skipped.
+
+    Args:
+      initial: the first scale.
+      growth_interval: after so many good steps in a row the scale grows by `factor`.
+      factor: by which the scale grows and shrinks; a power of two keeps gradients exact.
+      hysteresis: so many overflows, since the scale last grew, until it shrinks.
+      minimum: the scale never shrinks below it.
+      maximum: nor grows above it.
+
+    Raises:
+      ValueError: a value that makes no sense.
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    factor: float = 2.0
+    hysteresis: int = 2
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+    def __post_init__(self):
+        if not 0 < self.minimum <= self.initial <= self.maximum <= 2.0**127:
+            raise ValueError(
+                "LossScale: needs 0 < minimum <= initial <= maximum <= 2**127, got "
+                f"{self.minimum}, {self.initial}, {self.maximum}"
+            )
+        counts = (self.growth_interval, self.hysteresis)
+        if not 1 < self.factor < float("inf") or not all(isinstance(n, int) and n >= 1 for n in counts):
+            raise ValueError(
+                "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
+                f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
+            )
+
+    def start(self) -> dict[str, jax.Array]:
+        return {
+            "scale": jnp.float32(self.initial),
+            "good_steps": jnp.int32(0),
+            "hysteresis": jnp.int32(self.hysteresis),
+        }
+
+    def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
+        """The state after a step whose gradients were finite, or had `overflowed`."""
+        scale, hysteresis = state["scale"], state["hysteresis"]
+        good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
+        grows = good_steps >= self.growth_interval
+        hysteresis = jnp.maximum(hysteresis - overflowed.astype(jnp.int32), 0)
+        shrinks = overflowed & (hysteresis == 0)
+        grown = jnp.minimum(scale * self.factor, self.maximum)
+        shrunk = jnp.maximum(scale / self.factor, self.minimum)
+        return {
+            "scale": jnp.where(shrinks, shrunk, jnp.where(grows, grown, scale)),
+            "good_steps": jnp.where(grows, 0, good_steps),
+            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis),
+        }
+
+
+# Which dtype where.
+
+
+def like(wanted: Any, dtype: Any) -> Any:
+    """`wanted` (None: `dtype` itself), made complex where `dtype` is."""
+    if wanted is None:
+        return dtype
+    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
+
+
+def wide(config: Any, dtype: Any) -> Any:
+    """The dtype in which the inner optimizer sees a parameter of `dtype`, and its gradient."""
+    if config.stochastic_rounding and dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.float32)
+    return like(config.master_dtype, dtype)
+
+
+def widens(config: Any) -> bool:
+    """Whether the inner optimizer sees wider params than there are, so that new params are roundings."""
+    return config.master_dtype is not None or config.stochastic_rounding
+
+
+_HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
+
+
+def check_params(config: Any, params: Any) -> None:
+    """Raises a ValueError for an option that these params' dtypes cannot use."""
+    named = named_leaves(params)
+    half = next((path_of(names) for names, leaf in named if leaf.dtype == jnp.float16), None)
+    if half is not None and config.stochastic_rounding:
+        raise ValueError(
+            f"stochastic_rounding: {half} is float16, and only bfloat16 is rounded stochastically; use bfloat16, or "
+            "master_dtype=jnp.float32"
+        )
+    for names, leaf in named if config.master_dtype is not None else ():
+        if jnp.result_type(leaf.dtype, config.master_dtype) != like(config.master_dtype, leaf.dtype):
+            raise ValueError(
+                f"master_dtype: {path_of(names)} is {leaf.dtype}, of which {jnp.dtype(config.master_dtype)} masters "
+                f"would lose digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
+            )
+    if half is not None and config.loss_scale is not None and config.master_dtype in _HALF_OR_NONE:
+        raise ValueError(
+            f"loss_scale: {half} is float16, so its gradient would underflow again once it is unscaled; add "
+            "master_dtype=jnp.float32 (or keep the params in float32, and cast them in the loss function)"
+        )
+    if config.stochastic_rounding and not any(leaf.dtype == jnp.bfloat16 for _, leaf in named):
+        raise ValueError(
+            "stochastic_rounding: no parameter is bfloat16, so there is nothing to round; cast the params, or leave "
+            "the option out"
+        )
+
+
+def _widened(config: Any, params: Any) -> Any:
+    return jax.tree.map(lambda p: p.astype(wide(config, p.dtype)), params)
+
+
+# The state.
+
+
+def init(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+    """The state: plain optax's, or with what options add beside it."""
+    check_params(config, params)
+    wider = _widened(config, params)
+    state = inner.init(wider)
+    extra: dict[str, Any] = {}
+    if config.master_dtype is not None:
+        extra["master"] = wider
+    if config.stochastic_rounding or config.moment_dtype is not None:
+        extra["rounding"] = jnp.uint32(0)
+    if config.loss_scale is not None:
+        extra["loss_scale"] = config.loss_scale.start()
+    if config.moment_dtype is not None:
+        dtypes = _stored_dtypes(inner, wider, config)
+        state = jax.tree.map(lambda x, dtype: x if jnp.result_type(x) == dtype else x.astype(dtype), state, dtypes)
+    return ShardedState(state, extra) if extra else state
+
+
+def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+    """The dtype at rest of each leaf of the inner state.
+
+    A moment is a floating leaf shaped like its parameter that neither starts as a copy of params nor becomes one of
+    params or gradients: so `mu` and `nu`, but not lookahead's slow params, the centre of a distance, or what L-BFGS
+    takes differences from, whose digits all count.
+    """
+    shapes = jax.tree.map(shape_of, params)
+    jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
+    copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
+    updated = first_update(inner, shapes)
+    if updated is None:
+        raise ValueError(
+            "moment_dtype: this optimizer's update cannot be traced without further arguments (or fails), so nobody "
+            "knows which parts of its state are moments; leave the option out"
+        )
+    copies = [a or b for a, b in zip(copies, _handed_on(updated, shapes), strict=True)]
+    owners = {names: tuple(leaf.shape) for names, leaf in named_leaves(shapes)}
+    dtypes = [
+        config.moment_dtype if not copy and _is_moment(names, leaf, owners) else leaf.dtype
+        for (names, leaf), copy in zip(named_leaves(state), copies, strict=True)
+    ]
+    if all(dtype == leaf.dtype for dtype, leaf in zip(dtypes, jax.tree.leaves(state), strict=True)):
+        raise ValueError(
+            f"moment_dtype: this optimizer's state has no float32 moments, only {_leaves_in_words(state)}; leave the "
+            "option out"
+        )
+    return jax.tree.unflatten(jax.tree.structure(state), dtypes)
+
+
+def _handed_on(updated: Traced, params: Any) -> list[bool]:
+    """Which leaves of the state are, after an update, a param's or a gradient's own numbers."""
+    num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
+    before = [names for names, _ in named_leaves(updated.before)]
+    marks = [True] * num_grads + [False] * len(before) + [True] * num_params
+    after = [names for names, _ in named_leaves(updated.after)]
+    found = dict(zip(after, hands_on(updated.jaxpr, marks)[-len(after) :], strict=True)) if after else {}
+    return [found.get(names, False) for names in before]
+
+
+def _is_moment(names: Any, leaf: Any, owners: Any) -> bool:
+    """Of its parameter's shape; or, at no parameter's path (lookahead, a state kept as a list), of that of any."""
+    owner = owner_of(names, owners)
+    alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
+    return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike
+
+
+def _leaves_in_words(state: Any) -> str:
+    return (
+        ", ".join(f"{path_of(names)} {leaf.dtype}{list(leaf.shape)}" for names, leaf in named_leaves(state)) or "none"
+    )
+
+
+# One step.
+
+
+def step(
+    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """(updates, new params, state) of one step; new params are None where the params are not widened.
+
+    With masters these are updated, and the new params are their roundings, bit for bit. Where params come that are no
+    rounding of their master, someone else changed them, and they count.
+    """
+    if not isinstance(state, ShardedState):
+        updates, state = update(inner, grads, state, params, extra)
+        return updates, None, state
+    added = dict(state.extra)
+    wider = params
+    if params is not None and widens(config):
+        wider = _widened(config, params)
+        if "master" in added:
+            wider = jax.tree.map(
+                lambda m, p, w: jnp.where(m.astype(p.dtype) == p, m, w), added["master"], params, wider
+            )
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
+    rounder = Rounder(added["rounding"]) if "rounding" in added else None
+    updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
+    new = None
+    if params is not None and widens(config):
+        wider = optax.apply_updates(wider, updates)
+        new = jax.tree.map(lambda w, p: _rounded(w, p.dtype, config, rounder), wider, params)
+    if "master" in added:
+        added["master"] = wider
+    if "rounding" in added:
+        added["rounding"] += 1
+    return updates, new, ShardedState(inner_state, added)
+
+
+def _master_of(master: jax.Array, param: jax.Array, widened: jax.Array) -> jax.Array:
+    return jnp.where(master.astype(param.dtype) == param, master, widened)
+
+
+def _stored(
+    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: Any, rounder: Any
+) -> Any:
+    """(updates, state) of an inner optimizer whose moments lie at rest in `moment_dtype`."""
+    if config.moment_dtype is None:
+        return update(inner, grads, state, params, extra)
+    plain = jax.eval_shape(inner.init, grads if params is None else params)
+    updates, new = update(inner, grads, matched(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
+    return updates, matched(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
+
+
+def _rounded(x: jax.Array, dtype: Any, config: Any, rounder: Any) -> jax.Array:
+    stochastic = config.stochastic_rounding and dtype == jnp.bfloat16
+    return rounder(x) if stochastic else x.astype(dtype)
+
+
+class Rounder:
+    """Rounds to bfloat16, up or down by chance, so that the mean is right (Gupta et al. 2015, section 3).
+
+    The chance comes from the number of the update and the array's place in it, never from a device: the roundings are
+    the same on any mesh.
+    """
+
+    def __init__(self, count: jax.Array):
+        self._key, self._calls = jax.random.fold_in(jax.random.key(0), count), 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(...) float32 -> (...) bfloat16."""
+        key, self._calls = jax.random.fold_in(self._key, self._calls), self._calls + 1
+        x = x.astype(jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+        down = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
+
+
+def difference(new: jax.Array, old: jax.Array, wide_dtype: Any) -> jax.Array:
+    """The update that takes `old` to `new`, in a dtype wide enough that `optax.apply_updates` lands on `new`.
+
+    Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or
+    2**13 (fp16). Params as wide as their masters may land one rounding beside; `train_step` has no such limits, and
+    the masters never drift.
+    """
+    wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
+    return new.astype(wide) - old.astype(wide)

@@ -1,0 +1,132 @@
+"""Where in a user's chain of transformations an equation comes from: read off the equations' own tracebacks."""
+
+import functools
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_JAX, _OPTAX = (os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (jax, optax))
+_PLUMBING = "with_extra_args_support"
+
+
+class Step(NamedTuple):
+    """A function that was running: `name` is what made it, such as the `chain` of `chain.<locals>.update_fn`."""
+
+    name: str
+    qualname: str
+    file: str
+    first_line: int
+    line: int
+
+
+Frames = list[tuple[str, str, int, int]]  # qualname, file, the function's first line, the line; the outermost first
+
+
+def of_equations(trail: tuple[Any, ...], inner: Any) -> str:
+    """Such as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" where nothing is known.
+
+    Args:
+      trail: equations, the outermost call first.
+      inner: the transformation whose update was traced.
+    """
+    found = [eqn.source_info.traceback for eqn in trail]
+    frames = [frame for one in found if one is not None for frame in reversed(one.frames)]
+    return _place([(f.function_name, f.file_name, f.function_start_line, f.line_num) for f in frames], inner)
+
+
+def of_error(error: BaseException, inner: Any) -> str:
+    """The same, of where an exception was raised."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _place([(code.co_qualname, code.co_filename, code.co_firstlineno, line) for code, line in frames], inner)
+
+
+def _place(frames: Frames, inner: Any) -> str:
+    steps = list(_steps(frames))
+    kept = [step for i, step in enumerate(steps) if not any(_within(step, other) for other in steps[max(i - 1, 0) : i])]
+    if not kept:
+        return ""
+    routes = _routes([inner.update], kept)
+    best = [indices for unknown, indices in routes if unknown == min(routes)[0]]
+    left_by = [sorted({indices[i] for indices in best} - {""}) for i in range(1, len(kept))]
+    names = [step.name + (f"[{' or '.join(at)}]" if at else "") for step, at in zip(kept, [*left_by, []], strict=True)]
+    return f"{' > '.join(names)} ({_short(kept[-1].file)}:{steps[-1].line})"
+
+
+def _routes(start: Any, steps: list[Step]) -> list[tuple[int, tuple[str, ...]]]:
+    """The ways from a function through those of `steps` that it holds: how many it does not, and each one's index."""
+    for skipped, step in enumerate(steps):
+        if found := [(index, fn) for index, fn in _reached(start) if _is(fn, step)]:
+            rest = [(index, *route) for index, fn in found for route in _routes(fn, steps[skipped + 1 :])]
+            return [(skipped + unknown, (index, *[""] * skipped, *indices)) for index, unknown, indices in rest]
+    return [(len(steps), ("",) * len(steps))]
+
+
+def _steps(frames: Frames) -> Iterator[Step]:
+    """The functions of a traceback without JAX's, ours and optax's helpers."""
+    for qualname, file, first_line, line in frames:
+        file = os.path.abspath(file)
+        helper = file.startswith(_OPTAX) and ("." not in qualname or qualname.startswith(_PLUMBING))
+        if not helper and not file.startswith((_HERE, _JAX)):
+            yield Step(qualname.split(".<locals>")[0].removesuffix(".update"), qualname, file, first_line, line)
+
+
+def _within(step: Step, outer: Step) -> bool:
+    """Whether a function is a part of the one that called it: a loop's body, a nested function."""
+    return step.file == outer.file and step.qualname != outer.qualname and step.name == outer.name
+
+
+def _is(fn: Any, step: Step) -> bool:
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    return code is not None and (code.co_firstlineno, code.co_qualname) == (step.first_line, step.qualname)
+
+
+def _reached(start: Any) -> Iterator[tuple[str, Any]]:
+    """Every function that something holds, however deep, with the first index or key on the way."""
+    seen: set[int] = {id(start)}
+    todo: list[tuple[str, Any]] = list(_held(start))
+    while todo:
+        index, found = todo.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            if callable(found):
+                yield index, found
+            todo += [(index or key, held) for key, held in _held(found)]
+
+
+def _held(x: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, a transformation or a container holds, with the index or key of each, "" where there is none."""
+    if isinstance(x, dict):
+        yield from ((repr(key), value) for key, value in x.items())
+    elif hasattr(x, "init") and hasattr(x, "update"):
+        yield "", x.update
+    elif isinstance(x, list | tuple):
+        yield from ((str(i), value) for i, value in enumerate(x))
+    elif isinstance(x, functools.partial):
+        yield from (("", held) for held in (x.func, *x.args, *x.keywords.values()))
+    elif callable(x):
+        yield from _held_by_function(x)
+
+
+def _held_by_function(fn: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(fn, "__wrapped__"):
+        yield "", fn.__wrapped__
+    if hasattr(fn, "__self__"):
+        yield from (("", held) for held in getattr(fn.__self__, "__dict__", {}).values())
+    for cell in getattr(getattr(fn, "__func__", fn), "__closure__", None) or ():
+        try:
+            yield "", cell.cell_contents
+        except ValueError:  # a variable that was never set
+            continue
+
+
+def _short(file: str) -> str:
+    """The path from the package's folder or from here, if it lies there."""
+    for root in (os.path.dirname(_OPTAX.rstrip(os.sep)), os.getcwd()):
+        if file.startswith(root + os.sep):
+            return os.path.relpath(file, root)
+    return file

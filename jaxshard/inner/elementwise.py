@@ -1,0 +1,304 @@
+"""May this transformation run on shards? Decided from the traced computation, not from names.
+
+The update is traced twice, on shards and on whole leaves, and the two programs are walked side by side. Of each pair
+of values it is known how they are related:
+  SAME   equal in both programs, on every device;
+  FILL   one number in every element, the same number in both (scalars too); the shapes may differ;
+  Shard  the device's part of the whole program's value, cut as a leaf is;
+  Mixed  nothing is known, since an operation mixed elements of which other devices hold some.
+What is returned for a leaf must be its shard, or for a leaf kept whole SAME. An operation that is not known to keep
+these relations gives Mixed, so what cannot be proved is refused.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxshard.base.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
+
+SAME, FILL = "same", "fill"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A part of the leaf of `path`: each of `dims`, counted from the end, is cut over these axes."""
+
+    path: str
+    dims: tuple[tuple[int, tuple[str, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixed:
+    """What first mixed elements, in words, and the equation of it after those of the calls around it."""
+
+    what: str
+    trail: tuple[Any, ...] = ()
+
+
+Label = str | Shard | Mixed
+
+_POINTWISE_NAMES = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
+    name ne neg nextafter not or pcast polygamma population_count pow pvary real reduce_precision
+    regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+"""
+_POINTWISE = frozenset(_POINTWISE_NAMES.split())
+_KEEPS_FILL = frozenset({"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"})
+_FILL_IF_ANY = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or"})  # of equal numbers: that number
+_CHECKED_APART = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "shape", "new_sizes"})
+_PER_DEVICE = ("axis_index", "all_", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "reduce_scatter", "ragged_all")
+
+
+class NotElementwise(Exception):
+    """The computation mixes elements; `mixed` says how, and where."""
+
+    def __init__(self, mixed: Mixed):
+        super().__init__(mixed.what)
+        self.mixed = mixed
+
+
+def check_elementwise(on_shards: Any, on_whole: Any, labels: list[Label]) -> None:
+    """Checks that a program of shards gives the shards of what it gives of whole leaves.
+
+    Args:
+      on_shards: the closed jaxpr of the update, traced on shards.
+      on_whole: the same, traced on whole leaves.
+      labels: how each pair of inputs is related; results follow the first inputs, one by one.
+
+    Raises:
+      NotElementwise: that cannot be proved.
+    """
+    one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
+    if len(one.outvars) > len(labels) or len(two.outvars) != len(one.outvars):
+        raise NotElementwise(Mixed("it returns another structure than it was given"))
+    for i, label in enumerate(_relate(on_shards, on_whole, labels, ())):
+        pairs = ((one.outvars[i], one.invars[i]), (two.outvars[i], two.invars[i]))
+        follows = label == FILL or _cut(label) == _cut(labels[i])
+        if isinstance(label, Mixed):
+            raise NotElementwise(label)
+        if not follows or any(_shape(new) != _shape(old) for new, old in pairs):
+            raise NotElementwise(Mixed(f"what it returns for {_name(labels[i], one.invars[i])} is not cut as that is"))
+
+
+def _relate(on_shards: Any, on_whole: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    """How the outputs of two programs are related, given how their inputs are."""
+    one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
+    env = _Relations()
+    for v, w, same in _constants(on_shards, on_whole):
+        env.write(v, w, SAME if same else Mixed(f"it uses a constant of shape {_shape(v)} taken from the shape", trail))
+    for v, w, label in zip(one.invars, two.invars, labels, strict=True):
+        env.write(v, w, label)
+    for a, b in itertools.zip_longest(one.eqns, two.eqns):
+        if not _alike(a, b):  # the programs part here: what comes after is in no relation
+            env.parted = _parted(a, b, env, trail)
+            break
+        found = [env.read(v, w, (*trail, a)) for v, w in zip(a.invars, b.invars, strict=True)]
+        for v, w, label in zip(a.outvars, b.outvars, _through(a, b, found, (*trail, a)), strict=True):
+            env.write(v, w, label)
+    return [env.read(v, w, trail) for v, w in zip(one.outvars, two.outvars, strict=True)]
+
+
+class _Relations:
+    """Which variable of the one program goes with which of the other, and how they are related."""
+
+    parted: Mixed | None = None
+
+    def __init__(self) -> None:
+        self._of: dict[Any, tuple[Any, Label]] = {}
+
+    def write(self, v: Any, w: Any, label: Label) -> None:
+        one_number = label == SAME and _size(v) == 1 and _size(w) == 1
+        self._of[v] = (w, FILL if one_number else label)
+
+    def read(self, v: Any, w: Any, trail: tuple[Any, ...]) -> Label:
+        if is_literal(v) and is_literal(w):
+            return FILL if _same(v.val, w.val) else Mixed(f"it uses a number taken from the shape, {v.val}", trail)
+        if not is_literal(v) and not is_literal(w) and v in self._of and self._of[v][0] is w:
+            return self._of[v][1]
+        return self.parted or Mixed("what it computes depends on the shape", trail)
+
+    def label(self, v: Any) -> Label:
+        """Of a variable of the first program, whatever goes with it."""
+        return FILL if is_literal(v) else self._of.get(v, (None, SAME))[1]
+
+
+def _parted(a: Any, b: Any, env: _Relations, trail: tuple[Any, ...]) -> Mixed:
+    eqn = b if a is None else a
+    labels = [] if a is None else [env.label(v) for v in a.invars]
+    names = " or ".join(f"`{e.primitive.name}`" for e in (b, a) if e is not None)
+    return _mixed(eqn, labels, (*trail, eqn), f"{names}, as the shape has it,")
+
+
+def _constants(on_shards: Any, on_whole: Any) -> Iterator[tuple[Any, Any, bool]]:
+    one, two = open_jaxpr(on_shards).constvars, open_jaxpr(on_whole).constvars
+    values = [list(getattr(jaxpr, "consts", ())) for jaxpr in (on_shards, on_whole)]
+    known = len(values[0]) == len(one) == len(values[1]) == len(two)
+    for i, (v, w) in enumerate(zip(one, two, strict=False)):
+        yield v, w, known and _same(values[0][i], values[1][i])
+
+
+def _through(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    """How the results of one pair of equations are related."""
+    name = a.primitive.name
+    if name in CALLS:
+        return _relate(inner_jaxpr(a), inner_jaxpr(b), labels, trail)
+    if name in _KEEPS_FILL and all(label == FILL for label in labels):
+        return [FILL]
+    if not _same_params(a, b):
+        return _mix(a, labels, trail, f"`{name}` with a number taken from the shape")
+    if name == "optimization_barrier":
+        return labels
+    structured = {"cond": _through_cond, "while": _through_while, "scan": _through_scan}
+    if name in structured:
+        return structured[name](a, b, labels, trail)
+    if any(isinstance(label, Mixed) for label in labels):
+        return _mix(a, labels, trail, f"`{name}`")
+    if all(_is_same(*of) for of in zip(labels, a.invars, b.invars, strict=True)) and _same_shapes(a, b):
+        return [SAME] * len(a.outvars) if not name.startswith(_PER_DEVICE) else _mix(a, labels, trail, f"`{name}`")
+    return _through_parts(a, b, labels, trail)
+
+
+def _through_parts(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    """An operation whose arrays differ in shape between the programs."""
+    name, shards = a.primitive.name, [i for i, label in enumerate(labels) if isinstance(label, Shard)]
+    if not shards:
+        any_left = name in _FILL_IF_ANY and all(map(_size, [*a.invars, *b.invars]))
+        ok = (any_left or name in _POINTWISE) and labels and all(label == FILL for label in labels)
+        return [FILL] * len(a.outvars) if ok else _mix(a, labels, trail, f"`{name}`")
+    first = shards[0]
+    shapes = {(_shape(a.invars[i]), _shape(b.invars[i]), _cut(labels[i])) for i in shards}
+    shapes |= {(_shape(v), _shape(w), _cut(labels[first])) for v, w in zip(a.outvars, b.outvars, strict=True)}
+    if len(shapes) > 1 or not (name in _POINTWISE or name in ("broadcast_in_dim", "reshape")):
+        return _mix(a, labels, trail, f"`{name}`")
+    if any(label == SAME for label in labels):
+        return _mix(a, labels, trail, f"`{name}` with an array that is not cut alike")
+    return [labels[first]] * len(a.outvars)
+
+
+def _through_cond(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    if labels[0] != FILL:
+        return _mix(a, labels[:1], trail, "`cond`")
+    branches = zip(a.params["branches"], b.params["branches"], strict=True)
+    return _join([_relate(one, two, labels[1:], trail) for one, two in branches], a, b, trail)
+
+
+def _through_while(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    num_cond, num_body = a.params["cond_nconsts"], a.params["body_nconsts"]
+    cond_consts, body_consts = labels[:num_cond], labels[num_cond : num_cond + num_body]
+
+    def body(carry: list[Label]) -> list[Label]:
+        return _relate(a.params["body_jaxpr"], b.params["body_jaxpr"], body_consts + carry, trail)
+
+    carry = _fixed_point(body, labels[num_cond + num_body :], a, b, trail)
+    (stop,) = _relate(a.params["cond_jaxpr"], b.params["cond_jaxpr"], cond_consts + carry, trail)
+    return carry if stop == FILL else _mix(a, [stop], trail, "`while`")
+
+
+def _through_scan(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+    num_consts, num_carry = scan_split(a)
+    consts, xs = labels[:num_consts], labels[num_consts + num_carry :]
+    xs = [_mixed(a, [label], trail, "`scan`") if isinstance(label, Shard) else label for label in xs]
+
+    def body(carry: list[Label]) -> list[Label]:
+        return _relate(inner_jaxpr(a), inner_jaxpr(b), consts + carry + xs, trail)
+
+    carry = _fixed_point(lambda c: body(c)[:num_carry], labels[num_consts : num_consts + num_carry], a, b, trail)
+    inner = [open_jaxpr(inner_jaxpr(eqn)).outvars[num_carry:] for eqn in (a, b)]
+    each = zip(body(carry)[num_carry:], *inner, strict=True)
+    return carry + [SAME if _is_same(*of) else _mixed(a, [of[0]], trail, "`scan`") for of in each]
+
+
+def _fixed_point(
+    step: Callable[[list[Label]], list[Label]], labels: list[Label], a: Any, b: Any, trail: tuple[Any, ...]
+) -> list[Label]:
+    while (new := _join([labels, step(labels)], a, b, trail)) != labels:
+        labels = new
+    return labels
+
+
+def _join(rows: list[list[Label]], a: Any, b: Any, trail: tuple[Any, ...]) -> list[Label]:
+    """What is true of either: of FILL and anything, the latter; two that are not alike are Mixed."""
+    joined = []
+    for column in zip(*rows, strict=True):
+        known: list[Label] = list(dict.fromkeys(label for label in column if label != FILL))
+        mixed = [label for label in known if isinstance(label, Mixed)]
+        alike = len({_cut(label) for label in known}) <= 1
+        if mixed or not alike:
+            joined.append(mixed[0] if mixed else _mixed(a, known, trail, f"`{a.primitive.name}`"))
+        else:
+            joined.append(known[0] if known else FILL)
+    return joined
+
+
+def _mix(eqn: Any, labels: list[Label], trail: tuple[Any, ...], operation: str) -> list[Label]:
+    return [_mixed(eqn, labels, trail, operation)] * len(eqn.outvars)
+
+
+def _mixed(eqn: Any, labels: list[Label], trail: tuple[Any, ...], operation: str) -> Mixed:
+    """Of its result nothing is known; what was Mixed stays the reason."""
+    for label in labels:
+        if isinstance(label, Mixed):
+            return label
+    largest = max((*eqn.invars, *eqn.outvars), key=_size)
+    path = next((label.path for label in labels if isinstance(label, Shard)), None)
+    to = f"{path}, of which each device holds a part here" if path else f"an array of a part's shape, {_shape(largest)}"
+    return Mixed(f"it applies {operation} to {to}", trail)
+
+
+def _cut(label: Label) -> Any:
+    """What must agree between two labels: of which leaf a shard is does not matter, only how it is cut."""
+    return label.dims if isinstance(label, Shard) else label
+
+
+def _name(label: Label, v: Any) -> str:
+    return label.path if isinstance(label, Shard) else f"an array of shape {_shape(v)}"
+
+
+def _is_same(label: Label, v: Any, w: Any) -> bool:
+    return label == SAME or (label == FILL and _shape(v) == _shape(w))
+
+
+def _same_shapes(a: Any, b: Any) -> bool:
+    return all(_shape(v) == _shape(w) for v, w in zip(a.outvars, b.outvars, strict=True))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return False
+    sizes = [(eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
+    return sizes[0] == sizes[1]
+
+
+def _same_params(a: Any, b: Any) -> bool:
+    """Whether two equations say the same, but for shapes and inner programs, which are looked at by themselves."""
+    return all(key in _CHECKED_APART or _same(x, b.params.get(key)) for key, x in a.params.items())
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Bit for bit, for numbers and arrays; what cannot be read (a tracer) must be one and the same."""
+    if x is y:
+        return True
+    try:
+        if hasattr(open_jaxpr(x), "eqns"):
+            return str(x) == str(y) and not getattr(x, "consts", ())
+        if hasattr(x, "dtype") or isinstance(x, float | complex):
+            x, y = np.asarray(x), np.asarray(y)
+            return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        return bool(x == y)
+    except Exception:  # whatever a type that we do not know raises: it is not known to be the same
+        return False
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _size(v: Any) -> int:
+    return math.prod(_shape(v))

@@ -1,0 +1,149 @@
+"""May a leaf be dealt out by whole matrices? Muon and its kin then need no device but one for each matrix.
+
+The answer comes from the traced update, not from names: a dim of a leaf is a batch dim if, wherever the leaf's values
+enter a matrix operation, that dim is one of the operation's batch dims. It is a question of speed alone: the update
+runs in the global view, so every layout gives the same result.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import optax
+
+from jaxshard.base.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.tree import named_leaves, owner_of
+from jaxshard.inner.update import by_shapes, fast, first_update
+
+_LINEAR_ALGEBRA_NAMES = "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal"
+_LINEAR_ALGEBRA = frozenset(_LINEAR_ALGEBRA_NAMES.split())
+
+
+@by_shapes
+def batch_dims(inner: optax.GradientTransformation, params: Any) -> list[tuple[int, ...] | None]:
+    """For each leaf of params (arrays or shapes), the dims over which its matrices are batched in `inner.update`.
+
+    None for a leaf that enters no matrix operation, and where the update cannot be traced without more arguments.
+    """
+    named, traced = named_leaves(params), first_update(inner, params)
+    if traced is None:
+        return [None] * len(named)
+    places = [_Place(i, tuple(range(len(leaf.shape)))) for i, (_, leaf) in enumerate(named)]
+    owners = {names: (leaf.shape, place) for (names, leaf), place in zip(named, places, strict=True)}
+    found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(traced.before)]
+    of_state = [owner[1] if owner and owner[0] == shape else None for shape, owner in found]
+    of_grads = jax.tree.leaves(fast(jax.tree.unflatten(jax.tree.structure(params), places)))
+    walk = _Walk()
+    walk.through(traced.jaxpr, [*of_grads, *of_state, *places])
+    touched = {leaf for leaf, _ in walk.batched | walk.mixed}
+    return [
+        tuple(d for d in range(len(leaf.shape)) if (i, d) in walk.batched - walk.mixed) if i in touched else None
+        for i, (_, leaf) in enumerate(named)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A value made of one leaf: at which of its dims the leaf's dims are now (None: no longer there)."""
+
+    leaf: int
+    dims: tuple[int | None, ...]
+
+    def moved(self, new: Any) -> "_Place":
+        """`new` says for each dim of the old value where it is in the new one, or None."""
+        return _Place(self.leaf, tuple(None if d is None else new(d) for d in self.dims))
+
+
+class _Walk:
+    """Follows leaves through a jaxpr; collects (leaf, dim) pairs that were batch dims, and those that were not."""
+
+    def __init__(self):
+        self.batched: set[tuple[int, int]] = set()
+        self.mixed: set[tuple[int, int]] = set()
+
+    def through(self, jaxpr: Any, places: list[_Place | None]) -> list[_Place | None]:
+        jaxpr = open_jaxpr(jaxpr)
+        env: dict[Any, _Place | None] = dict(zip(jaxpr.invars, places, strict=True))
+        for eqn in jaxpr.eqns:
+            found = [None if is_literal(v) else env.get(v) for v in eqn.invars]
+            if any(found):
+                outs = self._equation(eqn, found)
+                env |= {
+                    v: p for v, p in zip(eqn.outvars, outs, strict=True) if p and any(d is not None for d in p.dims)
+                }
+        return [None if is_literal(v) else env.get(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, found: list[_Place | None]) -> list[_Place | None]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self.through(inner_jaxpr(eqn), found)
+        if name == "scan":
+            return self._scan(eqn, found)
+        if name == "while":
+            num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            return self.through(eqn.params["body_jaxpr"], found[num_cond:])[: len(found) - num_cond - num_body]
+        if name == "cond":
+            outs = [self.through(branch, found[1:]) for branch in eqn.params["branches"]]
+            return [next(filter(None, column), None) for column in zip(*outs, strict=True)]
+        if name == "dot_general":
+            return [self._dot(eqn, found)]
+        operand = next(i for i, place in enumerate(found) if place)
+        moved = self._moves(eqn, operand, found[operand])
+        return [moved(v.aval.shape) for v in eqn.outvars]
+
+    def _scan(self, eqn: Any, found: list[_Place | None]) -> list[_Place | None]:
+        num_consts, num_carry = scan_split(eqn)
+        split = num_consts + num_carry
+        scanned = [p and p.moved(lambda d: d - 1 if d else None) for p in found[split:]]
+        outs = self.through(inner_jaxpr(eqn), [*found[:split], *scanned])
+        return [*outs[:num_carry], *(p and p.moved(lambda d: d + 1) for p in outs[num_carry:])]
+
+    def _dot(self, eqn: Any, found: list[_Place | None]) -> _Place | None:
+        contracted, batch = eqn.params["dimension_numbers"]
+        outs = []
+        for operand, place in enumerate(found):
+            if place and eqn.outvars[0].aval.ndim:  # else an inner product: a sum like others
+                ndim = eqn.invars[operand].aval.ndim
+                self._note(place, [d for d in range(ndim) if d in batch[operand]], ndim)
+                free = [d for d in range(ndim) if d not in batch[operand] and d not in contracted[operand]]
+                before = eqn.outvars[0].aval.ndim - len(free) if operand else len(batch[0])
+                where = {d: i for i, d in enumerate(batch[operand])} | {d: before + i for i, d in enumerate(free)}
+                outs.append(place.moved(where.get))
+        return outs[0] if outs else None
+
+    def _note(self, place: _Place, batch: list[int], ndim: int) -> None:
+        for dim, now in enumerate(place.dims):
+            if now is not None:
+                (self.batched if now in batch else self.mixed).add((place.leaf, dim))
+
+    def _moves(self, eqn: Any, operand: int, place: Any) -> Any:
+        """Where one operand of any other operation goes, as a function of an output's shape."""
+        name, shape = eqn.primitive.name, eqn.invars[operand].aval.shape
+        if name in _LINEAR_ALGEBRA:
+            self._note(place, list(range(len(shape) - 2)), len(shape))
+            return lambda out: place.moved(lambda d: d if d < min(len(shape) - 2, len(out)) else None)
+        if name == "transpose":
+            where: Any = eqn.params["permutation"].index
+        elif name == "broadcast_in_dim":
+            where = eqn.params["broadcast_dimensions"].__getitem__
+        elif name == "squeeze" or name.startswith(("reduce_", "arg")):
+            gone = eqn.params["dimensions"] if name == "squeeze" else eqn.params.get("axes", ())
+            kept = [d for d in range(len(shape)) if d not in gone]
+            where = {d: i for i, d in enumerate(kept)}.get
+        elif name == "reshape":
+            return lambda out: place.moved(lambda d: _after_reshape(shape, out, d))
+        else:
+            return lambda out: place.moved(lambda d: d if len(out) == len(shape) and out[d] == shape[d] else None)
+        return lambda out: place.moved(where)
+
+
+def _after_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
+    """Where a dim is after a reshape that leaves it alone, makes it the major part of a dim, or splits such a one."""
+    before = 1
+    for i, size in enumerate(new):
+        alike = max(size, old[dim]) % max(min(size, old[dim]), 1) == 0
+        if before == math.prod(old[:dim]) and alike and (size > 1 or old[dim] == 1):
+            return i
+        before *= size
+    return None

@@ -1,0 +1,308 @@
+"""1F1B, plain and interleaved: each microbatch goes backward as soon as it has its loss."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.base.jaxprs import without_consts
+from jaxshard.base.tree import sum_dtype
+from jaxshard.core import collectives, unshard
+from jaxshard.pipelining import stages
+from jaxshard.pipelining.stages import Parts
+from jaxshard.pipelining.timetable import Info, Plan, Work
+
+
+class _Function(NamedTuple):
+    """A traced function of flat inputs; what it closed over comes after them."""
+
+    jaxpr: Any
+    consts: list[Any]
+    outs: Any
+
+    @classmethod
+    def trace(cls, fn: Callable[..., Any], *args: Any) -> "_Function":
+        leaves, treedef = jax.tree.flatten(args)
+        closed, outs = jax.make_jaxpr(lambda *x: fn(*jax.tree.unflatten(treedef, x)), return_shape=True)(*leaves)
+        return cls(*without_consts(closed), outs)
+
+
+class Pipe(unshard.Deferred):
+    """The three functions as traced programs, run by the schedule; params may come as `lazy.Sharded`.
+
+    Inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
+    what the functions closed over.
+    """
+
+    def __init__(self, parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str):
+        self.plan, self.axis = plan, axis
+        self.num_blocks, self.num_shared = len(jax.tree.leaves(blocks)), len(jax.tree.leaves(shared))
+        self.num_batch = len(jax.tree.leaves(microbatches))
+        self.cast = stages.axes_of_sums(microbatches, axis)
+
+        def one_tick():
+            index = collectives.vary(jnp.int32(0), (axis,))
+            cast = stages.cast((blocks, shared), self.cast)
+            return stages.of_round(cast[0], index, plan), cast[1], stages.at(microbatches, index), Info(index, index)
+
+        chunk, shared, microbatch, info = collectives.shapes_of(one_tick)
+        self.first = _Function.trace(parts.first_fn, shared, microbatch, info)
+        self.kind = stages.settled(parts, axis, chunk, shared, microbatch, info)
+        self.stage = _Function.trace(parts.stage, chunk, self.kind, info)
+        self.last = _Function.trace(parts.last_fn, shared, self.kind, microbatch, info)
+        stages.check_loss(self.last.outs)
+        _check_loss_varies(self.last.outs, self.cast)
+        self.consts = [self.stage.consts, self.first.consts, self.last.consts]
+
+    def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
+        if position < self.num_blocks:
+            if self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
+                return "cut on the dim of virtual stages"
+            return unshard.why_not_lazy(self.stage.jaxpr, position, dims)
+        position -= self.num_blocks
+        if position >= self.num_shared:
+            return "given to a pipeline as data"
+        reasons = (unshard.why_not_lazy(fn.jaxpr, position, dims) for fn in (self.first, self.last))
+        return next(filter(None, reasons), None)
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """[the mean loss]."""
+        num_params = self.num_blocks + self.num_shared
+        params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
+        params = stages.cast(list(params), self.cast)
+        diff, held = [_diff(p) for p in params], [_held(p) for p in params]
+
+        @jax.custom_vjp
+        def loss_of(diff, held, data, scale):
+            return _Device(self, params, held, data).loss(diff)
+
+        def forward(diff, held, data, scale):
+            if any(x.perturbed for x in jax.tree.leaves(data, is_leaf=_is_primal)):
+                raise TypeError(
+                    "pipeline: stage_fn, first_fn or last_fn uses, beside its params, something that gradients are "
+                    "asked of: pass it as part of blocks or shared (or, if they are not wanted, jax.lax.stop_gradient)"
+                )
+            given = (diff, held, data, scale)
+            diff, held, data, scale = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+            loss, grads = _Device(self, params, held, data).loss_and_grads(diff, scale)
+            return loss, (grads, scale)
+
+        def backward(kept, cotangent):
+            grads, scale = kept  # the gradients have the scale in them already, and so has the cotangent
+            ratio = cotangent.astype(sum_dtype(cotangent)) / scale
+            return jax.tree.map(lambda g: (g * ratio).astype(g.dtype), grads), None, None, None
+
+        loss_of.defvjp(forward, backward, symbolic_zeros=True)
+        return [loss_of(diff, held, data, scale)]
+
+
+class _Carry(NamedTuple):
+    """What a device keeps from tick to tick: activation and gradient as they come in, and what has been summed."""
+
+    x: Any
+    kept: Any
+    loss: Any
+    dx: Any
+    grads: Any
+
+
+class _Device:
+    """One device's part of a pipeline, inside shard_map."""
+
+    def __init__(self, pipe: Pipe, params: list[Any], held: list[Any], data: list[Any]):
+        self.pipe, self.plan, self.params, self.held = pipe, pipe.plan, params, held
+        self.index = lax.axis_index(pipe.axis)
+        self.microbatches, consts = data[: pipe.num_batch], iter(data[pipe.num_batch :])
+        self.consts = [[next(consts) for _ in some] for some in pipe.consts]
+        self.is_first, self.is_last = self.index == 0, self.index == self.plan.num_stages - 1
+
+    # The functions.
+
+    def _blocks(self, diff: list[Any], turn: Any) -> list[Any]:
+        return stages.of_round(diff[: self.pipe.num_blocks], turn, self.plan)
+
+    def _stage(self, blocks: list[Any], x: Any, work: Work) -> Any:
+        """`blocks`: what is differentiated of them, of this round."""
+        n = self.pipe.num_blocks
+        held = stages.of_round(self.held[:n], work.round, self.plan)
+        values = [_joined(*p) for p in zip(self.params[:n], blocks, held, strict=True)]
+        return self._activation(self._call(self.pipe.stage, [*values, *jax.tree.leaves(x)], work, self.consts[0]))
+
+    def _shared(self, diff: list[Any]) -> list[Any]:
+        n = self.pipe.num_blocks
+        return [_joined(*p) for p in zip(self.params[n:], diff, self.held[n:], strict=True)]
+
+    def _first(self, shared: list[Any], work: Work) -> Any:
+        values = [*self._shared(shared), *stages.at(self.microbatches, work.microbatch)]
+        return self._activation(self._call(self.pipe.first, values, work, self.consts[1]))
+
+    def _activation(self, leaves: list[Any]) -> Any:
+        kind = self.pipe.kind
+        return jax.tree.map(collectives.vary_as, jax.tree.unflatten(jax.tree.structure(kind), leaves), kind)
+
+    def _last(self, shared: list[Any], x: Any, work: Work) -> Any:
+        values = [*self._shared(shared), *jax.tree.leaves(x), *stages.at(self.microbatches, work.microbatch)]
+        return self._call(self.pipe.last, values, work, self.consts[2])[0]
+
+    def _call(self, fn: _Function, values: list[Any], work: Work, consts: list[Any]) -> list[Any]:
+        chunk = work.round * self.plan.num_stages + self.index
+        return unshard.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
+
+    # Forward alone.
+
+    def loss(self, diff: list[Any]) -> Any:
+        def tick(at, t):
+            x, total = at
+            device, work = self._at(t), self.plan.forward(t, self.index)
+            y = device._stage(self._blocks(diff, work.round), device._entering(diff, x, work), work)
+            loss = device._last(self._shared_diff(diff), y, work)
+            return (self._passed(y, 1), total + self._counted(loss, work)), None
+
+        (_, total), _ = lax.scan(
+            tick, (collectives.zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
+        )
+        return lax.psum(total, self.pipe.axis) / self.plan.num_microbatches
+
+    def _shared_diff(self, diff: list[Any]) -> list[Any]:
+        return diff[self.pipe.num_blocks :]
+
+    def _entering(self, diff: list[Any], x: Any, work: Work) -> Any:
+        """The chunk's input: fresh from the batch at the very first, else what came from the stage before."""
+        return stages.select(self.is_first & (work.round == 0), self._first(self._shared_diff(diff), work), x)
+
+    def _leaves(self, work: Work) -> Any:
+        """Whether this is the last chunk."""
+        return self.is_last & (work.round == self.plan.virtual - 1)
+
+    def _counted(self, loss: Any, work: Work) -> Any:
+        return jnp.where(work.busy & self._leaves(work), loss, 0)
+
+    def _no_loss(self) -> Any:
+        loss = self.pipe.last.outs
+        return collectives.vary(jnp.zeros((), sum_dtype(loss)), self.pipe.cast)
+
+    def _passed(self, tree: Any, step: int) -> Any:
+        return stages.passed(tree, self.pipe.axis, self.plan, step)
+
+    # Forward and backward.
+
+    def loss_and_grads(self, diff: list[Any], scale: Any) -> tuple[Any, list[Any]]:
+        """The mean loss, and the gradients of `scale` times that."""
+        plan = self.plan
+        kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
+        sums = [collectives.vary(jnp.zeros_like(d, dtype=sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
+        at = _Carry(
+            collectives.zeros(self.pipe.kind), kept, self._no_loss(), _floats(collectives.zeros(self.pipe.kind)), sums
+        )
+        first, both = plan.delay, plan.num_ticks
+        at = self._scan(lambda device, at, t: device._forward(diff, at, t)[0], at, 0, first)
+        at = self._scan(lambda device, at, t: device._both(diff, scale, at, t), at, first, both)
+        at = self._scan(lambda device, at, t: device._backward(diff, at, t, at.dx), at, both, both + plan.delay)
+        grads = [g.astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
+        return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
+
+    def _scan(self, tick: Callable[["_Device", _Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
+        ticks = jnp.arange(start, stop, dtype=jnp.int32)
+        return lax.scan(lambda at, t: (tick(self._at(t), at, t), None), at, ticks)[0]
+
+    def _at(self, t: Any) -> "_Device":
+        """This device in one tick: shards tied to it, so that XLA does not gather them before the loop of ticks."""
+        device, pairs = copy.copy(self), zip(self.params, self.held, strict=True)
+        device.held = [lax.optimization_barrier((x, t))[0] if _is_shard(p) else x for p, x in pairs]
+        return device
+
+    def _forward(self, diff: list[Any], at: _Carry, t: Any) -> tuple[_Carry, Any, Work]:
+        """(what is kept, what came out, of which work)."""
+        work = self.plan.forward(t, self.index)
+        x = self._entering(diff, at.x, work)
+        kept = jax.tree.map(lambda k, x: stages.put(k, x, t % self.plan.num_kept), at.kept, x)
+        y = self._stage(self._blocks(diff, work.round), x, work)
+        return at._replace(x=self._passed(y, 1), kept=kept), y, work
+
+    def _both(self, diff: list[Any], scale: Any, at: _Carry, t: Any) -> _Carry:
+        at, y, work = self._forward(diff, at, t)
+
+        def head(shared: list[Any], floats: list[Any]) -> Any:
+            return self._last(shared, _with_floats(y, floats), work)
+
+        loss, pull = jax.vjp(head, self._shared_diff(diff), _floats(y))
+        seed = scale.astype(sum_dtype(loss)) / self.plan.num_microbatches
+        d_shared, dy = pull(jnp.ones_like(loss) * seed.astype(loss.dtype))
+        grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._leaves(work))
+        return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
+
+    def _backward(self, diff: list[Any], at: _Carry, t: Any, dy_of_loss: Any) -> _Carry:
+        work = self.plan.backward(t - self.plan.delay, self.index)
+        slot = self.plan.forward_tick(work, self.index) % self.plan.num_kept
+        x, blocks = stages.at(at.kept, slot), self._blocks(diff, work.round)
+
+        def stage(blocks: list[Any], floats: list[Any]) -> Any:
+            return _floats(self._stage(blocks, _with_floats(x, floats), work))
+
+        _, pull = jax.vjp(stage, blocks, _floats(x))
+        d_blocks, dx = pull(stages.select(self._leaves(work), dy_of_loss, at.dx))
+        _, pull = jax.vjp(lambda shared: _floats(self._first(shared, work)), self._shared_diff(diff))
+        (d_shared,) = pull(dx)
+        grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self.is_first & (work.round == 0))
+        if self.plan.virtual > 1:
+            rows = stages.of_round(grads[: self.pipe.num_blocks], work.round, self.plan)
+            rows = self._added(rows, 0, d_blocks, work.busy)
+            grads[: self.pipe.num_blocks] = [
+                stages.put(g, row, work.round) for g, row in zip(grads[: self.pipe.num_blocks], rows, strict=True)
+            ]
+        else:
+            grads = self._added(grads, 0, d_blocks, work.busy)
+        return at._replace(dx=self._passed(dx, -1), grads=grads)
+
+    def _added(self, sums: list[Any], start: int, grads: list[Any], wanted: Any) -> list[Any]:
+        """The sums with these gradients, from `start` on, where they are `wanted`: what others made of nothing real."""
+        new = list(sums)
+        for i, g in enumerate(grads, start):
+            new[i] = sums[i] + jnp.where(wanted, g, 0).astype(sums[i].dtype)
+        return new
+
+
+def _diff(value: Any) -> Any:
+    """What is differentiated of a parameter."""
+    return value.stand_in if isinstance(value, unshard.Sharded) else value
+
+
+def _held(value: Any) -> Any:
+    return value.local if isinstance(value, unshard.Sharded) else None
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, unshard.Sharded) and value.is_shard
+
+
+def _joined(template: Any, diff: Any, held: Any) -> Any:
+    if not isinstance(template, unshard.Sharded):
+        return diff
+    return dataclasses.replace(template, local=held, stand_in=diff)
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _floats(x: Any) -> list[Any]:
+    """The leaves of an activation that have gradients; masks or numbers of segments may go along with them."""
+    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _with_floats(x: Any, floats: list[Any]) -> Any:
+    new = iter(floats)
+    return jax.tree.map(lambda leaf: next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, x)
+
+
+def _check_loss_varies(loss: Any, axes: tuple[str, ...]) -> None:
+    others = sorted(collectives.varying_of_shape(loss) - set(axes))
+    if others:
+        raise TypeError(
+            f"pipeline: the loss of last_fn differs over {others}; sum or average it over these (jax.lax.psum, "
+            "jax.lax.pmean, or jaxshard.tensor's blocks)"
+        )

@@ -1,0 +1,203 @@
+"""Pipeline parallelism: layers cut into stages over a mesh axis, microbatches passed from stage to stage.
+
+S stages, M microbatches, v virtual stages on each device (S v chunks of layers in all), A the bytes of one activation.
+Every device runs the same ticks in lockstep; in each it works on one chunk and one microbatch, and passes an activation
+on. Forward and backward take v M + S - 1 ticks each, so that (S - 1) / (v M + S - 1) of the time is lost (Narayanan
+et al. 2021, section 2.2), and 2 (v M + S - 1) A bytes go out of every device.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxshard.base.tree import named_leaves, path_of, sum_dtype
+from jaxshard.core import collectives, unshard
+from jaxshard.pipelining import stages
+from jaxshard.pipelining.one_f_one_b import Pipe
+from jaxshard.pipelining.stages import Parts
+from jaxshard.pipelining.timetable import SCHEDULES, Info, Plan, Schedule
+
+
+def pipeline(
+    stage_fn: Callable[..., Any],
+    first_fn: Callable[..., Any],
+    last_fn: Callable[..., Any],
+    blocks: Any,
+    shared: Any,
+    batch: Any,
+    *,
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    virtual: int = 1,
+    const: Any = None,
+    remat: Literal["tick", "stage"] = "tick",
+    axis: str = "pipeline",
+) -> jax.Array:
+    """Inside a loss function: the mean loss over microbatches, the layers being cut into stages over `axis`.
+
+    The gradients of `1f1b` and `interleaved` come from their own schedule, so they can be differentiated once, in
+    reverse. Where the mesh has no such axis, and outside of `shard_map`, this is a loop over the microbatches.
+
+    Args:
+      stage_fn: `(blocks, x, info) -> x`, or `(blocks, x, info, const)` where `const` is given: one chunk of layers.
+        `blocks` is that chunk's, x keeps its shape and dtype. It may close over what is not differentiated.
+      first_fn: `(shared, microbatch, info) -> x`: the embedding.
+      last_fn: `(shared, x, microbatch, info) -> loss`, a scalar: head and loss.
+      blocks: the stacked layers' parameters, of (L, ...) cut over `axis` on their first dim; with virtual stages
+        (v, L/v, ...), a reshape of that, cut on the second.
+      shared: the parameters of `first_fn` and `last_fn`, whole on every stage; summed over stages once.
+      batch: leaves of (rows, ...), rows divisible by `num_microbatches`.
+      num_microbatches: M. More waste less time in filling and draining the pipeline.
+      schedule: "1f1b" keeps the inputs of 2 S - 1 microbatches, however many there are (Narayanan et al. 2019), and
+        computes each stage again in the backward pass; "interleaved" has v chunks on each device, for 1/v of the time
+        lost (Narayanan et al. 2021); "gpipe" keeps an activation for each microbatch (Huang et al. 2019).
+      virtual: v, above 1 for "interleaved" alone.
+      const: further arguments of `stage_fn`; gradients stop here.
+      remat: what gpipe computes again: the whole "tick", embedding and head too, or each "stage", which keeps more.
+      axis: the mesh axis of the stages.
+
+    Returns:
+      A scalar, the same on every stage.
+
+    Raises:
+      TypeError: blocks that are not cut over the axis, shared params that are; gradients asked of what has none.
+      ValueError: sizes that do not divide, or an activation that changes its shape.
+    """
+    _check_schedule(schedule, virtual, num_microbatches, remat)
+    num_stages = collectives.axis_size(axis)
+    _check_sizes(blocks, batch, num_stages, num_microbatches, virtual)
+    microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+    parts = Parts(stage_fn, first_fn, last_fn, lax.stop_gradient(const))
+    plan = Plan(num_stages, num_microbatches, virtual)
+    if num_stages == 1:
+        return _loop(parts, plan, blocks, shared, microbatches, axis)
+    _check_types(blocks, shared, axis)
+    if schedule == "gpipe":
+        return _gpipe(parts, plan, blocks, shared, microbatches, axis, remat)
+    pipe = Pipe(parts, plan, blocks, shared, microbatches, axis)
+    scale = unshard.loss_scale()
+    scale = jnp.float32(1) if scale is None else scale
+    return pipe(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))[0]
+
+
+# One device, or none in particular: a loop.
+
+
+def _loop(parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str) -> jax.Array:
+    """Microbatches one after the other, each computed again in the backward pass."""
+    differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
+
+    @jax.checkpoint
+    def one(blocks, shared, microbatch, index):
+        x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
+        x = stages.cast(x, (axis,)) if differs else x
+        for turn in range(plan.virtual):
+            x = parts.stage(stages.of_round(blocks, turn, plan), x, Info(jnp.int32(turn), index))
+        return parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index))
+
+    def step(total, at):
+        index, microbatch = at
+        return total + one(blocks, shared, microbatch, index), None
+
+    indices = jnp.arange(plan.num_microbatches, dtype=jnp.int32)
+    first = jax.tree.map(lambda x: x[0], microbatches)
+    loss = collectives.shapes_of(one, blocks, shared, first, indices[0])
+    stages.check_loss(loss)
+    total, _ = lax.scan(step, collectives.vary_as(jnp.zeros((), sum_dtype(loss)), loss), (indices, microbatches))
+    total = lax.psum(total, axis) if differs else total
+    return total / plan.num_microbatches
+
+
+# GPipe: all forward, then all backward, by autodiff through the scan of ticks.
+
+
+def _gpipe(parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str, remat: str) -> jax.Array:
+    stage = lax.axis_index(axis)
+    is_first, is_last = stage == 0, stage == plan.num_stages - 1
+    blocks, shared = stages.cast((blocks, shared), stages.axes_of_sums(microbatches, axis))
+    run_stage = jax.checkpoint(parts.stage) if remat == "stage" else parts.stage
+
+    def tick(x, index):
+        work = plan.forward(index, stage)
+        info, microbatch = Info(stage, work.microbatch), stages.at(microbatches, work.microbatch)
+        x = stages.select(is_first, parts.first_fn(shared, microbatch, info), x)
+        y = run_stage(blocks, x, info)
+        loss = parts.last_fn(shared, y, microbatch, info)
+        stages.check_loss(loss)
+        return stages.passed(y, axis, plan, 1), jnp.where(work.busy & is_last, loss, 0).astype(sum_dtype(loss))
+
+    # What fills the pipeline at first is real too, since the gradients of what is dropped must be finite.
+    filling = stages.at(microbatches, 0), Info(stage, collectives.vary(jnp.int32(0), (axis,)))
+    kind = stages.settled(parts, axis, blocks, shared, *filling)
+    x = jax.tree.map(collectives.vary_as, parts.first_fn(shared, *filling), kind)
+    run_tick = jax.checkpoint(tick) if remat == "tick" else tick
+    _, losses = lax.scan(run_tick, x, jnp.arange(plan.num_ticks, dtype=jnp.int32))
+    return lax.psum(jnp.sum(losses), axis) / plan.num_microbatches
+
+
+# Checks.
+
+
+def _check_schedule(schedule: str, virtual: int, num_microbatches: int, remat: str) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"pipeline: no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    if remat not in ("tick", "stage"):
+        raise ValueError(f"pipeline: remat {remat!r} must be 'tick' or 'stage'")
+    for name, value in (("num_microbatches", num_microbatches), ("virtual", virtual)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"pipeline: {name} {value!r} must be a whole number, 1 or more")
+    if (virtual > 1) != (schedule == "interleaved"):
+        raise ValueError(
+            f"pipeline: schedule {schedule!r} with virtual={virtual}; virtual stages, at least 2, are what makes "
+            "'interleaved'"
+        )
+
+
+def _check_sizes(blocks: Any, batch: Any, num_stages: int, num_microbatches: int, virtual: int) -> None:
+    if virtual > 1 and num_microbatches % num_stages:
+        raise ValueError(
+            f"pipeline: num_microbatches {num_microbatches} / stages {num_stages} is no whole number, and with "
+            f"virtual={virtual} microbatches go around in groups of one for each stage: give "
+            f"{-(-num_microbatches // num_stages) * num_stages}"
+        )
+    for names, leaf in named_leaves(batch):
+        if not leaf.ndim or leaf.shape[0] % num_microbatches or leaf.shape[0] == 0:
+            raise ValueError(
+                f"pipeline: {path_of(names)} of the batch has shape {leaf.shape} on each device; its first dim must be "
+                f"divisible by num_microbatches {num_microbatches}"
+            )
+    if not jax.tree.leaves(blocks) or not jax.tree.leaves(batch):
+        raise ValueError("pipeline: blocks and batch need at least one array each")
+    for names, leaf in named_leaves(blocks):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"pipeline: {path_of(names)} of the blocks has dtype {leaf.dtype}; pass it as const")
+        if virtual > 1 and (leaf.ndim < 2 or leaf.shape[0] != virtual):
+            raise ValueError(
+                f"pipeline: {path_of(names)} of the blocks has shape {leaf.shape} on each device; it must be (virtual "
+                f"{virtual}, layers / (virtual {virtual} x stages {num_stages}), ...): reshape (layers, ...) to "
+                f"({virtual}, layers / {virtual}, ...), and cut the second dim: P(None, 'pipeline')"
+            )
+
+
+def _check_types(blocks: Any, shared: Any, axis: str) -> None:
+    if not collectives.types_are_checked(axis):
+        raise TypeError(
+            "pipeline: under shard_map(check_vma=False) nothing says what differs between stages, and gradients come "
+            "out wrong: use check_vma=True, the default"
+        )
+    for names, leaf in named_leaves(blocks):
+        if axis not in collectives.varying(leaf):
+            raise TypeError(
+                f"pipeline: {path_of(names)} of the blocks is whole on every stage; cut it: a spec of P({axis!r}) for "
+                "its dim of layers"
+            )
+    for names, leaf in named_leaves(shared):
+        if axis in collectives.varying(leaf):
+            raise TypeError(
+                f"pipeline: {path_of(names)} of shared is cut over {axis!r}; every stage needs it whole: take the axis "
+                "out of its spec"
+            )

@@ -1,0 +1,95 @@
+"""What the schedules of a pipeline share: its functions, indices of rounds, microbatches and ticks, activations."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.base.tree import named_leaves, path_of
+from jaxshard.core import collectives
+from jaxshard.pipelining.timetable import Info, Plan
+
+
+class Parts(NamedTuple):
+    stage_fn: Callable[..., Any]
+    first_fn: Callable[..., Any]
+    last_fn: Callable[..., Any]
+    const: Any
+
+    def stage(self, blocks: Any, x: Any, info: Info) -> Any:
+        return self.stage_fn(blocks, x, info) if self.const is None else self.stage_fn(blocks, x, info, self.const)
+
+
+def of_round(tree: Any, turn: Any, plan: Plan) -> Any:
+    """The blocks of one chunk."""
+    return tree if plan.virtual == 1 else at(tree, turn)
+
+
+def at(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def put(x: Any, row: Any, index: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(x, row, index, 0)
+
+
+def select(which: Any, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
+
+
+def passed(tree: Any, axis: str, plan: Plan, step: int) -> Any:
+    """To the next stage (`step` 1) or the one before (-1); with virtual stages around, from one end to the other."""
+    num = plan.num_stages
+    pairs = [(i, (i + step) % num) for i in range(num) if plan.virtual > 1 or 0 <= i + step < num]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
+
+
+def axes_of_sums(microbatches: Any, axis: str) -> tuple[str, ...]:
+    """The stages and the batch's axes: params whose types vary over these have their gradients summed once, outside."""
+    return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
+
+
+def cast(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Of types that vary over these axes."""
+    return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
+
+
+def settled(parts: Parts, axis: str, blocks: Any, shared: Any, microbatch: Any, info: Info) -> Any:
+    """The shapes and types of the activation: of what comes in first, and out of every stage.
+
+    Raises:
+      ValueError: a stage changes the shape or dtype.
+    """
+    x = collectives.shapes_of(lambda *args: cast(parts.first_fn(*args), (axis,)), shared, microbatch, info)
+    while True:
+        y = collectives.shapes_of(parts.stage, blocks, x, info)
+        _check_activation(x, y)
+        wider = collectives.shapes_of(lambda x: jax.tree.map(collectives.vary_as, x, y), x)
+        if wider == x:
+            return x
+        x = wider
+
+
+def _check_activation(x: Any, y: Any) -> None:
+    if jax.tree.structure(x) != jax.tree.structure(y):
+        raise ValueError(
+            f"pipeline: stage_fn makes {jax.tree.structure(y)} of {jax.tree.structure(x)}; it must keep the structure"
+        )
+    for (names, a), b in zip(named_leaves(x), jax.tree.leaves(y), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"pipeline: stage_fn makes {b.dtype}{list(b.shape)} of {a.dtype}{list(a.shape)}"
+                + (f" ({path_of(names)})" if names else "")
+                + "; the activation must keep its shape and dtype, so change them in first_fn and last_fn alone"
+            )
+
+
+def check_loss(loss: Any) -> None:
+    if not hasattr(loss, "shape"):
+        raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"pipeline: last_fn must return a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )

@@ -1,0 +1,168 @@
+"""A program as each device runs it: values with their size on one device, operations, blocks of them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxshard.inspect.reports import Collective
+
+Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A collective as predicted: its kind, bytes, and axes of the mesh; see `inspect.Collective`."""
+
+    kind: str
+    bytes: int
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    trips: int = 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends per step."""
+        return Collective(self.kind, self.bytes, self.group_size, self.trips, (self.dtype,), "").wire_bytes
+
+
+class Value:
+    """An array: its shape (whole in the global view, one device's in the local one), and how it is cut."""
+
+    __slots__ = ("dtype", "parts", "root", "shape", "spec")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, spec: Spec = (), parts: int = 1, root: "Value | None" = None):
+        self.shape, self.dtype, self.spec, self.parts = tuple(shape), dtype, spec, parts
+        self.root: Value = self if root is None else root.root
+
+    @property
+    def size(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.shape) // self.parts
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(self.dtype, "itemsize", 0)
+
+    @property
+    def bytes(self) -> int:
+        """On one device."""
+        return self.size * self.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{'/' + str(self.parts) if self.parts > 1 else ''}"
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One operation; a loop has its body in `blocks`, and `split`, the numbers of its constants and carries."""
+
+    name: str
+    ins: list[Value]
+    outs: list[Value]
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    blocks: tuple["Block", ...] = ()
+    trips: int = 1
+    split: tuple[int, int] = (0, 0)
+    moved: tuple[Moved, ...] = ()
+    in_global_view: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A program: what goes in, what is done in which order, what comes out."""
+
+    ins: list[Value]
+    ops: list[Op]
+    outs: list[Value]
+
+
+# What is never used.
+
+
+def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
+    """The block without what its wanted outputs do not need; and which inputs are."""
+    outs = [out for out, yes in zip(block.outs, wanted, strict=True) if yes]
+    live, ops = {out.root for out in outs}, []
+    for op in reversed(block.ops):
+        asked = [out.root in live for out in op.outs]
+        if any(asked):
+            op = _pruned_op(op, asked)
+            ops.append(op)
+            live |= {x.root for x in op.ins}
+    return Block(block.ins, ops[::-1], outs), [x.root in live for x in block.ins]
+
+
+def _pruned_op(op: Op, asked: list[bool]) -> Op:
+    if op.name == "cond":
+        blocks = tuple(pruned(block, asked)[0] for block in op.blocks)
+        return dataclasses.replace(op, outs=_only(op.outs, asked), blocks=blocks)
+    if op.name != "scan":
+        return op
+    (body,), (consts, carries) = op.blocks, op.split
+    while True:
+        block, used = pruned(body, asked)
+        more = [a or (i < carries and used[consts + i]) for i, a in enumerate(asked)]
+        if more == asked:
+            break
+        asked = more
+    kept = [u or (consts <= i < consts + carries and asked[i - consts]) for i, u in enumerate(used)]
+    block.ins = _only(block.ins, kept)
+    split = (sum(kept[:consts]), sum(kept[consts : consts + carries]))
+    return dataclasses.replace(op, ins=_only(op.ins, kept), outs=_only(op.outs, asked), blocks=(block,), split=split)
+
+
+def _only(items: Sequence[Any], kept: Sequence[bool]) -> list[Any]:
+    return [item for item, yes in zip(items, kept, strict=True) if yes]
+
+
+# The same program for more or fewer rows.
+
+
+def rescaled(block: Block, old: int, new: int) -> Block:
+    """The block, each dim that `old` divides being so much larger or smaller; `old` should divide no other."""
+    return _Rescaler(old, new).block(block)
+
+
+class _Rescaler:
+    def __init__(self, old: int, new: int):
+        self.old, self.new = old, new
+        self.values: dict[Value, Value] = {}
+
+    def block(self, block: Block) -> Block:
+        ins = [self.value(x) for x in block.ins]
+        return Block(ins, [self.op(op) for op in block.ops], [self.value(x) for x in block.outs])
+
+    def value(self, x: Value) -> Value:
+        if x not in self.values:
+            root = None if x.root is x else self.value(x.root)
+            shape = [self._dim(size) for size in x.shape]
+            self.values[x] = Value(shape, x.dtype, x.spec, x.parts, root)
+        return self.values[x]
+
+    def op(self, op: Op) -> Op:
+        ins, outs = [self.value(x) for x in op.ins], [self.value(x) for x in op.outs]
+        moved = op.moved
+        if moved and op.ins[0].bytes:
+            moved = tuple(dataclasses.replace(m, bytes=m.bytes * ins[0].bytes // op.ins[0].bytes) for m in moved)
+        blocks = tuple(self.block(inner) for inner in op.blocks)
+        trips = self._dim(op.trips)
+        return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks, trips=trips)
+
+    def _dim(self, size: int) -> int:
+        return size // self.old * self.new if size and size % self.old == 0 else size
+
+
+def product_flops(op: Op) -> float:
+    """Multiplications and additions of a matrix product or convolution on one device; 0 for other operations."""
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        deep = math.prod(op.ins[0].shape[d] for d in contracted)
+        cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
+        return 2.0 * op.outs[0].size * deep / max(1, cut)
+    if op.name == "conv_general_dilated":
+        kernel = op.ins[1]
+        out_features = kernel.shape[op.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * op.outs[0].size * math.prod(kernel.shape) / out_features
+    return 0.0

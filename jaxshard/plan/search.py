@@ -1,0 +1,339 @@
+"""All strategies side by side, and the best of them, before anything is compiled or rented.
+
+ZeRO's table of bytes at rest: Rajbhandari et al. 2020, section 5.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from jaxshard.base.units import seconds_in_words, size_in_words
+from jaxshard.core.step import TrainStep
+from jaxshard.hardware.chips import Chip
+from jaxshard.mesh import abstract_mesh
+from jaxshard.plan.prediction import AnyRows, Prediction, Seconds, predict
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What there is to train on: so many devices of a kind, how much of their memory may be used, and a TPU's torus."""
+
+    chip: Chip
+    num_devices: int
+    memory_bytes: float
+    torus: tuple[int, ...] = ()
+
+    @property
+    def num_domains(self) -> int:
+        """Groups of devices that fast links join."""
+        return max(1, self.num_devices // self.chip.domain_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to train: a strategy, the sizes of the mesh's axes, and the parts of each device's rows."""
+
+    strategy: str
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replica: int = 1
+    zero: int | None = None
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "zero2", or "hybrid zero3 8 x data, 4 x tensor, m 2"."""
+        level = f" zero{self.zero}" if self.zero is not None else ""
+        axes = ("replica", "data", "tensor", "pipeline")
+        cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
+        sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
+        return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, as `make_mesh` takes them."""
+        return {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def mesh(self, target: Target) -> AbstractMesh:
+        """The mesh, without devices."""
+        chip, sides = target.chip, "x".join(map(str, target.torus))
+        kind = f"{chip.name}:{sides}" if sides else chip.name
+        return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
+
+
+# Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
+
+
+Build = Callable[[Candidate, Any], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A candidate, what it costs, and what that means on the target."""
+
+    candidate: Candidate
+    prediction: Prediction
+    target: Target
+    largest_batch: int | None = None  # rows per step; None: not asked for
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.prediction.seconds(self.target.chip)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.prediction.peak_bytes
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much it is too large for a device; at most 0 if it fits."""
+        return self.peak_bytes - self.target.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers."""
+        seconds = {"total": self.seconds.total, "overlapped": self.seconds.overlapped, "bound": self.seconds.bound}
+        return {
+            "name": self.candidate.name,
+            "candidate": dataclasses.asdict(self.candidate),
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "seconds": dataclasses.asdict(self.seconds) | seconds,
+            **self.prediction.to_dict(),
+        }
+
+
+def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
+    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
+    found = [
+        Candidate(strategy, data=target.num_devices, microbatches=microbatches)
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    domains = target.num_domains
+    if domains > 1 and target.num_devices % domains == 0:
+        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
+    return found
+
+
+def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:
+    """Predicts each candidate.
+
+    Args:
+      build: `(candidate, mesh) -> (step, params, batch, *args)`; see `building` for a loss and an optax optimizer.
+      candidates: in the order of the rows.
+      target: the devices.
+    """
+    return [Row(c, predict(*build(c, c.mesh(target))), target) for c in candidates]
+
+
+def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *args: Any, **options: Any) -> Build:
+    """`build` for any model: a loss, an optax optimizer, and params and batch as arrays or `ShapeDtypeStruct`s.
+
+    Args:
+      loss_fn, params, batch, args: as `train_step` takes them; the batch is that of all devices.
+      inner: the optax optimizer.
+      options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from jaxshard import chips
+    >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
+    >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
+    >>> target = Target(chips.chip("h100"), 8, 80e9)
+    >>> rows = compare(building(loss, optax.adam(1e-3), *shapes), side_by_side(target), target)
+    >>> [(row.candidate.name, row.prediction.at_rest["state"]) for row in rows][2]
+    ('zero2', 262148)
+    """
+    import jaxshard
+
+    of_step = {k: options.pop(k) for k in ("has_aux", "weighted", "fold_keys", "extra", "max_skips") if k in options}
+
+    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+        level = {} if candidate.zero is None else {"zero": candidate.zero}
+        opt = getattr(jaxshard, candidate.strategy)(inner, mesh, **level, **options)
+        step = jaxshard.train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
+        return (step, params, batch, *args)
+
+    return build
+
+
+# The best of all.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Candidates ranked: those that fit by time, then the others by how much they are too large.
+
+    `refused` has those that the model's sizes do not allow, or whose params and state alone are too large, with the
+    reason.
+    """
+
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[Candidate, str], ...] = ()
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def why(self) -> str:
+        """Why the best is best, and the next cheaper change; if nothing fits, by how much, or why not."""
+        if self.best is None:
+            return _nothing_fits(self.rows, self.refused)
+        best, others, took = self.best, [row for row in self.rows[1:] if row.fits], self.best.seconds
+        products, memory, links = map(seconds_in_words, (took.products, took.memory, took.links))
+        lines = [
+            f"{best.candidate.name} is the fastest that fits: {seconds_in_words(took.total)} a step, {products} of "
+            f"products, {memory} of memory and {links} of links; {size_in_words(best.peak_bytes)} of "
+            f"{size_in_words(best.target.memory_bytes)} at the peak."
+        ]
+        if others:
+            lines.append(f"Next: {others[0].candidate.name}, {_compared(others[0], best)}.")
+        lighter = next((row for row in others if row.peak_bytes < best.peak_bytes), None)
+        if lighter is not None and lighter is not others[0]:
+            lines.append(f"The next cheaper change: {lighter.candidate.name}, {_compared(lighter, best)}.")
+        faster = [row for row in self.rows if not row.fits and row.seconds.total < took.total]
+        if faster:
+            first = min(faster, key=lambda row: row.excess_bytes)
+            excess = f"{size_in_words(first.excess_bytes)} too large"
+            lines.append(f"{first.candidate.name} would take {seconds_in_words(first.seconds.total)}, and is {excess}.")
+        return "\n".join(lines)
+
+
+def _compared(row: Row, best: Row) -> str:
+    slower = row.seconds.total / best.seconds.total - 1
+    saved = best.peak_bytes - row.peak_bytes
+    return f"{slower:.0%} slower, {size_in_words(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
+
+
+def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]]) -> str:
+    if not rows:
+        reasons = dict.fromkeys(reason for _, reason in refused)
+        return "\n".join(["Nothing can be planned:", *reasons] if reasons else ["There are no candidates."])
+    least = min(rows, key=lambda row: row.excess_bytes)
+    return (
+        f"Nothing fits in {size_in_words(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
+        f"{size_in_words(least.peak_bytes)}, {size_in_words(least.excess_bytes)} too much."
+    )
+
+
+def candidates(
+    target: Target,
+    *,
+    microbatches: Sequence[int] = (1, 4, 16),
+    tensors: Sequence[int] = (1,),
+    pipelines: Sequence[int] = (1,),
+) -> list[Candidate]:
+    """Strategy x mesh x microbatches, for `fit`.
+
+    Args:
+      target: the devices.
+      microbatches: parts of each device's rows to try.
+      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
+    """
+    found: list[Candidate] = []
+    for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):
+        if target.num_devices % (tensor * pipeline):
+            continue
+        if tensor == pipeline == 1:
+            found += side_by_side(target, m)
+            continue
+        data = target.num_devices // (tensor * pipeline)
+        levels = (1, 2, 3) if data > 1 else (0,)
+        found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
+    return found
+
+
+def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
+    """Ranks candidates: strategy x mesh x microbatches.
+
+    Where params and state alone are too large, shapes say so, and nothing is traced; if nothing else is left, those
+    that hold least are.
+
+    Args:
+      build: as for `compare`; it raises a ValueError for a candidate that the model's sizes do not allow.
+      found: see `candidates`.
+      target: the devices.
+    """
+    rows, refused, too_large = [], [], []
+    for candidate in found:
+        try:
+            built = build(candidate, candidate.mesh(target))
+            held = at_rest(*built)
+            if held > target.memory_bytes:
+                too_large.append((candidate, built, held))
+            else:
+                rows.append(Row(candidate, predict(*built), target))
+        except ValueError as error:
+            refused.append((candidate, str(error)))
+    if not any(row.fits for row in rows) and too_large:
+        least = min(held for *_, held in too_large)
+        traced = [(candidate, built) for candidate, built, held in too_large if held == least]
+        rows += [Row(candidate, predict(*built), target) for candidate, built in traced]
+        too_large = [one for one in too_large if one[2] > least]
+    for candidate, _, held in too_large:
+        refused.append((candidate, f"params and state alone are {size_in_words(held - target.memory_bytes)} too large"))
+    order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
+    return Fit(tuple(order), tuple(refused))
+
+
+def at_rest(step: TrainStep, params: Any, *_: Any) -> int:
+    """Bytes of params and state on each device, by shapes alone."""
+    held = step.loss.options.engine.layout(params, strict=True).bytes_per_device
+    return held["params"] + held["state"]
+
+
+def largest_batch(found: AnyRows, target: Target) -> int:
+    """The most rows per step that fit, to 1%; 0 if not even the fewest do.
+
+    Args:
+      found: of one candidate.
+      target: the devices.
+    """
+    limit, unit = target.memory_bytes, found.parts
+    low, high = (1, found.at(unit).peak_bytes), None
+    if low[1] > limit:
+        return 0
+    at = 16
+    while high is None or high[0] - low[0] > max(1, low[0] // 100):
+        peak = found.at(at * unit).peak_bytes
+        slope = max(1.0, (peak - low[1]) / (at - low[0]))
+        if peak <= limit:
+            low = (at, peak)
+        else:
+            high = (at, peak)
+        ahead = low[0] + int((limit - low[1]) / slope)
+        at = max(low[0] + 1, min(ahead, high[0] - 1)) if high else max(ahead, low[0] + 1) + (low[0] == ahead)
+        if low[0] > 2**30:
+            break  # it takes no memory
+    return low[0] * unit
+
+
+def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | None:
+    """The fewest devices on which the candidate fits, by doubling its data axis; None if 2**16 are too few.
+
+    Args:
+      build: as for `compare`; what it refuses (rows that do not divide) is passed over.
+      target: its chip and memory count, its number of devices does not.
+      candidate: the strategy, with tensor and pipeline axes as they are to stay.
+    """
+    larger = candidate
+    while larger.num_devices <= 2**16:
+        with contextlib.suppress(ValueError):
+            built = build(larger, larger.mesh(target))
+            if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
+                return larger.num_devices
+        larger = dataclasses.replace(larger, data=2 * larger.data)
+    return None

@@ -1,0 +1,150 @@
+"""What XLA for TPU does to a program before it runs it, where that changes bytes; each was seen in compiled steps.
+
+* A float32 matrix product of default precision takes bfloat16 there. So the compiler makes bfloat16 whatever only
+  products read, or what is cast to it anyway: gathers, saved activations, and, ahead of a loop over layers, a copy of
+  the layers that it runs over.
+* A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
+* Of a sum over one axis that is then scattered over all others, it scatters first.
+* A scatter or gather over all chips of a torus of three dims becomes an all-reduce, of twice the bytes (v5p:2x2x2 to
+  8x8x8); over parts of it, or axis by axis, it stays what it is.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.plan.program import Block, Op, Value
+
+_BENT = frozenset(["transpose", "slice", "convert_element_type", "copy"])
+_GATHERS = frozenset(("all_gather", "all_gather_invariant"))
+_DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
+
+
+def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
+    """The block as a TPU runs it, on so many devices in a torus of so many dims; its values are changed in place."""
+    only = _only_products(block, frozenset())
+    _narrow(block, only)
+    _reduce_otherwise(block, num_devices)
+    if torus_dims == 3:
+        _reduce_over_all(block, num_devices)
+    return _with_copies(block, only)
+
+
+def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
+    """The values that products alone read, those of loops' bodies too; outputs in `fine` may be so."""
+    outs = {x.root for x in block.outs} - fine
+    bad: set[Value] = set(outs)
+    read: set[Value] = set()
+    found: set[Value] = set()
+    for op in reversed(block.ops):
+        made = [out for out in op.outs if _is_single(out) and out in (read | fine) and out not in bad]
+        inner: set[Value] = set()
+        if op.name == "scan":
+            body, carries = op.blocks[0], op.split[1]
+            pairs = zip(op.outs[carries:], body.outs[carries:], strict=True)
+            stacked = frozenset(y.root for out, y in pairs if out in made)
+            inner = _only_products(body, stacked) | stacked
+        found |= set(made) | inner
+        for i, x in enumerate(op.ins):
+            read.add(x.root)
+            if not _is_fine(op, i, set(made), inner):
+                bad.add(x.root)
+    found |= {x.root for x in block.ins if x.root in read and x.root not in bad and _is_single(x)}
+    return found
+
+
+def _is_single(x: Value) -> bool:
+    return x.dtype == jnp.float32
+
+
+def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
+    if op.name == "dot_general":
+        return op.params.get("precision") in _DEFAULT
+    if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
+        return True
+    if op.name in _BENT or op.name in _GATHERS:
+        return op.outs[0] in made
+    consts, carries = op.split
+    if op.name == "scan" and not consts <= i < consts + carries:
+        return op.blocks[0].ins[i].root in inner
+    return False
+
+
+def _narrow(block: Block, only: set[Value]) -> None:
+    given = {x.root for x in block.ins}
+    for op in block.ops:
+        for out in op.outs:
+            if out in only and out not in given:
+                out.dtype = jnp.dtype(jnp.bfloat16)
+        if op.name in _GATHERS and op.outs[0] in only:
+            op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // 2, dtype="bfloat16") for m in op.moved)
+        for inner in op.blocks:
+            _narrow(inner, only)
+
+
+def _reduce_otherwise(block: Block, num_devices: int) -> None:
+    """Sets what reductions move."""
+    read_by: dict[Value, list[Op]] = {}
+    for op in block.ops:
+        for x in op.ins:
+            read_by.setdefault(x.root, []).append(op)
+    for op in block.ops:
+        if op.name == "reduce_scatter" and _misses_tiles(op):
+            op.moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
+    for op in block.ops:
+        readers = read_by.get(op.outs[0], ()) if op.moved and op.name.startswith("psum") else ()
+        if readers and all(r.name == "reduce_scatter" and r.moved[0].kind == "reduce-scatter" for r in readers):
+            ways = readers[0].moved[0].group_size
+            if ways * op.moved[0].group_size == num_devices:
+                op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // ways) for m in op.moved)
+    for op in block.ops:
+        for inner in op.blocks:
+            _reduce_otherwise(inner, num_devices)
+
+
+def _reduce_over_all(block: Block, num_devices: int) -> None:
+    block.ops = [part for op in block.ops for part in (_as_all_reduce(op) if _is_over(op, num_devices) else [op])]
+    for op in block.ops:
+        for inner in op.blocks:
+            _reduce_over_all(inner, num_devices)
+
+
+def _is_over(op: Op, num_devices: int) -> bool:
+    return any(m.kind in ("reduce-scatter", "all-gather") and m.group_size == num_devices for m in op.moved)
+
+
+def _as_all_reduce(op: Op) -> list[Op]:
+    """The same by an all-reduce: of zeros with this device's part in them, or cut after it."""
+    moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
+    if op.name != "reduce_scatter":
+        return [dataclasses.replace(op, moved=moved)]
+    whole = Value(op.ins[0].shape, op.ins[0].dtype)
+    return [Op("psum", op.ins, [whole], moved=moved), Op("dynamic_slice", [whole], op.outs)]
+
+
+def _misses_tiles(op: Op) -> bool:
+    """Columns in odd multiples of 128, of a dtype of two bytes."""
+    part, dim = op.outs[0], op.params["scatter_dimension"]
+    return dim == len(part.shape) - 1 and part.itemsize == 2 and part.shape[dim] % 256 == 128
+
+
+def _with_copies(block: Block, only: set[Value]) -> Block:
+    """The block with bfloat16 copies of what loops run over and products alone read there."""
+    copies: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for op in block.ops:
+        if op.name == "scan":
+            op.blocks = tuple(_with_copies(inner, only) for inner in op.blocks)
+            consts, carries = op.split
+            for i, x in enumerate(op.ins):
+                carried = consts <= i < consts + carries
+                if carried or not _is_single(x) or op.blocks[0].ins[i].root not in only:
+                    continue
+                if x.root not in copies:
+                    copies[x.root] = Value(x.root.shape, jnp.dtype(jnp.bfloat16), x.root.spec, x.root.parts)
+                    ops.append(Op("hoisted_copy", [x], [copies[x.root]]))
+                op.ins[i] = copies[x.root]
+                op.blocks[0].ins[i].root.dtype = jnp.dtype(jnp.bfloat16)
+        ops.append(op)
+    return Block(block.ins, ops, block.outs)

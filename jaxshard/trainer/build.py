@@ -1,0 +1,352 @@
+"""A configuration made into what trains: devices, mesh, model, optimizer, batches, step. Nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+import jaxshard
+from jaxshard.base.tree import names_of, shape_of
+from jaxshard.core.specs import axes_in, axes_of, canonical
+from jaxshard.processes import agreement
+from jaxshard.trainer import data
+from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig
+from jaxshard.trainer.early_stopping import EarlyStopping
+from jaxshard.trainer.model import LanguageModel, Pipelined
+from jaxshard.trainer.run_folder import Position, Snapshot
+
+_WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
+_SIMULATED_DEVICES = 8
+_DROPOUT_STREAM = 1  # apart from the key of the parameters
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that the loop needs, made by `prepare`.
+
+    Attributes:
+      config: as given.
+      text: all of it.
+      heldout: the part of its end that measures the model.
+      batches: the rows of each step, from what comes before.
+      model: the functions of parameters and batch.
+      schedule: learning rate at each step.
+      opt: the sharded optimizer.
+      template: parameters and state, abstract, each leaf with its sharding.
+    """
+
+    config: Config
+    text: np.ndarray
+    heldout: np.ndarray
+    batches: data.TrainingBatches
+    model: LanguageModel
+    schedule: optax.Schedule
+    opt: Any
+    template: Snapshot
+
+    def start(self) -> Snapshot:
+        """Fresh parameters and state, sharded from the start: no device ever holds more than its share."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template.params)
+        init = _initial(self.model, self.config.precision)
+        params = jax.jit(init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+        return dataclasses.replace(self.template, params=params, state=self.opt.init(params))
+
+    @property
+    def saved_template(self) -> Snapshot:
+        """As the model is saved: its layers in one stack, however a pipeline has them, so that any run can go on."""
+        if self.model.virtual == 1:
+            return self.template
+        trees = jax.tree_util.tree_map_with_path(_in_one_stack, (self.template.params, self.template.state))
+        return dataclasses.replace(self.template, params=trees[0], state=trees[1])
+
+    def batch(self, index: int) -> Any:
+        """The rows of one batch, each process making those of its devices."""
+        first, last = self._my_rows(self.batches.rows)
+        return self._global(self.batches(index, first, last), first, self.batches.rows)
+
+    @property
+    def _batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.opt.mesh, jax.P(("replica", "data")))
+
+    def _my_rows(self, rows: int) -> tuple[int, int]:
+        """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
+        places: Any = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
+        parts = [index[0].indices(rows) for index in places]
+        return min(part[0] for part in parts), max(part[1] for part in parts)
+
+    def _global(self, batch: Any, first: int, rows: int) -> Any:
+        """Global arrays of so many rows, of those that this process has: from `first` on."""
+
+        def made(x: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(rows)
+                return x[start - first : stop - first]
+
+            return jax.make_array_from_callback((rows, *x.shape[1:]), self._batch_sharding, part)
+
+        return jax.tree.map(made, batch)
+
+    def keys(self, step: int) -> tuple[jax.Array, ...]:
+        """What the step takes besides the batch: a key, if anything is random."""
+        if self.config.model.dropout == 0:
+            return ()
+        stream = jax.random.fold_in(jax.random.key(self.config.train.seed), _DROPOUT_STREAM)
+        return (jax.random.fold_in(stream, step),)
+
+    def make_step(self) -> Any:
+        """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+        return make_step(self.config, self.model, self.opt)
+
+    def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Any], float]:
+        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is told of each batch."""
+        evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
+        rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
+
+        def mean_loss(params: Any) -> float:
+            total = 0.0
+            first, last = self._my_rows(rows)
+            for batch, weight in data.heldout_batches(self.heldout, rows, length, first, last):
+                total += weight * float(evaluate(params, self._global(batch, first, rows)))
+                alive()
+            return float(np.float32(total / (len(self.heldout) - 1)))  # what a save can keep to the last bit
+
+        return mean_loss
+
+    def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
+        kinds = self._kinds()
+        held = {kind: _num_bytes(tree, shardings) for kind, (tree, shardings) in kinds.items()}
+        return held, {kind: _num_bytes(tree) for kind, (tree, _) in kinds.items()}
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Of each mesh axis: which part of the bytes of params, grads and state are cut over it, 0 to 1."""
+        kinds = self._kinds()
+        return {
+            axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
+            for axis in self.opt.mesh.axis_names
+        }
+
+    def _kinds(self) -> dict[str, tuple[Any, Any]]:
+        """Params, grads (while they are summed) and state, and how they lie."""
+        params, reduce = self.template.params, self.config.precision.reduce
+        shardings = self.opt.shardings(params)
+        return {
+            "params": (params, shardings.params),
+            "grads": (
+                _typed(params, reduce) if reduce else params,
+                shardings.grads if self.opt.config.cuts.accumulators else shardings.params,
+            ),
+            "state": (self.template.state, shardings.state),
+        }
+
+
+def prepare(config: Config) -> Run:
+    """Finds the devices, reads the text and lays everything out, by shapes alone.
+
+    Raises:
+      ValueError: what was asked for cannot be; nothing was compiled or written.
+    """
+    start_devices(config)
+    return agreement.together("start", lambda: _prepared(config))
+
+
+def _prepared(config: Config) -> Run:
+    text = data.read_text(config.data.path)
+    train, heldout = data.split(text, config.data.heldout, config.model.sequence_length)
+    mesh = make_mesh(config.sharding)
+    check_rows(config, mesh)
+    model, schedule, opt, params = make_parts(config, mesh)
+    stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
+    batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
+    heldout = heldout[: config.data.heldout_bytes]
+    position = Position(
+        0, config.train.rows, config.train.seed, int(np.uint32(zlib.crc32(text.tobytes())).view(np.int32))
+    )
+    start = Snapshot(params, opt.init(params), 0, stopping, position)
+    return Run(config, text, heldout, batches, model, schedule, opt, start)
+
+
+def make_parts(config: Config, mesh: Any) -> tuple[LanguageModel, optax.Schedule, Any, Any]:
+    """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
+    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
+    model = make_model(config)
+    opt = make_strategy(config, model, inner, mesh)
+    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
+    return model, schedule, opt, jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
+
+
+def make_step(config: Config, model: LanguageModel, opt: Any) -> Any:
+    """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
+    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
+
+
+def make_model(config: Config) -> LanguageModel:
+    """The model, its layers in stages where there is a pipeline."""
+    sharding = config.sharding
+    how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
+    return LanguageModel(config.model, how if sharding.pipeline > 1 else None, sharding.sequence_parallel)
+
+
+def make_strategy(config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: Any) -> Any:
+    """The sharded optimizer that the configuration asks for."""
+    sharding = config.sharding
+    options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
+    options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
+    options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
+    return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
+
+
+def start_devices(config: Config) -> None:
+    """Joins this process to the others of a run, and simulates devices where there is no accelerator."""
+    _simulate_cpus(config.sharding.devices)
+    _join_processes(config.train.heartbeat_seconds)
+
+
+def make_mesh(sharding: ShardingConfig) -> Any:
+    """The mesh of all devices, or with one process of so many."""
+    devices, wanted = jax.devices(), sharding.devices
+    if wanted is not None and jax.process_count() == 1:
+        if len(devices) < wanted:
+            raise ValueError(
+                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, "
+                f"or start anew (their number is fixed once JAX runs)"
+            )
+        devices = devices[:wanted]
+    sizes = {axis: getattr(sharding, axis) for axis in ("data", "replica", "tensor", "pipeline")}
+    return jaxshard.make_mesh(**sizes, devices=devices)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The learning rate as a function of the step, and AdamW (Loshchilov & Hutter 2019) with clipped gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=steps,
+        end_value=config.learning_rate * config.final_fraction,
+    )
+    adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_kernels)
+    return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def precision_options(config: PrecisionConfig) -> dict[str, Any]:
+    """What a strategy of jaxshard is to be told; nothing for the defaults."""
+    return (
+        ({"master_dtype": jnp.float32} if config.masters else {})
+        | ({"moment_dtype": jnp.bfloat16} if config.moments == "bfloat16" else {})
+        | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
+        | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
+        | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})
+    )
+
+
+def num_updates(state: Any) -> int:
+    """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
+    inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
+    return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
+
+
+def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Any]:
+    """`init(key)`: fresh parameters in their type."""
+    return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
+
+
+def reshaped(snapshot: Snapshot, template: Snapshot) -> Snapshot:
+    """The snapshot, each leaf in the shape and sharding that the template has for it."""
+    trees, wanted = (snapshot.params, snapshot.state), (template.params, template.state)
+    params, state = jax.tree.map(_reshaped, trees, wanted)
+    return dataclasses.replace(snapshot, params=params, state=state)
+
+
+def _reshaped(leaf: Any, like: Any) -> Any:
+    """One leaf after the other, so that never more than one is whole along the stages, as XLA needs them to reshape."""
+    if leaf.shape == like.shape:
+        return leaf
+    num_stacked = 2 if leaf.ndim > like.ndim else 1
+    rest = (*leaf.sharding.spec, *(None,) * leaf.ndim)[num_stacked : leaf.ndim]
+    whole = NamedSharding(leaf.sharding.mesh, canonical([*(None,) * num_stacked, *rest]))
+    return jax.jit(lambda x: jax.device_put(x, whole).reshape(like.shape), out_shardings=like.sharding)(leaf)
+
+
+def _in_one_stack(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    """(v, L / v, ...), virtual stages first, as (L, ...), cut as it was."""
+    if "blocks" not in names_of(path):
+        return leaf
+    rounds, layers, *rest = (*leaf.sharding.spec, None, None)[: max(2, len(leaf.sharding.spec))]
+    spec = canonical([(*axes_in(rounds), *axes_in(layers)), *rest])
+    sharding = NamedSharding(leaf.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype, sharding=sharding)
+
+
+def _typed(tree: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+
+def _kernels(params: Any) -> Any:
+    """True for the matrices that decay: not for norms and embeddings."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+def _simulate_cpus(wanted: int | None) -> None:
+    """Simulates CPU devices, unless JAX runs already or (where nothing is `wanted`) the user chose their number.
+
+    What is wanted is wanted of all processes together, so that where there are several, each has its own number.
+    """
+    wanted = None if os.environ.get("JAX_NUM_PROCESSES", "1") != "1" else wanted
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if wanted is None and chosen:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted or _SIMULATED_DEVICES)
+    except RuntimeError:  # JAX runs already: it has the devices it has
+        return
+
+
+def _join_processes(heartbeat_seconds: int) -> None:
+    try:
+        jaxshard.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
+    except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
+        if "must be called before" not in str(error) and "only be called once" not in str(error):
+            raise
+
+
+def check_rows(config: Config, mesh: Any) -> None:
+    """Every device gets the same number of rows in each microbatch, and every process too."""
+    sharding = config.sharding
+    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
+    sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
+    parts = int(np.prod(list(sizes.values())))
+    if config.train.rows % parts:
+        equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
+            f"{config.train.rows // parts * parts + parts} would be"
+        )
+
+
+def _num_bytes(tree: Any, shardings: Any = None) -> int:
+    """Bytes on one device; without shardings, of the whole."""
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape for leaf in leaves]
+    if shardings is not None:
+        shapes = [s.shard_shape(shape) for s, shape in zip(jax.tree.leaves(shardings), shapes, strict=True)]
+    return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+def _part_cut(tree: Any, shardings: Any, axis: str) -> float:
+    """The part of the bytes that lies in leaves cut over `axis`."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return _num_bytes([leaf for leaf, sharding in pairs if axis in axes_of(sharding.spec)]) / _num_bytes(tree)

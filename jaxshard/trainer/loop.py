@@ -1,0 +1,186 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxshard import NonFiniteError
+from jaxshard.trainer.build import Run, num_updates
+from jaxshard.trainer.display import Display, bits
+from jaxshard.trainer.record import Recorder
+from jaxshard.trainer.run_folder import Snapshot
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hooks:
+    """What the loop calls.
+
+    Attributes:
+      step, evaluate: compiled.
+      save: takes a snapshot and, after an evaluation, its loss.
+      checked: the snapshot, whose copies are all the same; asked every so many steps.
+      ended: whether something asks the run to end before this step.
+      alive: told that all is well.
+      back: after a divergence, the snapshot to go on from; None ends the run.
+    """
+
+    step: Callable[..., tuple[Any, Any, dict[str, Any]]]
+    evaluate: Callable[[Any], float]
+    save: Callable[[Snapshot, float | None], None]
+    checked: Callable[[Snapshot], Snapshot]
+    ended: Callable[[int], bool]
+    alive: Callable[[], None]
+    back: Callable[[Snapshot, str], Snapshot | None]
+
+
+class Meter:
+    """Metrics between two records. A step's are fetched once the next step is dispatched, so devices never wait.
+
+    Args:
+      run, recorder, display: what is measured, and where that goes.
+      first: where the run starts from.
+
+    Attributes:
+      skipped: steps of the whole run, from its first on, that changed nothing: loss or gradient was not finite.
+    """
+
+    def __init__(self, run: Run, recorder: Recorder, display: Display, first: Snapshot):
+        self._run, self._recorder, self._display = run, recorder, display
+        self.skipped = first.step - num_updates(first.state)
+        self.owes_save = False  # one was due while steps were being skipped
+        self.skipping = False  # whether the last step fetched was skipped
+        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._losses: list[float] = []  # of the steps that were not skipped
+        self._grad_norm = 0.0  # of the last of these
+        self._num_steps = 0
+        self._clock = time.perf_counter()
+        self._seconds = 0.0
+
+    def dispatched(self, step: int, metrics: dict[str, Any]) -> None:
+        """Takes the metrics, still being computed, of the step just dispatched; fetches those of the one before."""
+        self.fetch()
+        self._pending = step, metrics
+
+    def fetch(self) -> None:
+        """Waits for the pending metrics, and records them if it is time to."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        self.skipping = bool(metrics["skipped"])
+        if self.skipping:
+            self.skipped += 1
+        else:
+            self._losses.append(float(metrics["loss"]))
+            self._grad_norm = float(metrics["grad_norm"])
+        now = time.perf_counter()
+        self._seconds, self._clock = self._seconds + now - self._clock, now
+        self._num_steps += 1
+        self._display.advance(step)
+        if step % self._run.config.train.log_every == 0:
+            self._record(step, {"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {})
+
+    def restart_clock(self) -> None:
+        """What happened since the last fetch (an evaluation, a save) is no part of a step's time."""
+        self._clock = time.perf_counter()
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Forgets what came after `snapshot`."""
+        self._recorder.rewind(snapshot.step)
+        self.skipped = snapshot.step - num_updates(snapshot.state)
+        self._pending, self._losses, self._num_steps, self._seconds = None, [], 0, 0.0
+        self.owes_save = self.skipping = False
+        self.restart_clock()
+
+    def heldout(self, step: int, loss: float) -> None:
+        """Records an evaluation; one that is not finite is shown alone."""
+        scalars = {"heldout_loss": loss, "heldout_bits_per_byte": bits(loss)}
+        if math.isfinite(loss):
+            self._recorder.write(step, scalars)
+        self._display.heldout(step, scalars)
+
+    def _record(self, step: int, further: dict[str, float]) -> None:
+        """Records the steps since the last record; without a loss, if all of them were skipped."""
+        config, seconds, scalars = self._run.config, self._seconds / self._num_steps, {}
+        if self._losses:
+            loss = sum(self._losses) / len(self._losses)
+            scalars = {"loss": loss, "bits_per_byte": bits(loss), "grad_norm": self._grad_norm}
+        scalars |= {
+            "learning_rate": float(np.asarray(self._run.schedule(max(0, step - 1 - self.skipped)))),
+            "step_seconds": seconds,
+            "tokens_per_second": config.train.rows * config.model.sequence_length / seconds,
+            "skipped_steps": self.skipped,
+            **further,
+        }
+        self._recorder.write(step, scalars)
+        self._display.training(step, scalars)
+        self._losses, self._num_steps, self._seconds = [], 0, 0.0
+
+
+def _divergence(step: int, what: str, max_skips: int) -> str:
+    return (
+        f"step {step}: {what} is not finite, and more than train.max_skips = {max_skips} steps in a row were skipped: "
+        "lower optimizer.learning_rate, or warm up longer"
+    )
+
+
+def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
+    """Trains from `snapshot` until the last step, early stopping or an interruption; returns where that was.
+
+    Raises:
+      FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
+    """
+    train = run.config.train
+    meter.restart_clock()
+    while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
+        hooks.alive()
+        batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
+        try:
+            params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
+        except NonFiniteError as error:
+            meter.fetch()
+            why = _divergence(snapshot.step - 1, error.what, train.max_skips)
+            back = hooks.back(snapshot, why)
+            if back is None:
+                raise FloatingPointError(why) from error
+            snapshot = back
+            meter.go_back(snapshot)
+            continue
+        position = dataclasses.replace(snapshot.position, drawn=snapshot.position.drawn + 1)
+        snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1, position=position)
+        meter.dispatched(snapshot.step, metrics)
+        snapshot = _between(run, snapshot, hooks, meter)
+    meter.fetch()
+    return snapshot
+
+
+def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
+    """What is due after a step: a check, an evaluation, a save.
+
+    No save while steps are being skipped, whose params may be the cause: it would take the place of a good one.
+    """
+    train, loss = run.config.train, None
+    meter.owes_save |= bool(train.save_every) and snapshot.step % train.save_every == 0
+    checks = bool(train.check_every) and snapshot.step % train.check_every == 0
+    if checks or (meter.owes_save and train.mend_copies):
+        meter.fetch()
+        snapshot = hooks.checked(snapshot)
+        meter.restart_clock()
+    if snapshot.step % train.eval_every == 0 or snapshot.step == train.steps:
+        meter.fetch()
+        loss = hooks.evaluate(snapshot.params)
+        meter.heldout(snapshot.step, loss)
+        snapshot = dataclasses.replace(snapshot, stopping=snapshot.stopping.after(loss))
+        meter.restart_clock()
+    if meter.owes_save:
+        meter.fetch()
+        if not meter.skipping:
+            hooks.save(snapshot, loss)
+            meter.owes_save = False
+        meter.restart_clock()
+    return snapshot

@@ -1,0 +1,295 @@
+"""The reference model: a decoder-only transformer over bytes, its layers stacked on a leading dim and scanned.
+
+Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, G heads of
+keys and values, P a group's queries, key and value, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxshard
+from jaxshard import tensor
+from jaxshard.pipelining.timetable import Info
+from jaxshard.trainer.config import ModelConfig
+
+Params = dict[str, Any]
+Batch = dict[str, jax.Array]
+
+_ROTARY_BASE = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """How the layers go through stages (`jaxshard.pipeline`), and how activations lie between them.
+
+    `gather` says where stages ask for parameters that ZeRO has cut: once in the "step", or in each "microbatch";
+    `remat` what gpipe computes again: the whole "tick", or each "stage".
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    virtual: int = 1
+    gather: str = "step"
+    remat: str = "tick"
+
+
+class LanguageModel:
+    """`Transformer` as pure functions of a plain nested dict of float32 arrays.
+
+    Its layers are built of `jaxshard.tensor`'s blocks, so that they can be cut over the tensor axis, as `specs` say.
+
+    Args:
+      config: sizes and choices of the model.
+      pipelined: run the layers as the stages of a pipeline; None: one after the other.
+      sequence_parallel: activations between the layers are cut along the sequence, over the tensor axis.
+    """
+
+    def __init__(self, config: ModelConfig, pipelined: Pipelined | None = None, sequence_parallel: bool = False):
+        self.config, self.pipelined = config, pipelined
+        self._sequence = 1 if sequence_parallel else None
+        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+        self._graphdefs = {name: nnx.split(part)[0] for name, part in model.parts().items()}
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
+        if self.virtual > 1:
+            params["blocks"] = jax.tree.map(lambda x: x.reshape(self.virtual, -1, *x.shape[1:]), params["blocks"])
+        return params
+
+    @property
+    def specs(self) -> list[tuple[str, P]]:
+        """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
+        stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
+        rules = [
+            (r"^blocks/.*(qkv|up)/kernel$", P(*stage, None, "tensor")),
+            (r"^blocks/.*(out|down)/kernel$", P(*stage, "tensor")),
+            (r"^blocks/", P(*stage)),
+            (r"^embedding/", P("tensor")),
+        ]
+        return rules if self.config.tied else [*rules, (r"^head/kernel$", P(None, "tensor"))]
+
+    @property
+    def virtual(self) -> int:
+        """Rounds that the layers are cut into; above 1, their arrays are (virtual, layers / virtual, ...)."""
+        return self.pipelined.virtual if self.pipelined else 1
+
+    def loss(self, params: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Mean loss in nats per byte.
+
+        Args:
+          params: as `init` makes them.
+          batch: `{"tokens": (B, L + 1) int32}`; each position predicts the next.
+          key: for dropout; without it nothing is dropped.
+        """
+        return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
+
+    def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sum of `weights * loss` in nats, and the sum of `weights`, where `batch["weights"]` is `(B, L)` float32."""
+
+        def total(losses_BxL: jax.Array, batch: Batch) -> jax.Array:
+            return jnp.sum(losses_BxL * batch["weights"])
+
+        count = self.pipelined.num_microbatches if self.pipelined else 1
+        return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
+
+    def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
+        """Over microbatches, of what `reduce` makes of each one's losses (B, L)."""
+        shared = {name: part for name, part in params.items() if name != "blocks"}
+
+        def stage(blocks: Any, x_BxLxD: jax.Array, info: Info) -> jax.Array:
+            return self._layers(blocks, x_BxLxD, info, key)
+
+        def last(shared: Params, x_BxLxD: jax.Array, batch: Batch, info: Info) -> jax.Array:
+            return reduce(self._losses(shared, x_BxLxD, batch), batch)
+
+        if self.pipelined is None:
+            alone = Info(0, 0)
+            x_BxLxD = stage(params["blocks"], self._embedded(shared, batch, alone), alone)
+            return last(shared, x_BxLxD, batch, alone)
+        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual", "remat")}
+        return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
+
+    def _part(self, name: str, params: Any) -> Any:
+        """A part of the model, its parameters whole."""
+        return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
+
+    def _asked(self, params: Any) -> Any:
+        early = self.pipelined is not None and self.pipelined.gather == "step"
+        return params if early else jaxshard.unshard(params)
+
+    def _embedded(self, shared: Params, batch: Batch, info: Info) -> jax.Array:
+        del info
+        tokens_BxL, dtype = batch["tokens"][:, :-1], jnp.dtype(self.config.dtype)
+        table_VxD = self._part("embedding", shared["embedding"]).embedding[...].astype(dtype)
+        x_BxLxD = tensor.vocab_parallel_embedding(tokens_BxL, table_VxD, sequence=self._sequence)
+        if self.config.positions == "rotary":
+            return x_BxLxD
+        positions_LxD = self._part("positions", shared["positions"])(jnp.arange(tokens_BxL.shape[1]))
+        return x_BxLxD + (positions_LxD if self._sequence is None else tensor.split_sequence(positions_LxD, 0))
+
+    def _layers(self, blocks: Any, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
+        """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
+        count = jax.tree.leaves(blocks)[0].shape[0]
+        numbers = info.chunk * count + jnp.arange(count)
+
+        def body(x_BxLxD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            state, number = layer
+            block = self._part("blocks", state)  # one layer is whole, inside what is recomputed
+            own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), info.microbatch)
+            return block(x_BxLxD, own, self._sequence), None
+
+        if self.config.remat:
+            body = jax.checkpoint(body, prevent_cse=False)
+        return jax.lax.scan(body, x_BxLxD, (blocks, numbers))[0]
+
+    def _losses(self, shared: Params, x_BxLxD: jax.Array, batch: Batch) -> jax.Array:
+        """(B, L) nats."""
+        dtype = jnp.dtype(self.config.dtype)
+        x_BxLxD = self._part("norm", shared["norm"])(x_BxLxD)
+        if self.config.tied:
+            head_DxV = self._part("embedding", shared["embedding"]).embedding[...].T
+        else:
+            head_DxV = self._part("head", shared["head"]).kernel[...]
+        logits_BxLxV = tensor.column_parallel(x_BxLxD.astype(dtype), head_DxV.astype(dtype), sequence=self._sequence)
+        return tensor.vocab_parallel_cross_entropy(logits_BxLxV, batch["tokens"][:, 1:])
+
+
+class Transformer(nnx.Module):
+    """Embedding, blocks, norm, head: what parameters there are, and how they start."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        embed = functools.partial(nnx.Embed, features=config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.embedding = embed(config.vocabulary, embedding_init=nnx.initializers.normal(0.02))
+        if config.positions == "learned":
+            self.positions = embed(config.sequence_length, embedding_init=nnx.initializers.normal(0.02))
+        self.blocks = _stacked_blocks(config, rngs)
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            self.head = _linear(config, config.width, config.vocabulary, rngs)
+
+    def parts(self) -> dict[str, Any]:
+        names = ("embedding", "positions", "blocks", "norm", "head")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to what came in. `sequence`: the dim along which activations are cut."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BxLxD: jax.Array, key: jax.Array | None = None, sequence: int | None = None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        attended_BxLxD = self.attention(self.attention_norm(x_BxLxD), sequence)
+        x_BxLxD += _dropped(attended_BxLxD, self.dropout, keys[0], sequence)
+        return x_BxLxD + _dropped(self.mlp(self.mlp_norm(x_BxLxD), sequence), self.dropout, keys[1], sequence)
+
+
+class Attention(nnx.Module):
+    """Causal attention of `heads` heads, of which each device of the tensor axis has its share.
+
+    Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
+    group, then its queries, its key and its value, so that a cut leaves groups whole.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.kv_heads = config.kv_heads or config.heads
+        self.queries = config.heads // self.kv_heads
+        self.rotary = config.positions == "rotary"
+        features = config.width // config.heads
+        self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, rngs)
+        self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        qkv_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
+        rows, length, _ = qkv_BxLxF.shape
+        groups = tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
+        qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
+        q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
+        k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
+        if self.rotary:
+            q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
+        y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
+        return tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features between, shared out over the tensor axis.
+
+    The columns of a gated `up` go by feature, then gate and value, so that a cut leaves both together.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.gated = config.mlp == "swiglu"
+        self.up = _linear(config, config.width, config.hidden * (2 if self.gated else 1), rngs)
+        self.down = _linear(config, config.hidden, config.width, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        h_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.up), sequence=sequence)
+        if self.gated:
+            both_BxLxFx2 = h_BxLxF.reshape(*h_BxLxF.shape[:2], -1, 2)
+            h_BxLxF = jax.nn.silu(both_BxLxFx2[..., 0]) * both_BxLxFx2[..., 1]
+        else:
+            h_BxLxF = jax.nn.gelu(h_BxLxF)
+        return tensor.row_parallel(h_BxLxF, _kernel(self.down), sequence=sequence)
+
+
+def _kernel(layer: nnx.Linear) -> jax.Array:
+    """(inputs, outputs), in the type of the computation."""
+    return layer.kernel[...].astype(layer.dtype)
+
+
+def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs)
+
+    return make(rngs)
+
+
+def _linear(config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
+    init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), kernel_init=init, rngs=rngs)
+
+
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
+    """Devices that hold different parts of a sequence drop as one that holds the whole."""
+    if key is None or rate == 0.0:
+        return x_BxLxD
+    shape = list(x_BxLxD.shape)
+    if sequence is None:
+        kept = jax.random.bernoulli(key, 1.0 - rate, shape)
+    else:
+        shape[sequence] *= tensor.axis_size()
+        kept = tensor.split_sequence(jax.random.bernoulli(key, 1.0 - rate, shape), sequence)
+    return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
+
+
+def _rotate(x_BxLxHxK: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al. 2021): the two halves of each head turned by an angle that grows with position."""
+    length, half = x_BxLxHxK.shape[1], x_BxLxHxK.shape[-1] // 2
+    frequencies_K2 = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles_Lx1xK2 = (jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies_K2)[:, None, :]
+    cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
+    left, right = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BxLxHxK.dtype)

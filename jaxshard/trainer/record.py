@@ -1,0 +1,81 @@
+"""What is kept of a run's metrics: JSON lines, TensorBoard events, and a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import tensorboardX
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from jaxshard.trainer.run_folder import RunFolder, replace
+
+Record = dict[str, Any]
+
+
+class Recorder:
+    """Appends metrics to a run's `metrics.jsonl`, one object per line, and to its TensorBoard events.
+
+    Args:
+      folder: of the run.
+      first: steps already taken; TensorBoard drops what an earlier process recorded beyond them.
+      writes: whether this process writes at all; only the first one should.
+    """
+
+    def __init__(self, folder: RunFolder, first: int, writes: bool):
+        self._folder, self._writes = folder, writes
+        self._open(first)
+
+    def _open(self, first: int) -> None:
+        if self._writes:
+            self._lines = self._folder.metrics.open("a", encoding="utf-8")
+            self._events = tensorboardX.SummaryWriter(str(self._folder.tensorboard), purge_step=first + 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writes:
+            self._lines.close()
+            self._events.close()
+
+    def rewind(self, step: int) -> None:
+        """Drops what is recorded beyond `step`, for those steps will be taken again."""
+        self.__exit__()
+        if self._writes:
+            self._folder.forget_after(step)
+        self._open(step)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records `scalars` as known after `step` steps."""
+        if not self._writes:
+            return
+        self._lines.write(json.dumps({"step": step, **scalars}, allow_nan=False) + "\n")
+        self._lines.flush()
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+
+def draw(folder: RunFolder, marks: Mapping[str, float]) -> None:
+    """Draws the curves of bits per byte in `folder.metrics`, and each mark as a level line, to `folder.figure`."""
+    records = folder.records()
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*_curve(records, "bits_per_byte"), color="#9aa5b1", linewidth=1.2, label="training")
+    axes.plot(*_curve(records, "heldout_bits_per_byte"), color="#0b6e99", marker="o", markersize=4, label="held out")
+    for name, value in marks.items():
+        axes.axhline(value, color="#c2410c", linewidth=1, linestyle="--")
+        where = {"xy": (0.99, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate(f"{name}: {value:.2f}", **where, color="#c2410c")
+    axes.set(xlabel="step", ylabel="bits per byte", title=str(folder.path))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    replace(folder.figure, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def _curve(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
+    points = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,184 @@
+"""The folder of a run: `config.toml`, `metrics.jsonl`, `tensorboard/`, `loss.png`, `model/<step>/`.
+
+Files are replaced whole or appended to by the line, and the model's folder appears in one move, so a reader never
+meets half of anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxshard.checkpoint.checkpointer import Best, Checkpointer
+from jaxshard.trainer.config import TrainConfig
+from jaxshard.trainer.early_stopping import EarlyStopping
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """All that a run needs to go on: what is saved."""
+
+    params: Any
+    state: Any
+    step: int  # how many steps were taken
+    stopping: EarlyStopping
+    position: Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far the text is read, and what else decides the rows of a batch.
+
+    Attributes:
+      drawn: batches.
+      rows: of each.
+      seed: of their order, and of dropout.
+      text: its CRC-32, as a signed number.
+    """
+
+    drawn: int
+    rows: int
+    seed: int
+    text: int
+
+    def carried_over(self, to: Position) -> Position:
+        """Where a run of other rows goes on, so that no row comes twice; at the beginning in another text."""
+        if self.text != to.text:
+            return to
+        return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's files, and the checks that keep runs apart."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def figure(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def check_free(self) -> None:
+        """Raises ValueError if a new run would meet something that is already here."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--out {self.path} is a file: name a folder")
+        if self.latest_step() is not None:
+            raise ValueError(
+                f"--out {self.path} holds a run saved at step {self.latest_step()}: "
+                f"go on with it by --resume, or name another folder"
+            )
+        if self.path.exists() and any(self.path.iterdir()) and not self._is_begun():
+            raise ValueError(f"--out {self.path} is not empty: name a new folder")
+        nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise ValueError(f"--out {self.path}: {nearest} is no folder that can be written to: name another one")
+
+    def check_unsaved(self) -> None:
+        """Raises ValueError unless there is nothing here but what a run leaves that ended before its first save."""
+        if not self.config.is_file() and not self._is_begun():
+            self.check_free()
+
+    def _is_begun(self) -> bool:
+        """Whether all that is here is a lock for saves, which comes first, and a configuration not wholly written."""
+        if not self.path.is_dir() or self.latest_step() is not None:
+            return False
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{self.config.name}.")}
+        return names == {self.model.name}
+
+    def is_saved(self) -> bool:
+        """Whether there is a saved run here."""
+        return self.config.is_file() and self.latest_step() is not None
+
+    def check_saved(self) -> None:
+        """Raises ValueError if there is no saved run here."""
+        if not self.is_saved():
+            raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
+
+    def latest_step(self) -> int | None:
+        """The step of the newest saved model."""
+        return max(Checkpointer(self.model).steps(), default=None)
+
+    def _write(self, path: Path, text: str) -> None:
+        replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The metrics so far, without a last line that was cut off: by a full disk, say."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def begin(self, config: str, step: int) -> None:
+        """Makes the folder of a run, new or resumed, that has taken `step` steps."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write(self.config, config)
+        self.forget_after(step)
+
+    def forget_after(self, step: int) -> None:
+        """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        self._write(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def replace(path: Path, write: Any) -> None:
+    """`write(temporary)` makes the new file beside `path`, which it then becomes in one move."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:
+    """Where the run's models are saved, and which of them are kept."""
+    best = Best("heldout_loss", train.keep_best) if train.keep_best else None
+    return Checkpointer(folder.model, keep_last=train.keep_last, keep_every=train.keep_every or None, keep_best=best)
+
+
+def save(saves: Checkpointer, snapshot: Snapshot, heldout_loss: float | None = None) -> None:
+    """Saves the model for `restore`, while training goes on. Every process must call it."""
+    metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
+    saves.save(snapshot.step, _to_tree(snapshot), metrics=metrics)
+
+
+def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
+    """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
+
+    Args:
+      saves: of the run.
+      template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
+    """
+    _, tree = saves.restore(_to_tree(template))
+    stopping = dataclasses.replace(template.stopping, **tree["stopping"])
+    return Snapshot(tree["params"], tree["state"], tree["step"], stopping, Position(**tree["data"]))
+
+
+def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
+    """The loss was a float32, so nothing is lost."""
+    return {
+        "params": snapshot.params,
+        "state": snapshot.state,
+        "step": snapshot.step,
+        "stopping": {"best": snapshot.stopping.best, "misses": snapshot.stopping.misses},
+        "data": dataclasses.asdict(snapshot.position),
+    }

@@ -1,0 +1,422 @@
+"""`jaxshard ckpt`, in this process: what it shows, what it finds, what it refuses, and what it leaves behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.cli import ckpt_diff, ckpt_export, main
+
+
+def tree(scale=1.0):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(scale * rng.normal(size=(64, 48)), jnp.bfloat16), "[red]b": jnp.arange(48.0)}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    moment = jax.device_put(rng.normal(size=(64, 48)).astype("f"), sharding)
+    return {"params": params, "mu": moment, "key": jax.random.key(7), "empty": jnp.zeros((0, 3)), "step": 3}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder: two checkpoints of one tree, whose `w` differs, and one of a third."""
+    folder = tmp_path_factory.mktemp("run")
+    with Checkpointer(folder / "model") as checkpoints:
+        checkpoints.save(10, tree(), metrics={"loss": 2.5, "accuracy": 0.25})
+        checkpoints.save(20, tree(2.0))
+        checkpoints.save(30, tree(2.0) | {"mu": jnp.zeros(7), "nu": jnp.zeros((2, 2), jnp.int8)})
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def flip_largest(step_folder):
+    """A bit in the middle of the largest array's bytes."""
+    found = [path for path in step_folder.rglob("*") if path.is_file() and path.parent.name == "d"]
+    path = max(found, key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def run_ckpt(capsys, *arguments):
+    """(exit status, standard output's lines, standard error)"""
+    status = main(["ckpt", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, [line.rstrip() for line in out.splitlines()], err
+
+
+def everything(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+# ls and info
+
+
+@pytest.mark.parametrize("where", [".", "model"])
+def test_ls(run, capsys, where):
+    status, lines, _ = run_ckpt(capsys, "ls", run / where)
+    assert status == 0
+    assert " ".join(lines[0].split()) == "step saved on disk leaves elements in arrays index metrics"
+    elements, size = 64 * 48 * 2 + 48 + 2 + 1, 2 * 64 * 48 + 4 * 48 + 4 * 64 * 48 + 8 + 4
+    assert lines[1].endswith(f"6     {elements:,}    {size / 1000:.1f} kB  ok     loss 2.5, accuracy 0.25")
+    assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
+
+
+def test_ls_of_one_step(run, capsys):
+    _, lines, _ = run_ckpt(capsys, "ls", run / "model" / "20")
+    assert [line.split()[0] for line in lines] == ["step", "20"]
+
+
+def test_ls_lists_what_is_no_checkpoint_beneath(copy, capsys):
+    for name in ("40", "5.uncommitted.0a1b2c3d", "6.corrupt.0a1b2c3d", "50.orbax-checkpoint-tmp", "notes"):
+        (copy / "model" / name).mkdir()
+    (copy / "model" / "20" / "_CHECKPOINT_METADATA").write_text("{}")
+    status, lines, _ = run_ckpt(capsys, "ls", copy)
+    assert status == 0
+    assert [line.split()[-1] for line in lines[2:3]] == ["unreadable"]
+    assert lines[4:] == [
+        "40: no checkpoint: uncommitted: it was not written to its end",
+        "5.uncommitted.0a1b2c3d: no checkpoint: put aside, uncommitted",
+        "50.orbax-checkpoint-tmp: no checkpoint: temporary: it is being written, or its writing was cut off",
+        "6.corrupt.0a1b2c3d: no checkpoint: put aside, corrupt",
+    ]
+
+
+def test_info_reads_the_index_alone(copy, capsys):
+    saved = Checkpointer(copy / "model").info(10)
+    for path in (copy / "model" / "10" / "state").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    status, lines, _ = run_ckpt(capsys, "info", copy, "--step", 10)
+    assert status == 0
+    assert lines[0].startswith(f"step 10 in {copy / 'model'}, saved 2")
+    assert lines[1:3] == [f"run: {saved['run']}", "metrics: loss 2.5, accuracy 0.25"]
+    rows = {line.split("  ")[0].strip(): line for line in lines[4:-1]}
+    assert set(rows) == {"params/w", "params/[red]b", "mu", "key", "empty", "step"}
+    digest = saved["leaves"]["params/w"]["digest"]
+    assert rows["params/w"].split() == ["params/w", "(64,", "48)", "bfloat16", "6,144", f"{digest:08x}"]
+    assert lines[-1] == "leaves: 6, elements: 6,195, bytes: 18,640"
+
+
+def test_info_shows_the_newest(run, capsys):
+    assert run_ckpt(capsys, "info", run)[1][0].startswith("step 30 in ")
+    assert run_ckpt(capsys, "info", run / "model" / "20")[1][0].startswith("step 20 in ")
+
+
+def test_names_of_leaves_cannot_move_the_cursor(tmp_path, capsys):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a\x1b[2Jb\n": jnp.ones(2)})
+    for command in (["info"], ["diff", str(tmp_path)]):
+        main(["ckpt", *command, str(tmp_path)])
+        assert "\x1b" not in capsys.readouterr().out
+    assert "a\\x1b[2Jb\\n  (2,)" in "\n".join(run_ckpt(capsys, "info", tmp_path)[1])
+
+
+# verify
+
+
+def test_verify_names_the_leaf_that_has_a_flipped_bit(copy, capsys):
+    assert run_ckpt(capsys, "verify", copy)[:2] == (0, ["step 10: whole", "step 20: whole", "step 30: whole"])
+    flip_largest(copy / "model" / "20")
+    before = everything(copy)
+    status, lines, _ = run_ckpt(capsys, "verify", copy)
+    assert (status, lines[::2]) == (1, ["step 10: whole", "step 30: whole"])
+    assert lines[1] == "step 20: corrupt: mu: other bits than were saved"
+    assert run_ckpt(capsys, "verify", copy, "--step", 20)[:2] == (1, lines[1:2])
+    assert run_ckpt(capsys, "verify", copy / "model" / "20")[:2] == (1, lines[1:2])
+    assert run_ckpt(capsys, "verify", copy, "--step", 10)[:2] == (0, lines[:1])
+    assert everything(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"bfloat16"', b'"bfmoat16"', "its index cannot be read"),
+        (b'"digest"', b'"dig%st"', "its index cannot be read"),
+        (b'"mu"', b'"mt"', "its index cannot be read"),
+        (b'"leaves"', b'"neaves"', "its index cannot be read"),
+    ],
+)
+def test_verify_finds_flipped_bits_in_the_index(copy, capsys, old, new, reason):
+    index = copy / "model" / "10" / "_CHECKPOINT_METADATA"
+    content = index.read_bytes()
+    assert old in content
+    index.write_bytes(content.replace(old, new, 1))
+    status, lines, _ = run_ckpt(capsys, "verify", copy)
+    assert (status, lines[1:]) == (1, ["step 20: whole", "step 30: whole"])
+    assert reason in lines[0]
+
+
+def test_verify_takes_what_a_run_deletes_meanwhile_for_no_harm(copy, capsys, monkeypatch):
+    verify = Checkpointer.verify
+
+    def deleted(self, step):
+        if step == 10:
+            shutil.rmtree(self.path / "10")
+        verify(self, step)
+
+    monkeypatch.setattr(Checkpointer, "verify", deleted)
+    status, lines, _ = run_ckpt(capsys, "verify", copy)
+    assert (status, lines) == (0, ["step 10: gone: its run deleted it", "step 20: whole", "step 30: whole"])
+
+
+def test_checkpoints_of_64_bits_are_whole(tmp_path, capsys):
+    with jax.enable_x64(True), Checkpointer(tmp_path / "saved") as checkpoints:
+        saved = {"x": jnp.arange(5.0) / 3, "n": jnp.arange(3) + 2**40}
+        assert saved["x"].dtype == jnp.float64
+        checkpoints.save(1, saved)
+    assert run_ckpt(capsys, "verify", tmp_path / "saved")[:2] == (0, ["step 1: whole"])
+    assert run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", tmp_path / "x.safetensors")[0] == 0
+    assert jnp.ones(1, float).dtype == jnp.float32
+    with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
+        np.testing.assert_array_equal(file.get_tensor("x"), saved["x"])
+        np.testing.assert_array_equal(file.get_tensor("n"), saved["n"])
+
+
+# diff
+
+
+def test_diff(run, capsys):
+    model = run / "model"
+    status, lines, _ = run_ckpt(capsys, "diff", model / "20", run)
+    assert status == 1
+    assert lines == [
+        f"- step 20 in {model}",
+        f"+ step 30 in {model}",
+        "+ nu: only here: int8[2, 2]",
+        "! mu: float32[64, 48], float32[7]",
+        "leaves that differ: 2",
+    ]
+    assert "- nu: only here: int8[2, 2]" in run_ckpt(capsys, "diff", run, model / "20")[1]
+    status, lines, _ = run_ckpt(capsys, "diff", model / "10", model / "20")
+    assert (status, lines[2:]) == (1, ["! params/w: other values", "leaves that differ: 1"])
+
+
+def test_diff_with_values(run, capsys):
+    one, two = (np.asarray(tree(scale)["params"]["w"], np.float64) for scale in (1, 2))
+    status, lines, _ = run_ckpt(capsys, "diff", run / "model" / "10", run / "model" / "20", "--values")
+    assert (status, lines[2]) == (1, f"! params/w: other values, largest difference {np.abs(one - two).max():.6g}")
+
+
+def test_diff_of_the_same(run, copy, capsys):
+    status, lines, _ = run_ckpt(capsys, "diff", run, copy, "--values")
+    assert (status, lines[2:]) == (0, ["leaves that differ: 0"])
+
+
+def test_diff_of_what_is_corrupt_is_no_difference(run, copy, capsys):
+    flip_largest(copy / "model" / "20")
+    with Checkpointer(copy / "other") as checkpoints:
+        checkpoints.save(1, tree(3.0) | {"mu": jnp.ones((64, 48))})
+    status, _, err = run_ckpt(capsys, "diff", copy / "model" / "20", copy / "other", "--values")
+    assert (status, err) == (2, "jaxshard ckpt: checkpoint 20 is corrupt: mu: other bits than were saved\n")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "largest"),
+    [
+        (np.array([1, 2], ml_dtypes.bfloat16), np.array([1, 2.5], ml_dtypes.bfloat16), 0.5),
+        (np.array([0, 255], np.uint8), np.array([255, 255], np.uint8), 255),
+        (np.array([True, False]), np.array([True, True]), 1),
+        (np.array([-7], ml_dtypes.int4), np.array([7], ml_dtypes.int4), 14),
+        (np.array([3 + 4j], np.complex64), np.array([0j], np.complex64), 5),
+        (np.array([np.inf, 1.0]), np.array([-np.inf, 1.0]), np.inf),
+        (np.array([0.0, np.nan]), np.array([-0.0, np.nan]), 0),
+        (np.array([5.0, np.nan]), np.array([1.0, 1.0]), np.nan),
+        (np.float32(3), np.float32(1), 2),
+    ],
+)
+def test_largest_difference(monkeypatch, a, b, largest):
+    monkeypatch.setattr(ckpt_diff, "_COMPARED", 1)
+    np.testing.assert_equal(ckpt_diff.largest_difference(a, b), largest)
+
+
+# export
+
+
+def test_export_is_the_same_bit_for_bit(run, tmp_path, capsys):
+    file = tmp_path / "all.safetensors"
+    status, lines, _ = run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20)
+    assert (status, lines) == (0, [f"wrote {file}: step 20, leaves: 6, 18.6 kB; every digest is right"])
+    saved = tree(2.0)
+    wanted = {
+        "params/w": saved["params"]["w"],
+        "params/[red]b": saved["params"]["[red]b"],
+        "mu": saved["mu"],
+        "key": jax.random.key_data(saved["key"]),
+        "empty": saved["empty"],
+        "step": np.int64(3),
+    }
+    with safe_open(file, framework="numpy") as opened:
+        assert set(opened.keys()) == set(wanted)
+        assert opened.metadata()["step"] == "20"
+        for path, x in wanted.items():
+            found = opened.get_tensor(path)
+            assert (found.dtype, found.shape) == (x.dtype, x.shape)
+            assert found.tobytes() == np.asarray(x).tobytes()
+    assert os.listdir(tmp_path) == ["all.safetensors"]
+
+
+def test_every_array_of_an_export_is_aligned(tmp_path, capsys):
+    """Readers map the file."""
+    with Checkpointer(tmp_path / "saved") as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(3, jnp.int8), "b": jnp.arange(9.0), "c": jnp.ones(5, jnp.bfloat16)})
+    file = tmp_path / "x.safetensors"
+    assert run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file)[0] == 0
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    starts = {
+        path: leaf["data_offsets"][0] for path, leaf in json.loads(content[8 : 8 + size]).items() if path in "abc"
+    }
+    assert starts == {"b": 0, "c": 36, "a": 46}
+    assert size % 8 == 0
+
+
+def test_export_of_some(run, tmp_path, capsys):
+    file = tmp_path / "params.safetensors"
+    assert run_ckpt(capsys, "export", run, "--safetensors", file, "--only", "^params/")[0] == 0
+    with safe_open(file, framework="numpy") as opened:
+        assert set(opened.keys()) == {"params/w", "params/[red]b"}
+    assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "e.safetensors", "--only", "empty")[0] == 0
+
+
+@pytest.mark.parametrize("part", [1, 2**28])
+def test_export_in_parts_of_any_size(run, tmp_path, capsys, monkeypatch, part):
+    monkeypatch.setattr("jaxshard.checkpoint.checkpointer._VERIFIED_BYTES", part)
+    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    assert run_ckpt(capsys, "export", run, "--safetensors", files[0])[0] == 0
+    monkeypatch.undo()
+    assert run_ckpt(capsys, "export", run, "--safetensors", files[1])[0] == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_export_of_what_is_corrupt_leaves_nothing(copy, tmp_path, capsys):
+    flip_largest(copy / "model" / "20")
+    file = tmp_path / "out" / "x.safetensors"
+    file.parent.mkdir()
+    status, _, err = run_ckpt(capsys, "export", copy, "--safetensors", file, "--step", 20)
+    assert (status, err) == (1, "jaxshard ckpt: checkpoint 20 is corrupt: mu: other bits than were saved\n")
+    assert os.listdir(file.parent) == []
+    assert run_ckpt(capsys, "export", copy, "--safetensors", file, "--step", 20, "--only", "w$")[0] == 0
+
+
+def test_export_that_is_interrupted_leaves_nothing(run, tmp_path, capsys, monkeypatch):
+    def read(self, step, paths):
+        yield paths[0], np.zeros(2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpointer, "read", read)
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
+    assert (status, err) == (130, "jaxshard ckpt: interrupted; nothing was written\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_export_does_not_overwrite_what_came_meanwhile(run, tmp_path, capsys, monkeypatch):
+    file, check = tmp_path / "x.safetensors", ckpt_export._check_opens
+
+    def come(part, leaves):
+        check(part, leaves)
+        file.write_text("mine")
+
+    monkeypatch.setattr(ckpt_export, "_check_opens", come)
+    assert run_ckpt(capsys, "export", run, "--safetensors", file)[0] == 2
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    assert file.read_text() == "mine"
+
+
+def test_export_names_all_leaves_that_the_format_cannot_hold(tmp_path, capsys):
+    with Checkpointer(tmp_path / "saved") as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(4, jnp.int4), "z": jnp.ones(2, jnp.complex64), "__metadata__": jnp.ones(2)})
+    before = everything(tmp_path)
+    file = tmp_path / "x.safetensors"
+    status, _, err = run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file)
+    assert (status, err.splitlines()) == (
+        2,
+        ["jaxshard ckpt: a .safetensors file cannot hold a (int4): choose others with --only REGEX"],
+    )
+    status, _, err = run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file, "--only", "_")
+    assert status == 2
+    assert "a leaf called __metadata__" in err
+    assert everything(tmp_path) == before
+    assert run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file, "--only", "z")[0] == 0
+
+
+def test_export_without_space(run, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
+    assert status == 2
+    assert "no space: the file takes 0.0 MB and 0.0 MB are free" in err
+    assert os.listdir(tmp_path) == []
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "missing"], "missing does not exist: name a folder"),
+        (["ls", "file"], "file is a file: name a folder"),
+        (["ls", "empty"], "empty: name a folder of checkpoints, or a run's folder, which has them in model/"),
+        (["info", "empty"], "no checkpoint in "),
+        (["info", "run", "--step", "7"], "--step 7: no such checkpoint in "),
+        (["verify", "run", "--step", "7"], "; the newest are 10, 20, 30"),
+        (["verify", "run/model/20", "--step", "20"], "run/model/20 is the folder of step 20; leave --step out"),
+        (["diff", "run", "missing"], "missing does not exist"),
+        (["export", "run", "--safetensors", "file"], "--safetensors file is there already: name a new file"),
+        (["export", "run", "--safetensors", "link"], "--safetensors link is there already: name a new file"),
+        (["export", "run", "--safetensors", "no/x"], "--safetensors no/x: there is no folder no: make it first"),
+        (["export", "run", "--safetensors", "x", "--only", "("], "--only (: no regular expression: "),
+        (["export", "run", "--safetensors", "x", "--only", "W"], "--only W: none of 7 leaves matches; the first is "),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "run").symlink_to(run)
+    before = sorted(tmp_path.rglob("*")), everything(run)
+    status, lines, err = run_ckpt(capsys, *arguments)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert message in err
+    assert (sorted(tmp_path.rglob("*")), everything(run)) == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["prune"], ["ls"], ["export", "run"], ["info", "run", "--stop", "3"]])
+def test_wrong_options_are_refused(capsys, arguments):
+    with pytest.raises(SystemExit) as raised:
+        main(["ckpt", *arguments])
+    assert raised.value.code == 2
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("ls", "info", "verify", "diff", "export"):
+        assert f"ckpt {name} DIR" in shown
+
+
+def test_it_stays_off_accelerators(run):
+    """JAX told to use some that are not there would fail; the command takes the CPU all the same."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jaxshard", "ckpt", "verify", str(run), "--step", "10"],
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "step 10: whole\n"), done.stderr

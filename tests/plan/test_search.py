@@ -1,0 +1,520 @@
+"""Plans: what is predicted against what is compiled for simulated devices, against formulas, and against itself."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from test_costs import BLOCK, LAYERS, PARAMS, TABLES, VOCABULARY, batch, loss, params
+
+import jaxshard
+from jaxshard import inspect, plan
+from jaxshard.base.units import size_in_words
+from jaxshard.cli import main
+from jaxshard.cli import plan as command
+from jaxshard.hardware import chips
+from jaxshard.mesh import abstract_mesh
+from jaxshard.plan import Candidate, Target, from_jaxpr
+from jaxshard.plan.costs import costs_of
+from jaxshard.plan.prediction import bandwidth_along
+from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+
+H100 = Target(chips.chip("h100"), 8, 80e9)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def step_on(strategy, mesh, m=1, inner=None, **options):
+    opt = getattr(jaxshard, strategy)(inner or optax.adamw(1e-3), mesh, **options)
+    return jaxshard.train_step(loss, opt, microbatches=m), opt
+
+
+def mesh_of(strategy, n=8):
+    return jaxshard.make_mesh(devices=jax.devices()[:n], replica=2 if strategy == "hsdp" else 1)
+
+
+def compiled_and_predicted(step, opt, *args):
+    given = shapes(args)
+    report = inspect.report(step.lower(given[0], opt.init(given[0]), *given[1:]).compile())
+    return report, plan.predict(step, *given)
+
+
+# Predicted against compiled, on CPU.
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_wire_bytes_and_bytes_at_rest_are_the_compiled_ones(strategy, m):
+    step, opt = step_on(strategy, mesh_of(strategy), m)
+    report, found = compiled_and_predicted(step, opt, params(), batch(64))
+    assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
+    assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
+    assert found.at_rest["batch"] == report.arguments[2]
+    by_axes = {axes: size for axes, size in found.costs.wire_bytes_by_axes().items() if size > 1000}
+    compiled = report.wire_bytes_by_axes(opt.mesh)
+    assert by_axes == pytest.approx({axes: compiled[axes] for axes in by_axes}, rel=1e-2)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_other_device_counts(n):
+    step, opt = step_on("zero3", mesh_of("zero3", n))
+    report, found = compiled_and_predicted(step, opt, params(), batch(24))
+    assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2, abs=1)
+    assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
+
+
+def clipped_muon():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(1e-3))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_matrix_optimizers_that_are_dealt_out(strategy):
+    """Stacked ones go to 4 devices whole; of the two tables that do not, XLA's choices are only nearly known."""
+    step, opt = step_on(strategy, mesh_of(strategy, 4), inner=clipped_muon())
+    report, found = compiled_and_predicted(step, opt, params(), batch())
+    assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=5e-2)
+    assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
+
+
+MODEL = ModelConfig(layers=4, width=64, heads=4, hidden=128, sequence_length=32)
+STYLES = {
+    "tensor": {"strategy": "tensor_parallel", "tensor": 4},
+    "tensor, sequence": {"strategy": "tensor_parallel", "tensor": 2, "sequence_parallel": True},
+    "gpipe": {"strategy": "pipeline_parallel", "pipeline": 2, "schedule": "gpipe"},
+    "1f1b": {"strategy": "pipeline_parallel", "pipeline": 4},
+    "interleaved": {
+        "strategy": "pipeline_parallel", "pipeline": 2, "schedule": "interleaved", "virtual": 2,
+    },
+    "3d, zero 2": {"strategy": "hybrid", "zero": 2, "tensor": 2, "pipeline": 2},
+    "3d, zero 3, per microbatch": {
+        "strategy": "hybrid", "zero": 3, "tensor": 2, "pipeline": 2, "gather": "microbatch",
+    },
+}  # fmt: skip
+
+
+def config_of(**sharding):
+    how = ShardingConfig(min_shard_size=64, **sharding)
+    return Config(model=MODEL, sharding=how, train=TrainConfig(rows=64))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_tensor_and_pipeline_parallel_too(style):
+    config = config_of(**STYLES[style])
+    mine = command.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
+    step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
+    report, found = compiled_and_predicted(step, step.loss.options.engine, shaped, *rest)
+    assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
+    assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
+    assert (found.costs.trips_known, report.trips_known) == (True, True)
+
+
+# Against formulas.
+
+
+def test_products_are_counted_as_they_run():
+    """Forward, half of it again in the rematerialised layers (the rest is not needed), twice in the backward pass."""
+    step, _ = step_on("zero2", mesh_of("zero2"), 2)
+    found = plan.predict(step, *shapes((params(), batch(64))))
+    tokens = 64 * 4 / 8
+    head = VOCABULARY * 64
+    assert found.costs.flops == {"float32": 2 * tokens * (3.5 * BLOCK + 3 * head)}
+
+
+def test_layers_count_once_per_trip_and_dead_work_not_at_all():
+    def unused(p, batch):
+        thrown_away = p["embedding"] @ p["head"]
+        return loss(p, batch) + 0 * jnp.zeros(()), thrown_away[0, 0]
+
+    def first_alone(p, batch):
+        return unused(p, batch)[0]
+
+    opt = jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp"))
+    counts = [
+        plan.predict(jaxshard.train_step(fn, opt), *shapes((params(), batch(64)))).costs.flops
+        for fn in (loss, first_alone)
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0]["float32"] > 2 * (64 * 4 / 8) * BLOCK * 4 - 1
+    assert LAYERS == 4
+
+
+def test_the_table_of_the_zero_paper():
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters, Adam in mixed precision, 64 devices; GB per device."""
+    table = {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.88}
+    leaf = jax.ShapeDtypeStruct((30, 250_000, 1024), jnp.bfloat16)
+    count = math.prod(leaf.shape)
+
+    def linear(p, batch):
+        return jnp.mean(batch @ p[0, :1024].astype(jnp.float32))
+
+    for strategy, wanted in table.items():
+        mesh = abstract_mesh(64)
+        opt = getattr(jaxshard, strategy)(optax.adam(1e-3), mesh, master_dtype=jnp.float32)
+        rows = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+        held = plan.predict(jaxshard.train_step(linear, opt), leaf, rows).at_rest
+        total = (held["params"] + held["grads"] + held["state"]) * 7.5e9 / count / 1e9
+        assert total == pytest.approx(wanted, rel=5e-3)
+
+
+# Against itself.
+
+
+@pytest.mark.parametrize("style", ["ddp", "zero1", "zero2", "zero3", "hsdp", *STYLES])
+def test_any_number_of_rows_is_predicted_from_one_trace(style):
+    sharding = STYLES.get(style) or {"strategy": style, "replica": 2 if style == "hsdp" else 1, "microbatches": 2}
+    config = config_of(**sharding)
+    mine = command.own(config, H100)
+    given = command.building(config)(mine, mine.mesh(H100))
+    found = plan.AnyRows(*given, unit=config.sharding.stage_microbatches if mine.pipeline > 1 else 1)
+    for rows in (64, 192):
+        wide = dataclasses.replace(config, train=TrainConfig(rows=rows))
+        direct = plan.predict(*command.building(wide)(mine, mine.mesh(H100)))
+        assert found.at(rows).to_dict() == direct.to_dict()
+    with pytest.raises(ValueError, match=r"65 rows are no multiple of \d+"):
+        found.at(65)
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+    step, *_ = step_on("zero3", mesh_of("zero3"))
+    found = plan.AnyRows(step, *shapes((params(), batch(64))))
+    target = dataclasses.replace(H100, memory_bytes=40e6)
+    rows = plan.largest_batch(found, target)
+    assert found.at(rows).peak_bytes <= 40e6 < found.at(rows + max(8, rows // 80 // 8 * 8)).peak_bytes
+    assert plan.largest_batch(found, dataclasses.replace(H100, memory_bytes=1e5)) == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_abstract_mesh_is_laid_out_and_predicted_as_a_real_one(strategy):
+    real = mesh_of(strategy)
+    abstract = abstract_mesh(8, replica=real.shape["replica"])
+    found = []
+    for mesh in (real, abstract):
+        step, opt = step_on(strategy, mesh)
+        found.append((opt.layout(params()), plan.predict(step, *shapes((params(), batch())))))
+    assert str(found[0][0]) == str(found[1][0])
+    assert found[0][1].to_dict() == found[1][1].to_dict()
+
+
+def test_nothing_lies_or_runs_on_an_abstract_mesh():
+    step, opt = step_on("zero2", abstract_mesh(8))
+    for call in (lambda: opt.place(params()), lambda: opt.init(params()), lambda: opt.rank):
+        with pytest.raises(ValueError, match="the mesh is abstract and has no devices"):
+            call()
+    with pytest.raises(ValueError, match="the mesh is abstract and has no devices"):
+        step(params(), optax.adamw(1e-3).init(params()), batch())
+    state = opt.init(shapes(params()))
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {opt.mesh}
+    with pytest.raises(ValueError, match="num_devices 0"):
+        abstract_mesh(0)
+
+
+def test_nothing_is_materialised_however_large():
+    wide = jax.ShapeDtypeStruct((80, 8192, 28672 * 4), jnp.bfloat16)
+
+    def far(p, batch):
+        return jnp.mean(jax.lax.scan(lambda x, w: (x @ jaxshard.unshard(w) @ w.T, None), batch, p)[0])
+
+    step = jaxshard.train_step(far, jaxshard.zero3(optax.adamw(1e-3), abstract_mesh(4096)))
+    held = plan.predict(step, wide, jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)).at_rest
+    assert held["params"] == math.prod(wide.shape) * 2 // 4096
+
+
+def test_what_is_left_to_the_partitioner_is_not_guessed():
+    mesh = abstract_mesh(8, tensor=2)
+    opt = jaxshard.zero2(optax.adam(1e-3), mesh, specs=[("head", jax.P(None, "tensor"))], auto_axes=("tensor",))
+    with pytest.raises(ValueError, match=r"auto_axes=.*compiling"):
+        plan.predict(jaxshard.train_step(loss, opt), *shapes((params(), batch())))
+
+
+def test_what_is_donated_is_not_held_twice():
+    step, opt = step_on("ddp", abstract_mesh(8, platform="gpu"))  # XLA for CPU makes copies
+    kept = jaxshard.train_step(loss, opt, donate=False)
+    peaks = [plan.predict(s, *shapes((params(), batch()))).peak_bytes for s in (step, kept)]
+    assert peaks[0] < 2 * 3 * 4 * PARAMS <= peaks[1]
+
+
+def test_much_temporary_memory_takes_simulated_devices_time_and_no_others():
+    found = plan.predict(step_on("ddp", mesh_of("ddp"))[0], *shapes((params(), batch())))
+    more = dataclasses.replace(found, costs=dataclasses.replace(found.costs, peak_bytes=10**9))
+    times = {
+        name: (found.seconds(chips.chip(name)).memory, more.seconds(chips.chip(name)).memory) for name in chips.CHIPS
+    }
+    assert times["cpu"][0] + 1 < times["cpu"][1]
+    assert all(few == much for name, (few, much) in times.items() if name != "cpu")
+
+
+def test_a_while_loop_is_said_to_have_unknown_trips():
+    def looping(p, batch):
+        x = jax.lax.while_loop(lambda at: at[0] < 3, lambda at: (at[0] + 1, at[1] * 2), (0, batch["y"][:, :1] * 1.0))[1]
+        return loss(p, batch) + 0 * x.mean()
+
+    step, _ = step_on("ddp", mesh_of("ddp"))
+    other = jaxshard.train_step(looping, step.loss.options.engine and jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp")))
+    assert plan.predict(step, *shapes((params(), batch()))).costs.trips_known
+    assert not plan.predict(other, *shapes((params(), batch()))).costs.trips_known
+
+
+def test_narrow_products_halve_what_a_tpu_gathers():
+    """float32 leaves that only products read are gathered in bfloat16 there; the embedding is looked up in float32."""
+    found = {}
+    for platform in ("gpu", "tpu"):
+        step, _ = step_on("zero3", abstract_mesh(8, platform=platform))
+        found[platform] = plan.predict(step, *shapes((params(), batch())))
+    gathered = {
+        name: sum(m.wire_bytes for m in p.costs.collectives if m.kind == "all-gather") for name, p in found.items()
+    }
+    once = 7 / 8 * 4
+    assert gathered["gpu"] == once * (PARAMS + BLOCK)
+    assert gathered["tpu"] == once * ((2 * BLOCK + TABLES / 2) / 2 + TABLES / 2)
+
+
+# Ranking.
+
+
+def build_of(rows=64, **options):
+    return plan.building(loss, optax.adamw(1e-3), *shapes((params(), batch(rows))), **options)
+
+
+def test_what_fits_is_ranked_by_time_and_the_rest_by_size():
+    found = plan.candidates(H100, microbatches=(1, 2))
+    peaks = sorted(row.prediction.peak_bytes for row in plan.compare(build_of(), found, H100))
+    target = dataclasses.replace(H100, memory_bytes=peaks[len(peaks) // 2])
+    ranked = plan.fit(build_of(), found, target)
+    fitting = [row for row in ranked.rows if row.fits]
+    assert ranked.best is fitting[0] is ranked.rows[0]
+    times = [row.seconds.total for row in fitting]
+    assert times == sorted(times)
+    excess = [row.excess_bytes for row in ranked.rows if not row.fits]
+    assert excess == sorted(excess)
+    assert excess
+    assert f"{ranked.best.candidate.name} is the fastest that fits" in ranked.why()
+
+
+def test_candidates_that_sizes_refuse_are_told_apart():
+    ranked = plan.fit(build_of(rows=8), plan.candidates(H100, microbatches=(1, 3)), H100)
+    assert {c.microbatches for c, _ in ranked.refused} == {3}
+    assert all("must be divisible by 24" in why for _, why in ranked.refused)
+    assert {row.candidate.microbatches for row in ranked.rows} == {1}
+
+
+def test_nothing_fits_is_said_with_by_how_much():
+    target = dataclasses.replace(H100, memory_bytes=3e5)
+    ranked = plan.fit(build_of(), plan.candidates(H100, microbatches=(1,)), target)
+    assert ranked.best is None
+    least = min(ranked.rows, key=lambda row: row.excess_bytes)
+    assert f"needs {size_in_words(least.peak_bytes)}" in ranked.why()
+
+
+def test_the_fewest_devices_that_would_do():
+    target = dataclasses.replace(H100, memory_bytes=2e6)
+    build, candidate = build_of(rows=4096), Candidate("zero3", data=8)
+    count = plan.fewest_devices(build, target, candidate)
+    assert count is not None
+    peaks = [
+        plan.predict(*build(c, c.mesh(H100))).peak_bytes
+        for c in (Candidate("zero3", data=count), Candidate("zero3", data=count // 2))
+    ]
+    assert peaks[0] <= 2e6 < peaks[1]
+    assert plan.fewest_devices(build, dataclasses.replace(H100, memory_bytes=1e3), candidate) is None
+
+
+def test_links_are_slower_between_domains():
+    sizes = {"pipeline": 1, "replica": 4, "data": 8, "tensor": 1}
+    chip = chips.chip("h100")
+    assert bandwidth_along("data", sizes, chip) == chip.link_bandwidth
+    assert bandwidth_along("replica", sizes, chip) == chip.network_bandwidth
+    assert bandwidth_along("replica x data", sizes, chip) == chip.network_bandwidth
+    assert bandwidth_along("data", sizes | {"data": 16}, chip) == chip.network_bandwidth
+
+
+def test_the_roofline_is_its_parts():
+    step, _ = step_on("zero2", mesh_of("zero2"))
+    found, chip = plan.predict(step, *shapes((params(), batch()))), chips.chip("h100")
+    seconds = found.seconds(chip)
+    products = (found.costs.flops["float32"] / chip.flops["float32"], found.costs.product_bytes / chip.memory_bandwidth)
+    assert seconds.products == max(products)
+    assert seconds.memory == found.costs.memory_bytes / chip.memory_bandwidth
+    assert seconds.links == pytest.approx(found.wire_bytes / chip.link_bandwidth)
+    assert seconds.overlapped <= seconds.total
+    assert sum(found.memory.values()) == found.peak_bytes
+
+
+# How cuts are followed where XLA partitions.
+
+
+@pytest.mark.parametrize(
+    ("fn", "moves"),
+    [
+        (lambda x: x * 2 + 1, 0),
+        (lambda x: x.T, 0),
+        (lambda x: x.sum(0), 0),
+        (lambda x: x.sum(1), 2 * 64 * 4),
+        (lambda x: x @ x.T, 2 * 64 * 64 * 4),
+        (lambda x: x.T @ x, 0),
+        (lambda x: jnp.linalg.norm(x), 2 * 4),
+    ],
+)
+def test_sums_over_cut_dims_are_all_reduced(fn, moves):
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    block = from_jaxpr.written_out(jax.make_jaxpr(fn)(x), [jax.P(None, "data")], {"data": 8}, "cpu")
+    assert sum(m.wire_bytes for op in block.ops for m in op.moved) == pytest.approx(moves * 7 / 8)
+
+
+# The command.
+
+
+def run_plan(capsys, *arguments):
+    status = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+TINY = [
+    *("--model.layers", "2", "--model.width", "64", "--model.heads", "4", "--model.hidden", "96"),
+    *("--model.sequence-length", "32", "--train.rows", "16"),
+]
+
+
+def test_the_command_shows_all_strategies_and_writes_their_figures(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    status, out, _ = run_plan(capsys, *TINY, "--machine", "h100:2x8", "--json", str(file))
+    assert status == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["candidate"]["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert all(row["candidate"]["strategy"] in out for row in rows)
+    assert all(row["largest_batch"] > 16 for row in rows)
+
+
+def test_the_command_ranks(capsys):
+    status, out, _ = run_plan(capsys, *TINY, "--machine", "cpu:8", "--fit")
+    assert status == 0
+    assert "is the fastest that fits" in out
+
+
+def test_the_command_says_what_would_do(capsys):
+    status, out, _ = run_plan(capsys, *TINY, "--devices", "8", "--memory", "0.05", "--train.rows", "4096")
+    assert status == 1
+    assert "Too large for every strategy: " in out
+    assert re.search(r"\d+ devices would do\. Or fewer rows a step", out)
+
+
+def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path):
+    own = ("--sharding.strategy", "hybrid", "--sharding.tensor", "2", "--json", str(tmp_path / "plan.json"))
+    status, *_ = run_plan(capsys, *TINY, "--machine", "cpu:8", *own)
+    assert status == 0
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert rows[-1]["name"] == "hybrid zero2 4 x data, 2 x tensor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--machine", "h100"), ("h100:8",)),
+        (("--machine", "v9:2x2"), ("v5p:8x8x8", "h100:8")),
+        (("--devices", "8", "--chip", "tpu"), ("v5e", "h100", "b200")),
+        (("--devices", "8", "--machine", "h100:8"), ("--devices", "--machine")),
+        (("--devices", "0"), ("--devices 0",)),
+        (("--chip", "h200"), ("--chip h200", "--devices N")),
+        (("--fit", "--compile", "cpu:8"), ("--fit", "--compile")),
+        (("--machine", "h100:8", "--compile", "cpu:8"), ("two machines",)),
+        (("--machine", "h100:8", "--strategies", "hsdp"), ("hsdp", "one")),
+        (("--machine", "h100:8", "--train.rows", "12"), ("train.rows = 12", "16 would be")),
+        (("--machine", "h100:8", "--model.heads", "5"), ("model.heads = 5",)),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_traced(capsys, arguments, words):
+    status, out, err = run_plan(capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert all(word in err for word in words)
+
+
+def test_predicted_stands_beside_compiled(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    status, out, _ = run_plan(capsys, *TINY, "--compile", "cpu:8", "--strategies", "zero2", "--json", str(file))
+    assert status == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["predicted"]["wire_bytes"] == pytest.approx(row["compiled"]["wire_bytes"], rel=1e-2)
+    assert "params at rest, bytes" in out
+
+
+def test_precision_is_planned_too():
+    config = dataclasses.replace(config_of(), precision=PrecisionConfig(params="bfloat16", masters=True))
+    (row,) = plan.compare(command.building(config), [Candidate("zero1", data=8)], H100)
+    count = sum(math.prod(leaf.shape) for leaf in row.prediction.layout.params)
+    assert (row.prediction.at_rest["params"], row.prediction.at_rest["grads"]) == (2 * count, 2 * count)
+
+
+def test_over_a_whole_torus_tpus_all_reduce():
+    """v5p:2x2x2 on one data axis; in a plane, or on two axes, they scatter."""
+    found = {}
+    for kind in ("v5p:2x2x2", "v5p:2x4x1", "v5p"):
+        step, _ = step_on("zero2", abstract_mesh(8, platform="tpu", device_kind=kind))
+        found[kind] = plan.predict(step, *shapes((params(), batch()))).costs.collectives
+    kinds = {kind: {m.kind for m in moved if m.bytes > 1000} for kind, moved in found.items()}
+    assert kinds == {
+        "v5p:2x2x2": {"all-reduce"},
+        "v5p:2x4x1": {"all-gather", "reduce-scatter"},
+        "v5p": {"all-gather", "reduce-scatter"},
+    }
+
+
+def test_memory_traffic_is_what_is_read_and_written():
+    def fn(x, w):
+        y = jnp.tanh(x @ w) * 2  # the product; then its result read, and written again
+        return y, jax.lax.dynamic_slice_in_dim(x, 0, 8)  # a part of x: read and written
+
+    ins = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 128))]
+    block = from_jaxpr.written_out(jax.make_jaxpr(fn)(*ins), [jax.P(), jax.P()], {"data": 1}, "cpu")
+    found = costs_of(block, [False, False], "cpu")
+    assert found.product_bytes == 4 * (64 * 256 + 256 * 128 + 64 * 128)
+    assert found.memory_bytes == pytest.approx(4 * (2 * 64 * 128 + 2 * 8 * 256), abs=8)  # and the slice's start
+
+
+def test_what_is_too_large_at_rest_is_told_apart():
+    peak = {c.strategy: plan.at_rest(*build_of()(c, c.mesh(H100))) for c in plan.side_by_side(H100)}
+    target = dataclasses.replace(H100, memory_bytes=peak["ddp"] - 1)
+    ranked = plan.fit(build_of(), plan.candidates(target, microbatches=(1,)), target)
+    assert [(c.strategy, why) for c, why in ranked.refused] == [("ddp", "params and state alone are 1 B too large")]
+    assert ranked.best is not None
+
+
+def test_if_nothing_can_be_planned_the_reasons_are_given(capsys):
+    ranked = plan.fit(build_of(rows=7), plan.candidates(H100, microbatches=(1,)), H100)
+    assert ranked.best is None
+    assert "must be divisible by 8" in ranked.why()
+    status, out, _ = run_plan(capsys, *TINY[:-1], "7", "--machine", "cpu:8", "--fit")
+    assert status == 1
+    assert "train.rows = 7 is no multiple of" in out
+
+
+def test_the_lighter_ones_are_tried_where_all_are_too_large_at_rest():
+    target = dataclasses.replace(H100, memory_bytes=1e4)
+    ranked = plan.fit(build_of(), plan.candidates(target, microbatches=(1, 4)), target)
+    assert {row.candidate.name for row in ranked.rows} == {"zero3", "zero3, m 4"}
+    assert min(ranked.rows, key=lambda row: row.excess_bytes) is ranked.rows[0]
+
+
+def test_nodes_are_domains(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    run_plan(capsys, *TINY, "--machine", "h100:2x4", "--json", str(file))
+    (hsdp,) = [r for r in json.loads(file.read_text())["rows"] if r["candidate"]["strategy"] == "hsdp"]
+    assert (hsdp["candidate"]["replica"], hsdp["candidate"]["data"]) == (2, 4)
+
+
+def test_a_loop_over_rows_is_rescaled():
+    def by_row(p, rows):
+        return jax.lax.map(lambda row: jnp.sum(jnp.tanh(row @ p)), rows).mean()
+
+    opt = jaxshard.ddp(optax.sgd(1e-3), abstract_mesh(8))
+    step = jaxshard.train_step(by_row, opt)
+    given = (jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    found = plan.AnyRows(step, *given)
+    assert found.at(64).costs.flops == plan.predict(step, *given).costs.flops

@@ -1,0 +1,130 @@
+"""Text in, batches out: pure functions of seed and step."""
+
+import numpy as np
+import pytest
+
+from jaxshard.trainer import data
+
+TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
+
+
+def batches(text=TEXT, rows=4, length=16, seed=0):
+    return data.TrainingBatches(text, rows, length, seed)
+
+
+def test_built_in_text_is_english_of_known_size():
+    text = data.read_text(None)
+    assert 400_000 < len(text) < 600_000
+    assert b"the" in text.tobytes()
+    assert 2.2 < data.zlib_bits_per_byte(text) < 2.4
+
+
+def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_bytes(b"second \xff")
+    (tmp_path / "a.txt").write_bytes(b"first")
+    (tmp_path / "c.txt").write_bytes(b"third")
+    assert data.read_text(str(tmp_path)).tobytes() == b"first\nsecond \xff\nthird"
+    assert data.read_text(str(tmp_path / "a.txt")).tobytes() == b"first"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.mkdir(), r"is empty \(0 files\)"),
+        (lambda path: path.write_bytes(b" \n"), r"is empty \(1 files\)"),
+    ],
+)
+def test_bad_path_is_named(tmp_path, make, message):
+    path = tmp_path / "text"
+    make(path)
+    with pytest.raises(ValueError, match=message) as raised:
+        data.read_text(str(path))
+    assert str(path) in str(raised.value)
+
+
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "text").write_text("secret")
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(ValueError, match=f"{tmp_path}.* cannot be read.*Permission denied"):
+        data.read_text(str(tmp_path))
+
+
+def test_split_holds_out_the_end():
+    train, heldout = data.split(TEXT, 0.1, 16)
+    np.testing.assert_array_equal(np.concatenate([train, heldout]), TEXT)
+    assert len(heldout) == 100
+
+
+@pytest.mark.parametrize("heldout", [0.1, 0.9])
+def test_split_says_how_much_text_is_needed(heldout):
+    with pytest.raises(ValueError, match="give a text of 1291 bytes or more"):
+        data.split(TEXT, heldout, 128)
+    data.split(np.zeros(1291, np.uint8), heldout, 128)
+
+
+def test_batch_is_a_function_of_seed_and_step():
+    tokens = batches()(7)["tokens"]
+    assert tokens.shape == (4, 17)
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(tokens, batches()(7)["tokens"])
+    assert not np.array_equal(tokens, batches()(8)["tokens"])
+    assert not np.array_equal(tokens, batches(seed=1)(7)["tokens"])
+
+
+def test_rows_are_consecutive_text():
+    text = np.random.default_rng(0).integers(256, size=1000).astype(np.uint8)
+    for row in batches(text)(3)["tokens"]:
+        assert row.astype(np.uint8).tobytes() in text.tobytes()
+
+
+def test_epoch_visits_every_window_once_and_the_next_one_in_another_order():
+    text = np.arange(50 * 16 + 1, dtype=np.uint16)  # every position has a value of its own
+    made = batches(text, rows=7)
+    firsts = np.concatenate([made(step)["tokens"][:, 0] for step in range(14)])  # 98 rows: two epochs of 49 windows
+    assert len(set(firsts[:49])) == len(set(firsts[49:])) == 49
+    assert len(set(firsts[:49] % 16)) == 1  # one offset for the whole epoch
+    assert list(firsts[:49]) != list(firsts[49:])
+
+
+def test_last_byte_is_reached():
+    text = np.arange(34, dtype=np.uint16)
+    seen = {int(batches(text, rows=1)(step)["tokens"][0, -1]) for step in range(300)}
+    assert max(seen) == 33
+
+
+def test_text_of_one_window_works():
+    assert batches(TEXT[:17], rows=3)(5)["tokens"].shape == (3, 17)
+
+
+def test_processes_take_disjoint_parts_of_the_same_batch():
+    whole = batches()(2)["tokens"]
+    parts = [batches()(2, first, first + 2)["tokens"] for first in (0, 2)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("num_bytes", [2, 17, 64, 65, 66, 1000])
+def test_each_heldout_byte_but_the_first_is_predicted_once(num_bytes):
+    text = np.arange(num_bytes, dtype=np.uint16)
+    targets, total = [], 0
+    for batch, weight in data.heldout_batches(text, rows=4, length=16):
+        assert batch["tokens"].shape == (4, 17)
+        assert weight == batch["weights"].sum() > 0
+        targets += batch["tokens"][:, 1:][batch["weights"] == 1].tolist()
+        total += weight
+    assert targets == list(range(1, num_bytes))
+    assert total == num_bytes - 1
+
+
+def test_heldout_rows_of_a_process():
+    text = np.arange(100, dtype=np.uint8)
+    for (whole, weight), (mine, same) in zip(
+        data.heldout_batches(text, 4, 16), data.heldout_batches(text, 4, 16, 2, 4), strict=True
+    ):
+        np.testing.assert_array_equal(whole["tokens"][2:], mine["tokens"])
+        np.testing.assert_array_equal(whole["weights"][2:], mine["weights"])
+        assert weight == same
