@@ -265,7 +265,7 @@ NORM = "clip_by_global_norm (optax/transforms/_clipping.py:"
 RATIO = "scale_by_trust_ratio (optax/_src/transform.py:"
 FINITE = "apply_if_finite (optax/transforms/_conditionality.py:"
 SM3 = "scale_by_sm3 (optax/_src/transform.py:"
-MINE = "(tests/test_elementwise.py:"
+MINE = "(tests/inner/test_elementwise.py:"
 PLACES = {
     "alone": (clip, f"in {NORM}"),
     "chain": (lambda: optax.chain(twice(), clip()), f"in chain[1] > {NORM}"),
