@@ -1,26 +1,68 @@
 """jaxshard: shard any optax optimizer over a JAX device mesh, with the same training result."""
 
-from jaxshard.core.gradients import evaluate as evaluate
-from jaxshard.core.gradients import value_and_grad as value_and_grad
-from jaxshard.core.optimizer import ShardedOptimizer as ShardedOptimizer
-from jaxshard.core.optimizer import ddp as ddp
-from jaxshard.core.optimizer import fsdp as fsdp
-from jaxshard.core.optimizer import hsdp as hsdp
-from jaxshard.core.optimizer import hybrid as hybrid
-from jaxshard.core.optimizer import pipeline_parallel as pipeline_parallel
-from jaxshard.core.optimizer import shard_batch as shard_batch
-from jaxshard.core.optimizer import specs_of as specs_of
-from jaxshard.core.optimizer import tensor_parallel as tensor_parallel
-from jaxshard.core.optimizer import zero1 as zero1
-from jaxshard.core.optimizer import zero2 as zero2
-from jaxshard.core.optimizer import zero3 as zero3
-from jaxshard.core.precision import LossScale as LossScale
-from jaxshard.core.precision import ShardedState as ShardedState
-from jaxshard.core.step import NonFiniteError as NonFiniteError
-from jaxshard.core.step import train_step as train_step
-from jaxshard.core.unshard import unshard as unshard
-from jaxshard.mesh import initialize as initialize
-from jaxshard.mesh import make_mesh as make_mesh
-from jaxshard.pipelining.pipeline import pipeline as pipeline
+import importlib
+from types import ModuleType
+
+from jaxshard.core.batch import shard_batch, specs_of
+from jaxshard.core.gradients import evaluate, value_and_grad
+from jaxshard.core.loss_scale import LossScale
+from jaxshard.core.optimizer import (
+    ShardedOptimizer,
+    ddp,
+    fsdp,
+    hsdp,
+    hybrid,
+    pipeline_parallel,
+    tensor_parallel,
+    zero1,
+    zero2,
+    zero3,
+)
+from jaxshard.core.options import Options
+from jaxshard.core.precision import ShardedState
+from jaxshard.core.skips import NonFiniteError
+from jaxshard.core.step import train_step
+from jaxshard.core.unshard import unshard
+from jaxshard.mesh import initialize, make_mesh
+from jaxshard.pipelining.pipeline import pipeline
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LossScale",
+    "NonFiniteError",
+    "Options",
+    "ShardedOptimizer",
+    "ShardedState",
+    "ddp",
+    "evaluate",
+    "fsdp",
+    "hsdp",
+    "hybrid",
+    "initialize",
+    "make_mesh",
+    "pipeline",
+    "pipeline_parallel",
+    "shard_batch",
+    "specs_of",
+    "tensor_parallel",
+    "train_step",
+    "unshard",
+    "value_and_grad",
+    "zero1",
+    "zero2",
+    "zero3",
+]
+
+_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "plan", "tensor")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The public modules, imported when they are first asked for."""
+    if name in _MODULES:
+        return importlib.import_module(f"jaxshard.{name}")
+    raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

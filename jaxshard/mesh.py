@@ -12,7 +12,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jaxshard.processes.roll_call import roll_call
 
 AXES = ("pipeline", "replica", "data", "tensor")
-REPLICA_AXIS = "replica"
 
 
 def make_mesh(
@@ -96,10 +95,11 @@ def torus_dims(mesh: Mesh | AbstractMesh) -> int:
     return sum(len(set(side)) > 1 for side in zip(*places, strict=True))
 
 
-def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ValueError for an abstract mesh, on which no array can lie."""
+def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh; raises a ValueError for an abstract one, on which no array can lie."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(f"{who}: the mesh is abstract and has no devices; make one with jaxshard.make_mesh")
+    return mesh
 
 
 def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxshard
 from jaxshard import aot, inspect, plan
 from jaxshard.cli import plan as command
+from jaxshard.core.state import init
 from jaxshard.hardware import chips
 from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
@@ -302,8 +303,7 @@ def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
     target = plan.Target(machine.chip, 8, machine.chip.memory_bytes)
     mine = command.own(config, target)
     step, params, batch = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes, devices=aot.devices(machine)))
-    engine = step.loss.options.engine
-    report = aot.report(step.lower(params, engine.init(params), batch), machine)
+    report = aot.report(step.lower(params, init(step.setup, params), batch), machine)
     predicted = plan.predict(step, params, batch)
     assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]

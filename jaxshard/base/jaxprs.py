@@ -1,35 +1,35 @@
-"""What three modules need to read of a traced program, alike on jax 0.10 to 0.12."""
+"""Reading traced programs (jaxprs), alike on jax 0.10 to 0.12."""
 
-from typing import Any
+from types import ModuleType
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})  # calls that are what they call
-REMAT = frozenset({"remat", "remat2", "checkpoint"})
-CALLS = (
-    INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-)  # where nothing is differentiated
+import jax
+
+from jaxshard.base.primitives import CALLS, HANDING_ON, INLINED
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 
 
-def core() -> Any:
+def core() -> ModuleType:
     """`jax.extend.core`, on first use: importing it takes 70 ms, most of it Pallas."""
     from jax.extend import core
 
     return core
 
 
-def is_literal(v: Any) -> bool:
+def is_literal(v: Var) -> bool:
+    """Whether an operand is a constant written into the program."""
     return isinstance(v, core().Literal)
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     """The plain jaxpr; up to jax 0.11 a closed one holds it, later they are one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def closed_jaxpr(jaxpr: Any) -> Any:
+def closed_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr if hasattr(jaxpr, "consts") else core().ClosedJaxpr(jaxpr, ())
 
 
-def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
     """A traced program that takes what it closed over as its last inputs; and what that was."""
     jaxpr = open_jaxpr(closed)
     ins = [*jaxpr.invars, *jaxpr.constvars]
@@ -37,17 +37,17 @@ def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     return core().ClosedJaxpr(opened, ()), list(getattr(closed, "consts", ()))
 
 
-def unnamed(jaxpr: Any, num_ins: int, num_outs: int) -> Any:
+def unnamed(jaxpr: OpenJaxpr, num_ins: int, num_outs: int) -> object:
     """Its debug info for so many inputs and outputs, none of them named."""
     return jaxpr.debug_info._replace(arg_names=("",) * num_ins, result_paths=("",) * num_outs)
 
 
-def inner_jaxpr(eqn: Any) -> Any:
+def inner_jaxpr(eqn: Equation) -> Jaxpr:
     """The program that a call, a scan or a remat runs."""
     return next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
 
 
-def scan_split(eqn: Any) -> tuple[int, int]:
+def scan_split(eqn: Equation) -> tuple[int, int]:
     """(number of constants, number of carries), read off the ranks: what is scanned over has one dim more outside."""
     inner = open_jaxpr(inner_jaxpr(eqn))
     num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
@@ -55,7 +55,7 @@ def scan_split(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_scanned - num_carry, num_carry
 
 
-def depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
+def depends(jaxpr: Jaxpr, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
     """Which outputs depend on inputs marked in `differs`; a psum over all of the axes `summed` ends that."""
     jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
@@ -65,7 +65,7 @@ def depends(jaxpr: Any, differs: list[bool], summed: frozenset[str] | None = Non
     return [not is_literal(v) and env[v] for v in jaxpr.outvars]
 
 
-def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
+def _eqn_depends(eqn: Equation, found: list[bool], summed: frozenset[str] | None) -> list[bool]:
     name = eqn.primitive.name
     if name in INLINED:
         return depends(inner_jaxpr(eqn), found, summed)
@@ -74,11 +74,7 @@ def _eqn_depends(eqn: Any, found: list[bool], summed: frozenset[str] | None) -> 
     return [any(found) or name == "axis_index"] * len(eqn.outvars)
 
 
-_HANDING_ON_NAMES = "convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier"
-_HANDING_ON = frozenset(_HANDING_ON_NAMES.split())
-
-
-def hands_on(jaxpr: Any, marked: list[bool]) -> list[bool]:
+def hands_on(jaxpr: Jaxpr, marked: list[bool]) -> list[bool]:
     """Which outputs are marked inputs themselves, or may be: chosen among others, cast, reshaped."""
     jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, marked, strict=True))
@@ -91,13 +87,13 @@ def hands_on(jaxpr: Any, marked: list[bool]) -> list[bool]:
     return [not is_literal(v) and env[v] for v in jaxpr.outvars]
 
 
-def _eqn_hands_on(eqn: Any, found: list[bool]) -> list[bool]:
+def _eqn_hands_on(eqn: Equation, found: list[bool]) -> list[bool]:
     name = eqn.primitive.name
     if name in CALLS:
         return hands_on(inner_jaxpr(eqn), found)
     if name == "cond":
         branches = [hands_on(branch, found[1:]) for branch in eqn.params["branches"]]
         return [any(column) for column in zip(*branches, strict=True)]
-    if name in _HANDING_ON:
+    if name in HANDING_ON:
         return found if len(found) == len(eqn.outvars) else [any(found)]
     return [name == "select_n" and any(found[1:])] * len(eqn.outvars)

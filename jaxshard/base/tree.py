@@ -1,17 +1,17 @@
 """Paths of leaves, by name, and what is asked of whole trees."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxshard.base.types import T, Tree
+
 Names = tuple[str, ...]
-T = TypeVar("T")
 
 
-def names_of(path: Iterable[Any]) -> Names:
+def names_of(path: Iterable[object]) -> Names:
     """The names on a key path; the trailing `.value` of nnx variables and boxed linen params is dropped.
 
     >>> names_of(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
@@ -36,7 +36,7 @@ def unambiguous_path(names: Names) -> str:
     return path_of(tuple(name.replace("%", "%25").replace("/", "%2F") for name in names))
 
 
-def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
+def named_leaves(tree: Tree) -> list[tuple[Names, Tree]]:
     return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -50,18 +50,31 @@ def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
     return next((owners[suffix] for suffix in suffixes if suffix in owners), None)
 
 
-def shape_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def shape_of(x: Tree, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     """The shape of `x`, in the dtype that it has on a device: NumPy's float64 is float32 there, unless x64 is on."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
 
-def sum_dtype(x: Any) -> Any:
+def have_same_shapes(one: Tree, other: Tree) -> bool:
+    """Whether two trees of arrays or shapes agree in structure, shapes and dtypes."""
+    if one is other:
+        return True
+    (leaves, treedef), (others, other_treedef) = jax.tree.flatten(one), jax.tree.flatten(other)
+    if treedef != other_treedef:
+        return False
+    return all(
+        getattr(a, "shape", None) == b.shape and getattr(a, "dtype", None) == b.dtype
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
+def sum_dtype(x: Tree) -> jnp.dtype:
     """What sums of many `x` are made in: float32 at least."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def matched(fn: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
+def matched(fn: Callable[[Tree, Tree], Tree], new: Tree, old: Tree) -> Tree:
     """`new`, each leaf that has one of the same path in `old` replaced by `fn(leaf, that one)`.
 
     >>> matched(lambda new, old: new + old, {"kept": 1, "came": 2}, {"kept": 10, "went": 20})
@@ -74,17 +87,17 @@ def matched(fn: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(new), leaves)
 
 
-def is_traced(*trees: Any) -> bool:
+def is_traced(*trees: Tree) -> bool:
     """Whether any leaf is being traced, under `jit` or another transformation."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Tree) -> bool:
     """Whether this is an array of typed PRNG keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def check_alive(what: str, tree: Any) -> None:
+def check_alive(what: str, tree: Tree) -> None:
     """Raises for donated and deleted arrays, on which jax 0.10 crashes the process."""
     if not any(_is_gone(leaf) for leaf in jax.tree.leaves(tree)):
         return  # asked at every step: names are spelled out only where one is needed
@@ -95,11 +108,11 @@ def check_alive(what: str, tree: Any) -> None:
     )
 
 
-def _is_gone(leaf: Any) -> bool:
+def _is_gone(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
-def check_same_structure(what: str, given: Any, wanted: Any, noun: str) -> None:
+def check_same_structure(what: str, given: Tree, wanted: Tree, noun: str) -> None:
     """Raises a ValueError that names the first difference between two trees' leaves and shapes.
 
     `what` is given, and each leaf that is wanted is a `noun`.

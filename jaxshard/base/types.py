@@ -5,13 +5,10 @@ pytree whose leaves are arrays or shapes, of which a function knows nothing more
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-
-if TYPE_CHECKING:  # importing it takes 70 ms
-    from jax.extend import core
 
 T = TypeVar("T")
 Params = TypeVar("Params")
@@ -19,11 +16,53 @@ State = TypeVar("State")
 Batch = TypeVar("Batch")
 
 Tree: TypeAlias = Any
+TreeDef: TypeAlias = Any  # `jax.tree.structure` of a tree
 Metrics: TypeAlias = dict[str, Any]
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 DType: TypeAlias = jax.typing.DTypeLike
+Scalar: TypeAlias = jax.Array | int | bool  # a number, traced or not
 AxisSizes: TypeAlias = Mapping[str, int]
 
-Jaxpr: TypeAlias = "core.Jaxpr | core.ClosedJaxpr"
-Equation: TypeAlias = "core.JaxprEqn"
-Var: TypeAlias = "core.Var | core.Literal"
+
+# Traced programs: what we read of `jax.extend.core`, whose import takes 70 ms.
+
+
+class Var(Protocol):
+    """A variable of a traced program, or a literal."""
+
+    aval: Any
+    val: Any  # of a literal alone
+
+
+class Primitive(Protocol):
+    """An operation, by name."""
+
+    name: str
+
+
+class Equation(Protocol):
+    """One operation of a traced program."""
+
+    primitive: Primitive
+    invars: list[Var]
+    outvars: list[Var]
+    params: dict[str, Any]
+    source_info: Any
+
+
+class OpenJaxpr(Protocol):
+    """A traced program, as `jaxshard.base.jaxprs.open_jaxpr` gives it."""
+
+    invars: list[Var]
+    outvars: list[Var]
+    constvars: list[Var]
+    eqns: list[Equation]
+    debug_info: Any
+
+    def replace(self, **changes: object) -> "OpenJaxpr":
+        """The program with other parts."""
+        ...
+
+
+Jaxpr: TypeAlias = Any
+"""A traced program, open or closed: a `Jaxpr` or `ClosedJaxpr` of `jax.extend.core`."""

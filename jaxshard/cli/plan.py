@@ -21,6 +21,7 @@ from rich.table import Table
 import jaxshard
 from jaxshard import aot
 from jaxshard.base.units import seconds_in_words, size_in_words
+from jaxshard.core.state import init
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import search
@@ -350,7 +351,7 @@ def _compiled(given: Arguments) -> int:
 
 def _lowered(build: Build, candidate: Candidate, mesh: Any) -> Any:
     step, params, *rest = build(candidate, mesh)
-    return step.lower(params, step.loss.options.engine.init(params), *rest)
+    return step.lower(params, init(step.setup, params), *rest)
 
 
 def beside(row: Row, report: Any, mesh: Any) -> Iterator[tuple[str, float, float]]:

@@ -8,19 +8,17 @@ arrays.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import Dims
 from jaxshard.base.tree import is_key, is_traced
-
-Dims = tuple[tuple[int, tuple[str, ...]], ...]
-
+from jaxshard.base.types import AnyMesh, T, Tree
 
 # The local view.
 
@@ -80,7 +78,7 @@ def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
     return x
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying(x: Tree) -> frozenset[str]:
     """The mesh axes over which JAX's types say that `x` differs (always none under `check_vma=False`)."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -102,7 +100,7 @@ def vary_as(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return vary(x, tuple(varying_of_shape(shape)))
 
 
-def zeros(shapes: Any) -> Any:
+def zeros(shapes: T) -> T:
     """Zeros of these shapes, dtypes and types."""
     return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)
 
@@ -172,14 +170,14 @@ def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
 
 
-def shapes_of(fn: Callable[..., Any], *args: Any) -> Any:
+def shapes_of(fn: Callable[..., T], *args: Tree) -> T:
     """`jax.eval_shape`, with results that can be traced with where part of the mesh is left to XLA, too.
 
     JAX (0.10 to 0.12) forgets the mesh there, and then trips over the axes that the types name.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
-    def at_home(x: Any) -> Any:
+    def at_home(x: Tree) -> Tree:
         if x.sharding is not None or not varying_of_shape(x):
             return x
         kind = getattr(x, "manual_axis_type", None)
@@ -192,7 +190,8 @@ def shapes_of(fn: Callable[..., Any], *args: Any) -> Any:
 # The global view.
 
 
-def is_explicit(mesh: Mesh) -> bool:
+def is_explicit(mesh: AnyMesh) -> bool:
+    """Whether the mesh has Explicit axes, as `jax.make_mesh` makes them."""
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
@@ -211,7 +210,7 @@ def types_are_checked(axis: str) -> bool:
     return axis in varying(lax.axis_index(axis))
 
 
-def at(tree: Any, mesh: Mesh, specs: Any, *, traced: bool = False) -> Any:
+def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
     """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
 
     Under a trace (of the tree, or `traced`) values are constrained. Concrete ones are copied where their sharding
@@ -221,16 +220,35 @@ def at(tree: Any, mesh: Mesh, specs: Any, *, traced: bool = False) -> Any:
     return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
 
 
-def _at(x: Any, sharding: NamedSharding, traced: bool) -> Any:
+def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
     if not traced:
-        lies_there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
-        return x if lies_there else copy_to(x, sharding)
+        return lying_at(x, sharding)
     if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
 
 
-def copy_to(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def laid_out(tree: T, shardings: Tree) -> T:
+    """Concrete arrays where they must lie: themselves where they lie right, else copies."""
+    return jax.tree.map(lying_at, tree, shardings)
+
+
+def lying_at(x: Tree, sharding: NamedSharding) -> jax.Array:
+    """`x` itself where it lies right, else a copy."""
+    if isinstance(x, jax.Array) and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
+        return x
+    return copy_to(x, sharding)
+
+
+def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callable[..., Tree]:
+    """`fn` run in the global view: whole logical arrays, XLA partitions; results laid out by `out_specs`."""
+    if not is_explicit(mesh):
+        return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args))
+    out_sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+    return jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=out_sharding)
+
+
+def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
     """`x` under `sharding`, in buffers of its own, so that donating it takes nothing from the caller.
 
     `jax.device_put(..., may_alias=False)` alone still shares the first device's buffer when it replicates, and the
@@ -262,7 +280,9 @@ def buffers(x: jax.Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
 
 
-def gather_all(leaves: Sequence[jax.Array], mesh: Mesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]):
+def gather_all(
+    leaves: Sequence[jax.Array], mesh: AnyMesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]
+) -> list[jax.Array]:
     """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`; one all-gather for each cut leaf."""
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:

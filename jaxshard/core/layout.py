@@ -4,231 +4,35 @@ Nothing here touches an array or a device, so everything can be asked before any
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import canonical
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of
-from jaxshard.core.specs import canonical, local_shape, model_specs
-
-
-class Cuts(NamedTuple):
-    """What a strategy cuts 1/N over the data axes."""
-
-    params: bool
-    accumulators: bool  # gradients, while microbatches are summed
-    state: bool  # and the gradients that reach the inner optimizer
-
-
-STRATEGIES = {
-    "ddp": Cuts(params=False, accumulators=False, state=False),
-    "zero1": Cuts(params=False, accumulators=False, state=True),
-    "zero2": Cuts(params=False, accumulators=True, state=True),
-    "zero3": Cuts(params=True, accumulators=True, state=True),
-    "hsdp": Cuts(params=True, accumulators=True, state=True),
-    "tensor_parallel": Cuts(params=False, accumulators=False, state=False),
-    "pipeline_parallel": Cuts(params=False, accumulators=False, state=False),
-}
-_LEVELS = ("ddp", "zero1", "zero2", "zero3")  # of ZeRO, inside "hybrid"
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The options of a strategy, as given to `zero2(...)` and its siblings."""
-
-    strategy: str
-    specs: Any = dataclasses.field(default=None, hash=False)
-    data_axes: Names = ("data",)
-    min_shard_size: int = 2**11
-    reduce_dtype: Any = None
-    master_dtype: Any = None
-    moment_dtype: Any = None
-    stochastic_rounding: bool = False
-    loss_scale: Any = None
-    auto_axes: Names = ()
-    zero: int | None = None  # of "hybrid" alone
-
-    @property
-    def cuts(self) -> Cuts:
-        return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One leaf: `spec` over the model's axes alone, `cut` with the data axes added, and why it is so."""
-
-    names: Names
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: P
-    cut: P
-    dims: tuple[tuple[int, Names], ...]  # (dim counted from the end, data axes that cut it)
-    ways: int
-    reason: str
-    awkward: bool = False  # larger than min_shard_size, and no dims to cut it all N ways
-    home: P | None = None  # where its state lives and its update is made, if elsewhere than `cut`
-    home_dims: tuple[tuple[int, Names], ...] = ()
-    at_home: str = ""  # what to know of its update
-
-    @property
-    def path(self) -> str:
-        return path_of(self.names)
-
-    def bytes(self, spec: P, sizes: Mapping[str, int]) -> int:
-        """Bytes of one device's part under `spec`."""
-        return math.prod(local_shape(self.shape, spec, sizes)) * np.dtype(_plain(self.dtype)).itemsize
+from jaxshard.base.types import AxisSizes, Tree, TreeDef
+from jaxshard.core.cutting import Leaf, cut_leaf, in_words
+from jaxshard.core.options import Config
+from jaxshard.core.specs import model_specs
 
 
 class Shardings(NamedTuple):
     """`NamedSharding`s of params, grads (as `value_and_grad` returns them) and state; `.specs` has the specs alone."""
 
-    params: Any
-    grads: Any
-    state: Any
+    params: Tree
+    grads: Tree
+    state: Tree
 
     @property
     def specs(self) -> "Shardings":
+        """The same trees of PartitionSpecs."""
         return Shardings(*jax.tree.map(lambda sharding: sharding.spec, tuple(self)))
-
-
-# The rule: where one leaf is cut.
-
-
-def _plain(dtype: Any) -> Any:
-    """A NumPy dtype of the same width for PRNG keys, whose own NumPy does not know."""
-    return np.dtype(f"V{dtype.itemsize}") if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype
-
-
-def cut_leaf(
-    names: Names, shape: tuple[int, ...], dtype: Any, spec: P, sizes: Mapping[str, int], config: Config
-) -> Leaf:
-    """Decides where the data axes cut a leaf (DESIGN section 4).
-
-    Dims that `spec` uses are taken. Among the rest: the last dim if shards are multiples of 128 (256 where gradients
-    have two bytes), else the second last if multiples of 8, else any; a stacked-layers dim (the first of three or more)
-    last of all. Each data axis may cut a dim of its own. What cannot be cut N ways is cut as many ways as it can be.
-    """
-    data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
-    num_shards, size = math.prod(data_sizes.values()), math.prod(shape)
-    whole = Leaf(names, shape, dtype, spec, cut=spec, dims=(), ways=1, reason="")
-    if num_shards == 1:
-        return dataclasses.replace(whole, reason="one data device")
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dataclasses.replace(whole, reason="a PRNG key")
-    if size < max(config.min_shard_size, 1):
-        return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
-    best, ways = _best_cut(shape, _free_dims(shape, spec), data_sizes, _lanes(dtype, config))
-    if ways == 1:
-        why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in data_sizes.values())}"
-        return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
-    cut, dims, where = _described(whole, best)
-    return dataclasses.replace(
-        whole,
-        cut=cut,
-        dims=dims,
-        ways=ways,
-        reason=where if ways == num_shards else f"{where}: only {ways} of {num_shards} ways",
-        awkward=ways < num_shards <= size,
-    )
-
-
-def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: Mapping[str, int], config: Config) -> Leaf:
-    """The leaf, its state dealt out by whole matrices: cut along dims over which its update is batched, if N divides.
-
-    Gradients are reduced as before; one all-to-all of 1/N of the leaf takes them there.
-    """
-    if batch_dims is None or not leaf.dims:
-        return leaf
-    data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
-    free = [dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims]
-    best, ways = _best_cut(leaf.shape, free, data_sizes, _lanes(leaf.dtype, config))
-    if ways < math.prod(data_sizes.values()):
-        why = f"no stack of matrices that {'x'.join(data_sizes)} divides: they are multiplied across devices"
-        return dataclasses.replace(leaf, at_home=why)
-    home, home_dims, _ = _described(leaf, best)
-    return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
-
-
-def _free_dims(shape: tuple[int, ...], spec: P) -> list[int]:
-    return [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
-
-
-def _lanes(dtype: Any, config: Config) -> int:
-    """The last dim's shards should be multiples of this many elements: 512 bytes of a gradient as it is reduced.
-
-    Measured with the TPU compiler: shards of bfloat16 with an odd multiple of 128 columns are all-reduced, at twice the
-    bytes, not reduce-scattered.
-    """
-    return max(128, 512 // np.dtype(dtype if config.reduce_dtype is None else config.reduce_dtype).itemsize)
-
-
-def _best_cut(
-    shape: tuple[int, ...], free: list[int], data_sizes: Mapping[str, int], lanes: int
-) -> tuple[dict[int, Names], int]:
-    """(dim -> data axes that cut it, number of ways), of all that the free dims allow."""
-    assignments = itertools.product([None, *free], repeat=len(data_sizes))
-    candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
-    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes, lanes))
-    return best, math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
-
-
-def _described(leaf: Leaf, dims: dict[int, Names]) -> tuple[P, tuple[tuple[int, Names], ...], str]:
-    """(the spec, the dims counted from the end, and in words) of a leaf cut along `dims`."""
-    ndim = len(leaf.shape)
-    entries = list(leaf.spec) + [None] * (ndim - len(leaf.spec))
-    for dim, axes in dims.items():
-        entries[dim] = axes
-    cuts = tuple((dim - ndim, axes) for dim, axes in sorted(dims.items()))
-    return canonical(entries), cuts, _in_words(cuts, ndim)
-
-
-def _in_words(dims: tuple[tuple[int, Names], ...], ndim: int) -> str:
-    return " and ".join(f"dim {dim + ndim} by {'x'.join(axes)}" for dim, axes in dims)
-
-
-def _assign(
-    assignment: tuple[int | None, ...], shape: tuple[int, ...], data_sizes: Mapping[str, int]
-) -> dict[int, Names] | None:
-    """dim -> data axes that cut it, or None where a dim does not divide."""
-    dims: dict[int, Names] = {}
-    for axis, dim in zip(data_sizes, assignment, strict=True):
-        if dim is not None:
-            dims[dim] = (*dims.get(dim, ()), axis)
-    divides = all(shape[dim] % math.prod(data_sizes[a] for a in axes) == 0 for dim, axes in dims.items())
-    return dims if divides else None
-
-
-def _badness(
-    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: Mapping[str, int], lanes: int
-) -> tuple[Any, ...]:
-    """Smaller is better: more ways first, then the tiles that accelerators like, then fewer dims."""
-    ways = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
-    ranks = []
-    for dim, axes in dims.items():
-        shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
-        ranks.append(_rank(dim - len(shape), len(shape), shard, lanes))
-    return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
-
-
-def _rank(dim: int, ndim: int, shard: int, lanes: int) -> int:
-    """How good a dim (counted from the end) is to cut into shards of this size: 0 is best."""
-    if dim == -1:
-        return 0 if shard % lanes == 0 else 4
-    if dim == -ndim and ndim >= 3:
-        return 5  # stacked layers: cutting these would gather all layers at once
-    if dim == -2:
-        return 1 if shard % 8 == 0 else 2
-    return 3
-
-
-# Whole trees.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,13 +40,48 @@ class Layout:
     """Where everything of one optimizer lives; `print(layout)` is the table, one row per leaf."""
 
     config: Config
-    sizes: Mapping[str, int]
+    sizes: AxisSizes
+    treedef: TreeDef
     params: tuple[Leaf, ...]
+    state_treedef: TreeDef | None = None  # None: of the params alone
     state: tuple[Leaf, ...] = ()
     gathers: Mapping[Names, str] | None = None  # params' names -> where and why they are gathered
+    unused_specs: str = ""  # what the user's specs say of no leaf
 
     def spec(self, leaf: Leaf, *, cut: bool) -> P:
+        """The leaf's PartitionSpec, with the data axes if it is `cut` over them."""
         return leaf.cut if cut else leaf.spec
+
+    def param_leaves(self, leaves: Iterable[object]) -> Tree:
+        """The tree of params with these leaves."""
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    @functools.cached_property
+    def param_specs(self) -> Tree:
+        """The params' PartitionSpecs at rest."""
+        return self.param_leaves(self.spec(leaf, cut=self.config.cuts.params) for leaf in self.params)
+
+    @functools.cached_property
+    def grad_specs(self) -> Tree:
+        """The PartitionSpecs of reduced gradients."""
+        return self.param_leaves(self.spec(leaf, cut=self.config.cuts.state) for leaf in self.params)
+
+    @functools.cached_property
+    def home_specs(self) -> Tree:
+        """The PartitionSpecs of what meets the inner optimizer: gradients, params, updates."""
+        return self.param_leaves(leaf.home or self.spec(leaf, cut=self.config.cuts.state) for leaf in self.params)
+
+    @functools.cached_property
+    def state_specs(self) -> Tree:
+        """The state's PartitionSpecs."""
+        assert self.state_treedef is not None
+        specs = [self.spec(leaf, cut=self.config.cuts.state) for leaf in self.state]
+        return jax.tree.unflatten(self.state_treedef, specs)
+
+    def check_specs_used(self) -> None:
+        """Raises a ValueError where the user's specs name what is no parameter."""
+        if self.unused_specs:
+            raise ValueError(self.unused_specs)
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -277,7 +116,7 @@ class Layout:
         return "\n".join([*lines, f"bytes per device: {total}"])
 
 
-def layout_params(config: Config, params: Any, sizes: Mapping[str, int], *, strict: bool = False) -> Layout:
+def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
     """The layout of a tree of arrays or `ShapeDtypeStruct`s.
 
     Raises:
@@ -285,15 +124,15 @@ def layout_params(config: Config, params: Any, sizes: Mapping[str, int], *, stri
       ValueError: see `model_specs`.
     """
     check_floating(params)
-    specs = model_specs(config, params, sizes, strict=strict)
+    specs = model_specs(config, params, sizes)
     leaves = tuple(
         cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config)
-        for (names, leaf), spec in zip(named_leaves(params), specs, strict=True)
+        for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
     )
-    return Layout(config, dict(sizes), leaves)
+    return Layout(config, dict(sizes), jax.tree.structure(params), leaves, unused_specs=specs.unused)
 
 
-def layout_state(params: Layout, state: Any) -> Layout:
+def layout_state(params: Layout, state: Tree) -> Layout:
     """Adds the leaves of an (abstract) optimizer state.
 
     A leaf whose path ends in a parameter's path and has its shape lies beside that parameter; so does one that stacks
@@ -312,10 +151,10 @@ def layout_state(params: Layout, state: Any) -> Layout:
         agreed = len({(twin.cut, twin.home) for twin in alike}) == 1
         twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
         leaves.append(_state_leaf(names, leaf, owner_of(names, owners) or twin, params))
-    return dataclasses.replace(params, state=tuple(leaves))
+    return dataclasses.replace(params, state_treedef=jax.tree.structure(state), state=tuple(leaves))
 
 
-def _state_leaf(names: Names, leaf: Any, owner: Leaf | None, params: Layout) -> Leaf:
+def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, params: Layout) -> Leaf:
     shape, spec, who, dtype = tuple(leaf.shape), P(), "", leaf.dtype
     extra_dims = len(shape) - len(owner.shape) if owner else 0
     if owner and shape == owner.shape:
@@ -328,13 +167,14 @@ def _state_leaf(names: Names, leaf: Any, owner: Leaf | None, params: Layout) -> 
         dtype = owner.dtype
     found = dataclasses.replace(cut_leaf(names, shape, dtype, spec, params.sizes, params.config), dtype=leaf.dtype)
     if owner and shape == owner.shape and owner.home is not None and found.dims:
-        reason = _in_words(owner.home_dims, len(shape))
+        reason = in_words(owner.home_dims, len(shape))
         found = dataclasses.replace(found, cut=owner.home, dims=owner.home_dims, reason=reason)
     note = f"; {owner.at_home}" if owner and shape == owner.shape and owner.at_home else ""
     return dataclasses.replace(found, reason=who + found.reason + note)
 
 
-def check_floating(params: Any) -> None:
+def check_floating(params: Tree) -> None:
+    """Raises a TypeError for a leaf that is no array, or has no gradient."""
     for names, leaf in named_leaves(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):

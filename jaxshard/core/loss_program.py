@@ -2,8 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,19 @@ from jax import lax
 
 from jaxshard.base.jaxprs import depends
 from jaxshard.base.tree import is_key, named_leaves, path_of, sum_dtype
+from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.core import unshard
-from jaxshard.core.sharding import Engine
+from jaxshard.core.sharding import Setup
+from jaxshard.core.unshard import Scale, Value
 from jaxshard.mesh import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    loss_fn: Callable[..., Any]
-    engine: Engine
+class LossOptions:
+    """A loss function, the setup that it is differentiated under, and how, as `value_and_grad` takes these."""
+
+    loss_fn: Callable[..., Tree]
+    setup: Setup
     has_aux: bool
     microbatches: int
     weighted: bool
@@ -29,17 +32,17 @@ class Options:
     @property
     def checked(self) -> bool:
         """Whether types are checked: only the data axes may do without, since the boundary over them is ours."""
-        ours = (*self.engine.batch_axes, *self.engine.config.auto_axes)
-        return any(size > 1 for axis, size in self.engine.sizes.items() if axis not in ours)
+        ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
+        return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
     @property
-    def compiler_options(self) -> dict[str, Any] | None:
+    def compiler_options(self) -> dict[str, str] | None:
         """For `jax.jit`. Simulated devices else deadlock now and then, where loops hold collectives over several axes.
 
         XLA for CPU (jax 0.10.2, 0.12) orders collectives for the most concurrency, and each device then starts those in
         loops beside others in its own order. Ordered for the least memory, thousands of runs went through.
         """
-        on_cpu = platform_of(self.engine.mesh) == "cpu"
+        on_cpu = platform_of(self.setup.mesh) == "cpu"
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and self.checked else None
 
 
@@ -47,11 +50,21 @@ class Options:
 class Program:
     """The loss as traced: flat inputs (params, batch, args, scale), flat outputs (loss, weight, aux)."""
 
-    jaxpr: Any
-    out_tree: Any
+    jaxpr: Jaxpr
+    out_tree: TreeDef
 
     @classmethod
-    def trace(cls, options: Options, treedef: Any, whole: list[Any], batch: Any, args: Any, scale: Any) -> "Program":
+    def trace(
+        cls,
+        options: LossOptions,
+        treedef: TreeDef,
+        whole: Sequence[Tree],
+        batch: Tree,
+        args: tuple[Tree, ...],
+        scale: Scale,
+    ) -> "Program":
+        """Traces the loss of whole params (a list of shapes), a microbatch and further arguments."""
+
         def flat(leaves, batch, args, scale):
             with unshard.scaled_by(scale):
                 return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
@@ -66,12 +79,15 @@ class Program:
         _check_aux(jaxpr, shapes, differs, options)
         return cls(jaxpr, jax.tree.structure(shapes))
 
-    def run(self, values: list[Any], batch: Any, args: Any, scale: Any) -> tuple[Any, Any, Any]:
+    def run(
+        self, values: Sequence[Value], batch: Tree, args: tuple[Tree, ...], scale: Scale
+    ) -> tuple[Tree, Tree, Tree]:
+        """(loss, weight, aux) of params that may be `Sharded`."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in unshard.run(self.jaxpr, flat)])
 
 
-def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
+def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
     """(loss, weight, aux) from whatever form `loss_fn` returns."""
     aux = ()
     if options.has_aux:
@@ -97,7 +113,7 @@ def _normal_form(out: Any, options: Options) -> tuple[Any, Any, Any]:
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
-def _explained(error: TypeError, options: Options) -> TypeError:
+def _explained(error: TypeError, options: LossOptions) -> TypeError:
     """JAX's complaint about varying types, with the cure."""
     text = str(error)
     carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
@@ -110,13 +126,13 @@ def _explained(error: TypeError, options: Options) -> TypeError:
     )
 
 
-def _check_whole(jaxpr: Any, shapes: Any, options: Options) -> None:
+def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
     """Refuses what devices of a model's axis made of their own shards: which of it would be the loss?"""
     if not options.checked:
         return
     kinds = ("loss", "weight", "aux leaf")
     for (names, _), out in zip(named_leaves(shapes), jaxpr.out_avals, strict=True):
-        if others := sorted(out.manual_axis_type.varying - set(options.engine.batch_axes)):
+        if others := sorted(out.manual_axis_type.varying - set(options.setup.batch_axes)):
             what = " ".join((kinds[int(names[0])], *([path_of(names[1:])] if names[1:] else [])))
             raise TypeError(
                 f"loss_fn: the {what} differs over {others}: it was made of shards, and not summed. End blocks with "
@@ -125,9 +141,9 @@ def _check_whole(jaxpr: Any, shapes: Any, options: Options) -> None:
             )
 
 
-def _check_aux(jaxpr: Any, shapes: Any, differs: list[bool], options: Options) -> None:
+def _check_aux(jaxpr: Jaxpr, shapes: Tree, differs: list[bool], options: LossOptions) -> None:
     """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
-    outs = depends(jaxpr, differs, frozenset(options.engine.batch_axes) if options.microbatches == 1 else None)
+    outs = depends(jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
     for (names, leaf), varies in zip(named_leaves(shapes), outs, strict=True):
         if names[0] == "2" and varies and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(

@@ -3,8 +3,8 @@
 Whatever these need beyond optax's own state lies in `ShardedState.extra`, cut like the rest.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,11 @@ import optax
 from jax import lax
 
 from jaxshard.base.jaxprs import depends, hands_on
-from jaxshard.base.tree import matched, named_leaves, owner_of, path_of, shape_of
-from jaxshard.inner.update import Traced, fast, first_update, update
+from jaxshard.base.tree import Names, matched, named_leaves, owner_of, path_of, shape_of
+from jaxshard.base.types import DType, Tree
+from jaxshard.core.options import Config
+from jaxshard.inner.trace import Traced, first_update
+from jaxshard.inner.update import fast, update
 
 
 class ShardedState(NamedTuple):
@@ -23,98 +26,31 @@ class ShardedState(NamedTuple):
     next one's roundings (`stochastic_rounding`, `moment_dtype`), and "loss_scale" (`loss_scale`).
     """
 
-    inner: Any
-    extra: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), as `loss_scale=` of a strategy.
-
-    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything looks at
-    them. A step whose gradients overflow is skipped.
-
-    Args:
-      initial: the first scale.
-      growth_interval: after so many good steps in a row the scale grows by `factor`.
-      factor: by which the scale grows and shrinks; a power of two keeps gradients exact.
-      hysteresis: so many overflows, since the scale last grew, until it shrinks.
-      minimum: the scale never shrinks below it.
-      maximum: nor grows above it.
-
-    Raises:
-      ValueError: a value that makes no sense.
-    """
-
-    initial: float = 2.0**15
-    growth_interval: int = 2000
-    factor: float = 2.0
-    hysteresis: int = 2
-    minimum: float = 1.0
-    maximum: float = 2.0**24
-
-    def __post_init__(self):
-        if not 0 < self.minimum <= self.initial <= self.maximum <= 2.0**127:
-            raise ValueError(
-                "LossScale: needs 0 < minimum <= initial <= maximum <= 2**127, got "
-                f"{self.minimum}, {self.initial}, {self.maximum}"
-            )
-        counts = (self.growth_interval, self.hysteresis)
-        if not 1 < self.factor < float("inf") or not all(isinstance(n, int) and n >= 1 for n in counts):
-            raise ValueError(
-                "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
-                f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
-            )
-
-    def start(self) -> dict[str, jax.Array]:
-        return {
-            "scale": jnp.float32(self.initial),
-            "good_steps": jnp.int32(0),
-            "hysteresis": jnp.int32(self.hysteresis),
-        }
-
-    def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
-        """The state after a step whose gradients were finite, or had `overflowed`."""
-        scale, hysteresis = state["scale"], state["hysteresis"]
-        good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
-        grows = good_steps >= self.growth_interval
-        hysteresis = jnp.maximum(hysteresis - overflowed.astype(jnp.int32), 0)
-        shrinks = overflowed & (hysteresis == 0)
-        grown = jnp.minimum(scale * self.factor, self.maximum)
-        shrunk = jnp.maximum(scale / self.factor, self.minimum)
-        return {
-            "scale": jnp.where(shrinks, shrunk, jnp.where(grows, grown, scale)),
-            "good_steps": jnp.where(grows, 0, good_steps),
-            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis),
-        }
+    inner: Tree
+    extra: dict[str, Tree]
 
 
 # Which dtype where.
 
 
-def like(wanted: Any, dtype: Any) -> Any:
+def like(wanted: DType | None, dtype: DType) -> DType:
     """`wanted` (None: `dtype` itself), made complex where `dtype` is."""
     if wanted is None:
         return dtype
     return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
-def wide(config: Any, dtype: Any) -> Any:
+def wide(config: Config, dtype: DType) -> DType:
     """The dtype in which the inner optimizer sees a parameter of `dtype`, and its gradient."""
     if config.stochastic_rounding and dtype == jnp.bfloat16:
         return jnp.dtype(jnp.float32)
     return like(config.master_dtype, dtype)
 
 
-def widens(config: Any) -> bool:
-    """Whether the inner optimizer sees wider params than there are, so that new params are roundings."""
-    return config.master_dtype is not None or config.stochastic_rounding
-
-
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
-def check_params(config: Any, params: Any) -> None:
+def check_params(config: Config, params: Tree) -> None:
     """Raises a ValueError for an option that these params' dtypes cannot use."""
     named = named_leaves(params)
     half = next((path_of(names) for names, leaf in named if leaf.dtype == jnp.float16), None)
@@ -141,19 +77,19 @@ def check_params(config: Any, params: Any) -> None:
         )
 
 
-def _widened(config: Any, params: Any) -> Any:
+def _widened(config: Config, params: Tree) -> Tree:
     return jax.tree.map(lambda p: p.astype(wide(config, p.dtype)), params)
 
 
 # The state.
 
 
-def init(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
     """The state: plain optax's, or with what options add beside it."""
     check_params(config, params)
     wider = _widened(config, params)
     state = inner.init(wider)
-    extra: dict[str, Any] = {}
+    extra: dict[str, Tree] = {}
     if config.master_dtype is not None:
         extra["master"] = wider
     if config.stochastic_rounding or config.moment_dtype is not None:
@@ -166,7 +102,7 @@ def init(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
     return ShardedState(state, extra) if extra else state
 
 
-def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any) -> Any:
+def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
     """The dtype at rest of each leaf of the inner state.
 
     A moment is a floating leaf shaped like its parameter that neither starts as a copy of params nor becomes one of
@@ -196,7 +132,7 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Any, config: Any
     return jax.tree.unflatten(jax.tree.structure(state), dtypes)
 
 
-def _handed_on(updated: Traced, params: Any) -> list[bool]:
+def _handed_on(updated: Traced, params: Tree) -> list[bool]:
     """Which leaves of the state are, after an update, a param's or a gradient's own numbers."""
     num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
     before = [names for names, _ in named_leaves(updated.before)]
@@ -206,14 +142,14 @@ def _handed_on(updated: Traced, params: Any) -> list[bool]:
     return [found.get(names, False) for names in before]
 
 
-def _is_moment(names: Any, leaf: Any, owners: Any) -> bool:
+def _is_moment(names: Names, leaf: jax.ShapeDtypeStruct, owners: Mapping[Names, tuple[int, ...]]) -> bool:
     """Of its parameter's shape; or, at no parameter's path (lookahead, a state kept as a list), of that of any."""
     owner = owner_of(names, owners)
     alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
     return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike
 
 
-def _leaves_in_words(state: Any) -> str:
+def _leaves_in_words(state: Tree) -> str:
     return (
         ", ".join(f"{path_of(names)} {leaf.dtype}{list(leaf.shape)}" for names, leaf in named_leaves(state)) or "none"
     )
@@ -223,8 +159,13 @@ def _leaves_in_words(state: Any) -> str:
 
 
 def step(
-    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> tuple[Any, Any, Any]:
+    inner: optax.GradientTransformation,
+    config: Config,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    extra: Mapping[str, Tree],
+) -> tuple[Tree, Tree, Tree]:
     """(updates, new params, state) of one step; new params are None where the params are not widened.
 
     With masters these are updated, and the new params are their roundings, bit for bit. Where params come that are no
@@ -235,17 +176,15 @@ def step(
         return updates, None, state
     added = dict(state.extra)
     wider = params
-    if params is not None and widens(config):
+    if params is not None and config.widens:
         wider = _widened(config, params)
         if "master" in added:
-            wider = jax.tree.map(
-                lambda m, p, w: jnp.where(m.astype(p.dtype) == p, m, w), added["master"], params, wider
-            )
+            wider = jax.tree.map(_master_of, added["master"], params, wider)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
     rounder = Rounder(added["rounding"]) if "rounding" in added else None
     updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
     new = None
-    if params is not None and widens(config):
+    if params is not None and config.widens:
         wider = optax.apply_updates(wider, updates)
         new = jax.tree.map(lambda w, p: _rounded(w, p.dtype, config, rounder), wider, params)
     if "master" in added:
@@ -260,19 +199,25 @@ def _master_of(master: jax.Array, param: jax.Array, widened: jax.Array) -> jax.A
 
 
 def _stored(
-    inner: optax.GradientTransformation, config: Any, grads: Any, state: Any, params: Any, extra: Any, rounder: Any
-) -> Any:
+    inner: optax.GradientTransformation,
+    config: Config,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    extra: Mapping[str, Tree],
+    rounder: "Rounder | None",
+) -> Tree:
     """(updates, state) of an inner optimizer whose moments lie at rest in `moment_dtype`."""
-    if config.moment_dtype is None:
+    if config.moment_dtype is None or rounder is None:
         return update(inner, grads, state, params, extra)
     plain = jax.eval_shape(inner.init, grads if params is None else params)
     updates, new = update(inner, grads, matched(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
     return updates, matched(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
 
 
-def _rounded(x: jax.Array, dtype: Any, config: Any, rounder: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: DType, config: Config, rounder: "Rounder | None") -> jax.Array:
     stochastic = config.stochastic_rounding and dtype == jnp.bfloat16
-    return rounder(x) if stochastic else x.astype(dtype)
+    return rounder(x) if stochastic and rounder else x.astype(dtype)
 
 
 class Rounder:
@@ -295,7 +240,7 @@ class Rounder:
         return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
 
 
-def difference(new: jax.Array, old: jax.Array, wide_dtype: Any) -> jax.Array:
+def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
     """The update that takes `old` to `new`, in a dtype wide enough that `optax.apply_updates` lands on `new`.
 
     Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or

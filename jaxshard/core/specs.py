@@ -1,55 +1,46 @@
 """PartitionSpecs: how the model's own axes cut the params, as the user says it."""
 
 import difflib
-import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import NamedTuple, TypeGuard
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import REPLICA_AXIS, axes_in, canonical
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of
-from jaxshard.mesh import REPLICA_AXIS
+from jaxshard.base.types import AxisSizes, Tree
+from jaxshard.core.options import Config, Rules
 
 
-def axes_in(entry: Any) -> Names:
-    """The axes named by one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+class ModelSpecs(NamedTuple):
+    """One canonical PartitionSpec per leaf; `unused` tells of a rule or a spec that matches no leaf, or is empty."""
+
+    specs: list[P]
+    unused: str = ""
 
 
-def canonical(entries: Iterable[Any]) -> P:
-    """A PartitionSpec without trailing Nones (P("data", None) would cost a second compilation)."""
-    spec = [axes[0] if len(axes) == 1 else axes or None for axes in map(axes_in, entries)]
-    while spec and spec[-1] is None:
-        spec.pop()
-    return P(*spec)
+def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
+    """The PartitionSpec of each leaf of `params` over the model's axes, from a tree, a prefix or rules.
 
+    What matches no leaf is told, not raised: a masked tree may lack leaves that a whole one has.
 
-def local_shape(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    ways = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
-    return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
-
-
-def model_specs(config: Any, params: Any, sizes: Mapping[str, int], *, strict: bool = False) -> list[P]:
-    """One canonical PartitionSpec per leaf of `params`, from a tree, a prefix or rules; see `Config.specs`.
-
-    With `strict`, a rule or a spec that matches no leaf is an error (a masked tree may lack leaves, a whole one not).
+    Raises:
+      TypeError: a leaf of the specs that is no PartitionSpec.
+      ValueError: a spec that does not fit its leaf, a leaf without a spec, or a rule that is no regular expression.
     """
     leaves = named_leaves(params)
     if config.specs is None:
-        return [P()] * len(leaves)
-    specs = _by_rule(config.specs, leaves, strict) if is_rules(config.specs) else _by_tree(config.specs, params, strict)
+        return ModelSpecs([P()] * len(leaves))
+    specs, unused = _by_rule(config.specs, leaves) if is_rules(config.specs) else _by_tree(config.specs, leaves)
     for (names, leaf), spec in zip(leaves, specs, strict=True):
         _check_spec(path_of(names), tuple(leaf.shape), spec, sizes, config)
-    return [canonical(spec) for spec in specs]
+    return ModelSpecs([canonical(spec) for spec in specs], unused)
 
 
-def is_rules(specs: Any) -> bool:
+def is_rules(specs: Tree) -> TypeGuard[Rules]:
     """Whether `specs` is a list of (regex, PartitionSpec) pairs."""
     return isinstance(specs, list | tuple) and all(
         isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], P)
@@ -57,40 +48,45 @@ def is_rules(specs: Any) -> bool:
     )
 
 
-def axes_of(specs: Any) -> set[str]:
-    """All axes that a tree of PartitionSpecs, or rules, name."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    return {axis for spec in leaves if isinstance(spec, P) for entry in spec for axis in axes_in(entry)}
-
-
-def without(spec: P, axes: Names) -> P:
-    """A PartitionSpec that says nothing of these axes."""
-    return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)
-
-
-def _by_rule(rules: Any, leaves: list[tuple[Names, Any]], strict: bool) -> list[P]:
+def _by_rule(rules: Rules, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
     paths = ["/".join(names) for names, _ in leaves]
     for pattern, _ in rules:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"specs: the rule {pattern!r} is no regular expression: {error}; mend it") from None
-    for pattern, _ in rules if strict else ():
-        if not any(re.search(pattern, path) for path in paths):
-            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            raise ValueError(
-                f"specs: the rule {pattern!r} matches no parameter; mend or drop it. The nearest paths: {near}"
-            )
-    return [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths]
+    unmatched = next((pattern for pattern, _ in rules if not any(re.search(pattern, path) for path in paths)), None)
+    unused = ""
+    if unmatched is not None:
+        near = difflib.get_close_matches(unmatched, paths, n=3, cutoff=0.0)
+        unused = f"specs: the rule {unmatched!r} matches no parameter; mend or drop it. The nearest paths: {near}"
+    return ModelSpecs(
+        [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths], unused
+    )
 
 
-def _by_tree(specs: Any, params: Any, strict: bool) -> list[P]:
+def _by_tree(specs: Tree, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
     """Matches by key path, so that boxes and metadata around either tree do not matter."""
+    given = _given(specs)
+    found, used = [], set[Names]()
+    for names, _ in leaves:
+        prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None)
+        if prefix is None:
+            raise ValueError(f"specs: nothing is given for the parameter {path_of(names)}; add a PartitionSpec for it")
+        used.add(prefix)
+        found.append(given[prefix])
+    extra = next((names for names in given if names not in used), None)
+    unused = "" if extra is None else f"specs: {path_of(extra)} is no parameter; drop it, or mend its path"
+    return ModelSpecs(found, unused)
 
-    def is_spec(x: Any) -> bool:
+
+def _given(specs: Tree) -> dict[Names, P]:
+    """The spec at each key path of a tree of PartitionSpecs."""
+
+    def is_spec(x: object) -> bool:
         return x is None or isinstance(x, P | optax.MaskedNode)
 
-    given: dict[Names, Any] = {}
+    given: dict[Names, P] = {}
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
         if not is_spec(spec):
             raise TypeError(
@@ -98,20 +94,10 @@ def _by_tree(specs: Any, params: Any, strict: bool) -> list[P]:
                 "[(regex, PartitionSpec), ...]"
             )
         given[names_of(path)] = spec if isinstance(spec, P) else P()
-    found, used = [], set()
-    for names, _ in named_leaves(params):
-        prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None)
-        if prefix is None:
-            raise ValueError(f"specs: nothing is given for the parameter {path_of(names)}; add a PartitionSpec for it")
-        used.add(prefix)
-        found.append(given[prefix])
-    unused = [names for names in given if names not in used]
-    if strict and unused:
-        raise ValueError(f"specs: {path_of(unused[0])} is no parameter; drop it, or mend its path")
-    return found
+    return given
 
 
-def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: Mapping[str, int], config: Any) -> None:
+def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, config: Config) -> None:
     used = [axis for entry in spec for axis in axes_in(entry)]
     for axis in used:
         if axis not in sizes:

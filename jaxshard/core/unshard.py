@@ -6,38 +6,27 @@ is as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches m
 the mark.
 """
 
-import abc
 import contextlib
 import contextvars
 import dataclasses
-import itertools
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.base.jaxprs import (
-    INLINED,
-    REMAT,
-    closed_jaxpr,
-    core,
-    inner_jaxpr,
-    is_literal,
-    open_jaxpr,
-    scan_split,
-    unnamed,
-)
+from jaxshard.base.axes import Dims
+from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split, unnamed
+from jaxshard.base.primitives import CASTS, INLINED, REMAT
 from jaxshard.base.tree import is_traced
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Var
 from jaxshard.core import collectives
 
 _MARK = "jaxshard.unshard"
-_CASTS = frozenset({"pvary", "pcast"})  # types alone change
 
 
-def unshard(tree: Any) -> Any:
+def unshard(tree: T) -> T:
     """Inside a loss function: these parameters, whole, here.
 
     Called at the start of each layer, also in the body of a `lax.scan` over stacked layers, it makes gathers (ZeRO-3)
@@ -63,48 +52,55 @@ def unshard(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A parameter not yet whole, or of which the gradient alone is cut, or (of no `dims`) nothing at all.
+    """One parameter inside the loss: a ZeRO-3 shard that `whole()` gathers; a whole copy whose gradient is scattered
+    (ZeRO-2); or, with `local=None`, a parameter that is not cut.
 
-    `local` is the shard, or, unless `is_shard`, a whole copy; `stand_in` is what is differentiated by in its place.
+    `stand_in` is differentiated in place of `local`.
     """
 
     local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
     stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
-    dims: collectives.Dims = dataclasses.field(metadata={"static": True})
+    dims: Dims = dataclasses.field(metadata={"static": True})
     is_shard: bool = dataclasses.field(metadata={"static": True})
 
     def whole(self) -> jax.Array:
+        """The whole parameter, gathered here if it is a shard."""
         if self.local is None:
+            assert self.stand_in is not None
             return collectives.whole_with_grad_apart(self.stand_in)
         if self.stand_in is None:
             return collectives.gather(self.local, self.dims) if self.is_shard else self.local
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 
-class Deferred(abc.ABC):
-    """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs."""
+Value: TypeAlias = jax.Array | Sharded
+Environment: TypeAlias = dict[Var, Value]
+Scale: TypeAlias = jax.Array | None
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """`run`, in a trace, where `deferred` finds it again."""
 
-        def named(*values: Any) -> list[Any]:
-            return self.run(values)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
 
-        named.__name__ = f"{_DEFERRED}{next(_numbers)}"
-        _known[named.__name__] = self
-        return jax.jit(named)(*values)
+    It travels in the traced program as the policy of a `jax.checkpoint`, one that keeps everything: so whoever meets
+    the equation has the part itself, however the program was traced, kept or called.
+    """
 
-    @abc.abstractmethod
-    def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
-        """As the function: of input `position`, of so many dims."""
+    run: Callable[[Sequence[Value]], list[Value]]
+    """Flat outputs of flat inputs."""
+    why_not_lazy: Callable[[int, int, Dims], str | None]
+    """As the function of that name: of the input at a position, its number of dims, how it is cut."""
 
-    @abc.abstractmethod
-    def run(self, values: Sequence[Any]) -> list[Any]:
-        """Flat outputs of flat inputs."""
+    def __call__(self, *_: object, **__: object) -> bool:
+        return True
+
+    def bind(self, values: Sequence[Value]) -> list[Value]:
+        """`run`, in a trace, where `_deferred` finds it again."""
+        return jax.checkpoint(lambda *values: self.run(values), policy=self, prevent_cse=False)(*values)
 
 
 @contextlib.contextmanager
-def scaled_by(scale: Any) -> Iterator[None]:
+def scaled_by(scale: Scale) -> Iterator[None]:
     """While the loss is traced: what its backward pass will be multiplied by (`LossScale`), or None."""
     token = _scale.set(scale)
     try:
@@ -113,29 +109,26 @@ def scaled_by(scale: Any) -> Iterator[None]:
         _scale.reset(token)
 
 
-def loss_scale() -> Any:
+def loss_scale() -> Scale:
     """For parts of the loss that start a backward pass of their own."""
     return _scale.get()
 
 
-_scale: contextvars.ContextVar[Any] = contextvars.ContextVar("loss_scale", default=None)
-_DEFERRED = "jaxshard_deferred_"
-_numbers = itertools.count()
-_known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary()
+_scale: contextvars.ContextVar[Scale] = contextvars.ContextVar("loss_scale", default=None)
 
 
-def _deferred(eqn: Any) -> Deferred | None:
-    name = eqn.params.get("name")
-    return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None
+def _deferred(eqn: Equation) -> Deferred | None:
+    policy = eqn.params.get("policy")
+    return policy if isinstance(policy, Deferred) else None
 
 
-def why_not_lazy(jaxpr: Any, index: int, dims: collectives.Dims) -> str | None:
+def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims) -> str | None:
     """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
-    jaxpr = open_jaxpr(jaxpr)
-    return _why_not_lazy(jaxpr, jaxpr.invars[index], dims)
+    opened = open_jaxpr(jaxpr)
+    return _why_not_lazy(opened, opened.invars[index], dims)
 
 
-def _why_not_lazy(jaxpr: Any, var: Any, dims: collectives.Dims) -> str | None:
+def _why_not_lazy(jaxpr: OpenJaxpr, var: Var, dims: Dims) -> str | None:
     if any(out is var for out in jaxpr.outvars):
         return "returned or carried through a scan"
     for eqn in jaxpr.eqns:
@@ -145,13 +138,13 @@ def _why_not_lazy(jaxpr: Any, var: Any, dims: collectives.Dims) -> str | None:
     return None
 
 
-def _other_use(jaxpr: Any, eqn: Any, position: int, dims: collectives.Dims) -> str | None:
+def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims) -> str | None:
     name = eqn.primitive.name
     if name == "name" and eqn.params["name"] == _MARK:
         return None
     if (part := _deferred(eqn)) is not None:
         return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
-    if name in _CASTS:
+    if name in CASTS:
         return _why_not_lazy(jaxpr, eqn.outvars[0], dims)
     if name in INLINED or name in REMAT:
         return why_not_lazy(inner_jaxpr(eqn), position, dims)
@@ -165,14 +158,14 @@ def _other_use(jaxpr: Any, eqn: Any, position: int, dims: collectives.Dims) -> s
     return why_not_lazy(inner_jaxpr(eqn), position, dims)
 
 
-def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+def run(closed: Jaxpr, values: Sequence[Value]) -> list[Value]:
     """Evaluates a traced program, of whose inputs some are `Sharded`, gathering those at their marks."""
     jaxpr = open_jaxpr(closed)
     if not any(isinstance(value, Sharded) for value in values):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    env: Environment = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))
-    plain: list[Any] = []  # equations since the last one that met a Sharded
+    plain: list[Equation] = []  # equations since the last one that met a Sharded
     for eqn in jaxpr.eqns:
         operands = [None if is_literal(v) else env.get(v) for v in eqn.invars]
         if any(isinstance(value, Sharded) for value in operands):
@@ -186,7 +179,7 @@ def run(closed: Any, values: Sequence[Any]) -> list[Any]:
     return [_read(env, v) for v in jaxpr.outvars]
 
 
-def _run_plain(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+def _run_plain(jaxpr: OpenJaxpr, eqns: list[Equation], env: Environment) -> None:
     """Runs equations that no Sharded enters, as one piece, so that JAX's own evaluation keeps names and contexts."""
     if not eqns:
         return
@@ -200,13 +193,15 @@ def _run_plain(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     env |= dict(zip(outs, results, strict=True))
 
 
-def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
+def _run_sharded(eqn: Equation, values: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     if name == "name":
-        return [checkpoint_name(values[0].whole(), _MARK)]
+        (value,) = values
+        assert isinstance(value, Sharded)
+        return [checkpoint_name(value.whole(), _MARK)]
     if (part := _deferred(eqn)) is not None:
         return part.run(values)
-    if name in _CASTS:
+    if name in CASTS:
         return [jax.tree.map(lambda x: collectives.vary(x, eqn.params["axes"]), values[0])]
     if name == "scan":
         return _run_scan(eqn, values)
@@ -221,7 +216,7 @@ def _run_sharded(eqn: Any, values: list[Any]) -> list[Any]:
     return run(inner_jaxpr(eqn), values)
 
 
-def _run_scan(eqn: Any, values: list[Any]) -> list[Any]:
+def _run_scan(eqn: Equation, values: list[Value]) -> list[Value]:
     num_consts, num_carry = scan_split(eqn)
     consts = values[:num_consts]
 
@@ -240,5 +235,5 @@ def _run_scan(eqn: Any, values: list[Any]) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _read(env: dict[Any, Any], v: Any) -> Any:
+def _read(env: Environment, v: Var) -> Value:
     return v.val if is_literal(v) else env[v]

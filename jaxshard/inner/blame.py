@@ -4,13 +4,16 @@ import functools
 import os
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 
+from jaxshard.base.types import Equation
+
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX, _OPTAX = (os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (jax, optax))
+Held: TypeAlias = Any  # whatever a user's functions hold
 _PLUMBING = "with_extra_args_support"
 
 
@@ -27,7 +30,7 @@ class Step(NamedTuple):
 Frames = list[tuple[str, str, int, int]]  # qualname, file, the function's first line, the line; the outermost first
 
 
-def of_equations(trail: tuple[Any, ...], inner: Any) -> str:
+def of_equations(trail: tuple[Equation, ...], inner: optax.GradientTransformation) -> str:
     """Such as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" where nothing is known.
 
     Args:
@@ -39,13 +42,13 @@ def of_equations(trail: tuple[Any, ...], inner: Any) -> str:
     return _place([(f.function_name, f.file_name, f.function_start_line, f.line_num) for f in frames], inner)
 
 
-def of_error(error: BaseException, inner: Any) -> str:
+def of_error(error: BaseException, inner: optax.GradientTransformation) -> str:
     """The same, of where an exception was raised."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _place([(code.co_qualname, code.co_filename, code.co_firstlineno, line) for code, line in frames], inner)
 
 
-def _place(frames: Frames, inner: Any) -> str:
+def _place(frames: Frames, inner: optax.GradientTransformation) -> str:
     steps = list(_steps(frames))
     kept = [step for i, step in enumerate(steps) if not any(_within(step, other) for other in steps[max(i - 1, 0) : i])]
     if not kept:
@@ -57,7 +60,7 @@ def _place(frames: Frames, inner: Any) -> str:
     return f"{' > '.join(names)} ({_short(kept[-1].file)}:{steps[-1].line})"
 
 
-def _routes(start: Any, steps: list[Step]) -> list[tuple[int, tuple[str, ...]]]:
+def _routes(start: object, steps: list[Step]) -> list[tuple[int, tuple[str, ...]]]:
     """The ways from a function through those of `steps` that it holds: how many it does not, and each one's index."""
     for skipped, step in enumerate(steps):
         if found := [(index, fn) for index, fn in _reached(start) if _is(fn, step)]:
@@ -80,15 +83,15 @@ def _within(step: Step, outer: Step) -> bool:
     return step.file == outer.file and step.qualname != outer.qualname and step.name == outer.name
 
 
-def _is(fn: Any, step: Step) -> bool:
+def _is(fn: object, step: Step) -> bool:
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
     return code is not None and (code.co_firstlineno, code.co_qualname) == (step.first_line, step.qualname)
 
 
-def _reached(start: Any) -> Iterator[tuple[str, Any]]:
+def _reached(start: object) -> Iterator[tuple[str, object]]:
     """Every function that something holds, however deep, with the first index or key on the way."""
     seen: set[int] = {id(start)}
-    todo: list[tuple[str, Any]] = list(_held(start))
+    todo: list[tuple[str, object]] = list(_held(start))
     while todo:
         index, found = todo.pop()
         if id(found) not in seen:
@@ -98,7 +101,7 @@ def _reached(start: Any) -> Iterator[tuple[str, Any]]:
             todo += [(index or key, held) for key, held in _held(found)]
 
 
-def _held(x: Any) -> Iterator[tuple[str, Any]]:
+def _held(x: Held) -> Iterator[tuple[str, object]]:
     """What a function, a transformation or a container holds, with the index or key of each, "" where there is none."""
     if isinstance(x, dict):
         yield from ((repr(key), value) for key, value in x.items())
@@ -112,7 +115,7 @@ def _held(x: Any) -> Iterator[tuple[str, Any]]:
         yield from _held_by_function(x)
 
 
-def _held_by_function(fn: Any) -> Iterator[tuple[str, Any]]:
+def _held_by_function(fn: Held) -> Iterator[tuple[str, object]]:
     if hasattr(fn, "__wrapped__"):
         yield "", fn.__wrapped__
     if hasattr(fn, "__self__"):

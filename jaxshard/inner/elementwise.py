@@ -14,13 +14,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.base.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.primitives import CALLS, FILL_IF_ANY, KEEPS_FILL, PER_DEVICE, POINTWISE
+from jaxshard.base.types import Equation, Jaxpr, Var
 
 SAME, FILL = "same", "fill"
+Trail: TypeAlias = tuple[Equation, ...]  # the calls around an equation, and it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +39,12 @@ class Mixed:
     """What first mixed elements, in words, and the equation of it after those of the calls around it."""
 
     what: str
-    trail: tuple[Any, ...] = ()
+    trail: Trail = ()
 
 
 Label = str | Shard | Mixed
 
-_POINTWISE_NAMES = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    name ne neg nextafter not or pcast polygamma population_count pow pvary real reduce_precision
-    regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
-"""
-_POINTWISE = frozenset(_POINTWISE_NAMES.split())
-_KEEPS_FILL = frozenset({"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"})
-_FILL_IF_ANY = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or"})  # of equal numbers: that number
 _CHECKED_APART = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "shape", "new_sizes"})
-_PER_DEVICE = ("axis_index", "all_", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "reduce_scatter", "ragged_all")
 
 
 class NotElementwise(Exception):
@@ -64,7 +55,7 @@ class NotElementwise(Exception):
         self.mixed = mixed
 
 
-def check_elementwise(on_shards: Any, on_whole: Any, labels: list[Label]) -> None:
+def check_elementwise(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label]) -> None:
     """Checks that a program of shards gives the shards of what it gives of whole leaves.
 
     Args:
@@ -87,7 +78,7 @@ def check_elementwise(on_shards: Any, on_whole: Any, labels: list[Label]) -> Non
             raise NotElementwise(Mixed(f"what it returns for {_name(labels[i], one.invars[i])} is not cut as that is"))
 
 
-def _relate(on_shards: Any, on_whole: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _relate(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label], trail: Trail) -> list[Label]:
     """How the outputs of two programs are related, given how their inputs are."""
     one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
     env = _Relations()
@@ -111,32 +102,32 @@ class _Relations:
     parted: Mixed | None = None
 
     def __init__(self) -> None:
-        self._of: dict[Any, tuple[Any, Label]] = {}
+        self._of: dict[Var, tuple[Var | None, Label]] = {}
 
-    def write(self, v: Any, w: Any, label: Label) -> None:
+    def write(self, v: Var, w: Var, label: Label) -> None:
         one_number = label == SAME and _size(v) == 1 and _size(w) == 1
         self._of[v] = (w, FILL if one_number else label)
 
-    def read(self, v: Any, w: Any, trail: tuple[Any, ...]) -> Label:
+    def read(self, v: Var, w: Var, trail: Trail) -> Label:
         if is_literal(v) and is_literal(w):
             return FILL if _same(v.val, w.val) else Mixed(f"it uses a number taken from the shape, {v.val}", trail)
         if not is_literal(v) and not is_literal(w) and v in self._of and self._of[v][0] is w:
             return self._of[v][1]
         return self.parted or Mixed("what it computes depends on the shape", trail)
 
-    def label(self, v: Any) -> Label:
+    def label(self, v: Var) -> Label:
         """Of a variable of the first program, whatever goes with it."""
         return FILL if is_literal(v) else self._of.get(v, (None, SAME))[1]
 
 
-def _parted(a: Any, b: Any, env: _Relations, trail: tuple[Any, ...]) -> Mixed:
+def _parted(a: Equation, b: Equation, env: _Relations, trail: Trail) -> Mixed:
     eqn = b if a is None else a
     labels = [] if a is None else [env.label(v) for v in a.invars]
     names = " or ".join(f"`{e.primitive.name}`" for e in (b, a) if e is not None)
     return _mixed(eqn, labels, (*trail, eqn), f"{names}, as the shape has it,")
 
 
-def _constants(on_shards: Any, on_whole: Any) -> Iterator[tuple[Any, Any, bool]]:
+def _constants(on_shards: Jaxpr, on_whole: Jaxpr) -> Iterator[tuple[Var, Var, bool]]:
     one, two = open_jaxpr(on_shards).constvars, open_jaxpr(on_whole).constvars
     values = [list(getattr(jaxpr, "consts", ())) for jaxpr in (on_shards, on_whole)]
     known = len(values[0]) == len(one) == len(values[1]) == len(two)
@@ -144,12 +135,12 @@ def _constants(on_shards: Any, on_whole: Any) -> Iterator[tuple[Any, Any, bool]]
         yield v, w, known and _same(values[0][i], values[1][i])
 
 
-def _through(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _through(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
     """How the results of one pair of equations are related."""
     name = a.primitive.name
     if name in CALLS:
         return _relate(inner_jaxpr(a), inner_jaxpr(b), labels, trail)
-    if name in _KEEPS_FILL and all(label == FILL for label in labels):
+    if name in KEEPS_FILL and all(label == FILL for label in labels):
         return [FILL]
     if not _same_params(a, b):
         return _mix(a, labels, trail, f"`{name}` with a number taken from the shape")
@@ -161,35 +152,35 @@ def _through(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> lis
     if any(isinstance(label, Mixed) for label in labels):
         return _mix(a, labels, trail, f"`{name}`")
     if all(_is_same(*of) for of in zip(labels, a.invars, b.invars, strict=True)) and _same_shapes(a, b):
-        return [SAME] * len(a.outvars) if not name.startswith(_PER_DEVICE) else _mix(a, labels, trail, f"`{name}`")
+        return [SAME] * len(a.outvars) if not name.startswith(PER_DEVICE) else _mix(a, labels, trail, f"`{name}`")
     return _through_parts(a, b, labels, trail)
 
 
-def _through_parts(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _through_parts(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
     """An operation whose arrays differ in shape between the programs."""
     name, shards = a.primitive.name, [i for i, label in enumerate(labels) if isinstance(label, Shard)]
     if not shards:
-        any_left = name in _FILL_IF_ANY and all(map(_size, [*a.invars, *b.invars]))
-        ok = (any_left or name in _POINTWISE) and labels and all(label == FILL for label in labels)
+        any_left = name in FILL_IF_ANY and all(map(_size, [*a.invars, *b.invars]))
+        ok = (any_left or name in POINTWISE) and labels and all(label == FILL for label in labels)
         return [FILL] * len(a.outvars) if ok else _mix(a, labels, trail, f"`{name}`")
     first = shards[0]
     shapes = {(_shape(a.invars[i]), _shape(b.invars[i]), _cut(labels[i])) for i in shards}
     shapes |= {(_shape(v), _shape(w), _cut(labels[first])) for v, w in zip(a.outvars, b.outvars, strict=True)}
-    if len(shapes) > 1 or not (name in _POINTWISE or name in ("broadcast_in_dim", "reshape")):
+    if len(shapes) > 1 or not (name in POINTWISE or name in ("broadcast_in_dim", "reshape")):
         return _mix(a, labels, trail, f"`{name}`")
     if any(label == SAME for label in labels):
         return _mix(a, labels, trail, f"`{name}` with an array that is not cut alike")
     return [labels[first]] * len(a.outvars)
 
 
-def _through_cond(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _through_cond(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
     if labels[0] != FILL:
         return _mix(a, labels[:1], trail, "`cond`")
     branches = zip(a.params["branches"], b.params["branches"], strict=True)
     return _join([_relate(one, two, labels[1:], trail) for one, two in branches], a, b, trail)
 
 
-def _through_while(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _through_while(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
     num_cond, num_body = a.params["cond_nconsts"], a.params["body_nconsts"]
     cond_consts, body_consts = labels[:num_cond], labels[num_cond : num_cond + num_body]
 
@@ -201,7 +192,7 @@ def _through_while(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) 
     return carry if stop == FILL else _mix(a, [stop], trail, "`while`")
 
 
-def _through_scan(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -> list[Label]:
+def _through_scan(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
     num_consts, num_carry = scan_split(a)
     consts, xs = labels[:num_consts], labels[num_consts + num_carry :]
     xs = [_mixed(a, [label], trail, "`scan`") if isinstance(label, Shard) else label for label in xs]
@@ -216,14 +207,14 @@ def _through_scan(a: Any, b: Any, labels: list[Label], trail: tuple[Any, ...]) -
 
 
 def _fixed_point(
-    step: Callable[[list[Label]], list[Label]], labels: list[Label], a: Any, b: Any, trail: tuple[Any, ...]
+    step: Callable[[list[Label]], list[Label]], labels: list[Label], a: Equation, b: Equation, trail: Trail
 ) -> list[Label]:
     while (new := _join([labels, step(labels)], a, b, trail)) != labels:
         labels = new
     return labels
 
 
-def _join(rows: list[list[Label]], a: Any, b: Any, trail: tuple[Any, ...]) -> list[Label]:
+def _join(rows: list[list[Label]], a: Equation, b: Equation, trail: Trail) -> list[Label]:
     """What is true of either: of FILL and anything, the latter; two that are not alike are Mixed."""
     joined = []
     for column in zip(*rows, strict=True):
@@ -237,11 +228,11 @@ def _join(rows: list[list[Label]], a: Any, b: Any, trail: tuple[Any, ...]) -> li
     return joined
 
 
-def _mix(eqn: Any, labels: list[Label], trail: tuple[Any, ...], operation: str) -> list[Label]:
+def _mix(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> list[Label]:
     return [_mixed(eqn, labels, trail, operation)] * len(eqn.outvars)
 
 
-def _mixed(eqn: Any, labels: list[Label], trail: tuple[Any, ...], operation: str) -> Mixed:
+def _mixed(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> Mixed:
     """Of its result nothing is known; what was Mixed stays the reason."""
     for label in labels:
         if isinstance(label, Mixed):
@@ -252,36 +243,36 @@ def _mixed(eqn: Any, labels: list[Label], trail: tuple[Any, ...], operation: str
     return Mixed(f"it applies {operation} to {to}", trail)
 
 
-def _cut(label: Label) -> Any:
+def _cut(label: Label) -> object:
     """What must agree between two labels: of which leaf a shard is does not matter, only how it is cut."""
     return label.dims if isinstance(label, Shard) else label
 
 
-def _name(label: Label, v: Any) -> str:
+def _name(label: Label, v: Var) -> str:
     return label.path if isinstance(label, Shard) else f"an array of shape {_shape(v)}"
 
 
-def _is_same(label: Label, v: Any, w: Any) -> bool:
+def _is_same(label: Label, v: Var, w: Var) -> bool:
     return label == SAME or (label == FILL and _shape(v) == _shape(w))
 
 
-def _same_shapes(a: Any, b: Any) -> bool:
+def _same_shapes(a: Equation, b: Equation) -> bool:
     return all(_shape(v) == _shape(w) for v, w in zip(a.outvars, b.outvars, strict=True))
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: Equation, b: Equation) -> bool:
     if a is None or b is None:
         return False
     sizes = [(eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
     return sizes[0] == sizes[1]
 
 
-def _same_params(a: Any, b: Any) -> bool:
+def _same_params(a: Equation, b: Equation) -> bool:
     """Whether two equations say the same, but for shapes and inner programs, which are looked at by themselves."""
     return all(key in _CHECKED_APART or _same(x, b.params.get(key)) for key, x in a.params.items())
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same(x: object, y: object) -> bool:
     """Bit for bit, for numbers and arrays; what cannot be read (a tracer) must be one and the same."""
     if x is y:
         return True
@@ -296,9 +287,9 @@ def _same(x: Any, y: Any) -> bool:
         return False
 
 
-def _shape(v: Any) -> tuple[int, ...]:
+def _shape(v: Var) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def _size(v: Any) -> int:
+def _size(v: Var) -> int:
     return math.prod(_shape(v))

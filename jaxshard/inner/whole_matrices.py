@@ -7,21 +7,22 @@ runs in the global view, so every layout gives the same result.
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import optax
 
-from jaxshard.base.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.memo import by_shapes
+from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA
 from jaxshard.base.tree import named_leaves, owner_of
-from jaxshard.inner.update import by_shapes, fast, first_update
-
-_LINEAR_ALGEBRA_NAMES = "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal"
-_LINEAR_ALGEBRA = frozenset(_LINEAR_ALGEBRA_NAMES.split())
+from jaxshard.base.types import Equation, Jaxpr, Tree, Var
+from jaxshard.inner.trace import first_update
+from jaxshard.inner.update import fast
 
 
 @by_shapes
-def batch_dims(inner: optax.GradientTransformation, params: Any) -> list[tuple[int, ...] | None]:
+def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[int, ...] | None]:
     """For each leaf of params (arrays or shapes), the dims over which its matrices are batched in `inner.update`.
 
     None for a leaf that enters no matrix operation, and where the update cannot be traced without more arguments.
@@ -50,7 +51,7 @@ class _Place:
     leaf: int
     dims: tuple[int | None, ...]
 
-    def moved(self, new: Any) -> "_Place":
+    def moved(self, new: Callable[[int], int | None]) -> "_Place":
         """`new` says for each dim of the old value where it is in the new one, or None."""
         return _Place(self.leaf, tuple(None if d is None else new(d) for d in self.dims))
 
@@ -62,9 +63,9 @@ class _Walk:
         self.batched: set[tuple[int, int]] = set()
         self.mixed: set[tuple[int, int]] = set()
 
-    def through(self, jaxpr: Any, places: list[_Place | None]) -> list[_Place | None]:
+    def through(self, jaxpr: Jaxpr, places: list[_Place | None]) -> list[_Place | None]:
         jaxpr = open_jaxpr(jaxpr)
-        env: dict[Any, _Place | None] = dict(zip(jaxpr.invars, places, strict=True))
+        env: dict[Var, _Place | None] = dict(zip(jaxpr.invars, places, strict=True))
         for eqn in jaxpr.eqns:
             found = [None if is_literal(v) else env.get(v) for v in eqn.invars]
             if any(found):
@@ -74,7 +75,7 @@ class _Walk:
                 }
         return [None if is_literal(v) else env.get(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, found: list[_Place | None]) -> list[_Place | None]:
+    def _equation(self, eqn: Equation, found: list[_Place | None]) -> list[_Place | None]:
         name = eqn.primitive.name
         if name in CALLS:
             return self.through(inner_jaxpr(eqn), found)
@@ -88,18 +89,18 @@ class _Walk:
             return [next(filter(None, column), None) for column in zip(*outs, strict=True)]
         if name == "dot_general":
             return [self._dot(eqn, found)]
-        operand = next(i for i, place in enumerate(found) if place)
-        moved = self._moves(eqn, operand, found[operand])
+        operand, place = next((i, place) for i, place in enumerate(found) if place)
+        moved = self._moves(eqn, operand, place)
         return [moved(v.aval.shape) for v in eqn.outvars]
 
-    def _scan(self, eqn: Any, found: list[_Place | None]) -> list[_Place | None]:
+    def _scan(self, eqn: Equation, found: list[_Place | None]) -> list[_Place | None]:
         num_consts, num_carry = scan_split(eqn)
         split = num_consts + num_carry
         scanned = [p and p.moved(lambda d: d - 1 if d else None) for p in found[split:]]
         outs = self.through(inner_jaxpr(eqn), [*found[:split], *scanned])
         return [*outs[:num_carry], *(p and p.moved(lambda d: d + 1) for p in outs[num_carry:])]
 
-    def _dot(self, eqn: Any, found: list[_Place | None]) -> _Place | None:
+    def _dot(self, eqn: Equation, found: list[_Place | None]) -> _Place | None:
         contracted, batch = eqn.params["dimension_numbers"]
         outs = []
         for operand, place in enumerate(found):
@@ -117,14 +118,14 @@ class _Walk:
             if now is not None:
                 (self.batched if now in batch else self.mixed).add((place.leaf, dim))
 
-    def _moves(self, eqn: Any, operand: int, place: Any) -> Any:
+    def _moves(self, eqn: Equation, operand: int, place: _Place) -> Callable[[tuple[int, ...]], _Place]:
         """Where one operand of any other operation goes, as a function of an output's shape."""
         name, shape = eqn.primitive.name, eqn.invars[operand].aval.shape
-        if name in _LINEAR_ALGEBRA:
+        if name in LINEAR_ALGEBRA:
             self._note(place, list(range(len(shape) - 2)), len(shape))
             return lambda out: place.moved(lambda d: d if d < min(len(shape) - 2, len(out)) else None)
         if name == "transpose":
-            where: Any = eqn.params["permutation"].index
+            where: Callable[[int], int | None] = eqn.params["permutation"].index
         elif name == "broadcast_in_dim":
             where = eqn.params["broadcast_dimensions"].__getitem__
         elif name == "squeeze" or name.startswith(("reduce_", "arg")):

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxshard.base.jaxprs import without_consts
 from jaxshard.base.tree import sum_dtype
+from jaxshard.base.types import Scalar, Tree
 from jaxshard.core import collectives, unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
@@ -20,25 +21,25 @@ from jaxshard.pipelining.timetable import Info, Plan, Work
 class _Function(NamedTuple):
     """A traced function of flat inputs; what it closed over comes after them."""
 
-    jaxpr: Any
-    consts: list[Any]
-    outs: Any
+    jaxpr: Jaxpr
+    consts: list[Tree]
+    outs: Tree
 
     @classmethod
-    def trace(cls, fn: Callable[..., Any], *args: Any) -> "_Function":
+    def trace(cls, fn: Callable[..., Tree], *args: Tree) -> "_Function":
         leaves, treedef = jax.tree.flatten(args)
         closed, outs = jax.make_jaxpr(lambda *x: fn(*jax.tree.unflatten(treedef, x)), return_shape=True)(*leaves)
         return cls(*without_consts(closed), outs)
 
 
-class Pipe(unshard.Deferred):
+class Pipe:
     """The three functions as traced programs, run by the schedule; params may come as `lazy.Sharded`.
 
     Inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
     what the functions closed over.
     """
 
-    def __init__(self, parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str):
+    def __init__(self, parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str):
         self.plan, self.axis = plan, axis
         self.num_blocks, self.num_shared = len(jax.tree.leaves(blocks)), len(jax.tree.leaves(shared))
         self.num_batch = len(jax.tree.leaves(microbatches))
@@ -69,7 +70,7 @@ class Pipe(unshard.Deferred):
         reasons = (unshard.why_not_lazy(fn.jaxpr, position, dims) for fn in (self.first, self.last))
         return next(filter(None, reasons), None)
 
-    def run(self, values: Sequence[Any]) -> list[Any]:
+    def run(self, values: Sequence[Tree]) -> list[Tree]:
         """[the mean loss]."""
         num_params = self.num_blocks + self.num_shared
         params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
@@ -103,17 +104,17 @@ class Pipe(unshard.Deferred):
 class _Carry(NamedTuple):
     """What a device keeps from tick to tick: activation and gradient as they come in, and what has been summed."""
 
-    x: Any
-    kept: Any
-    loss: Any
-    dx: Any
-    grads: Any
+    x: Tree
+    kept: Tree
+    loss: Tree
+    dx: Tree
+    grads: Tree
 
 
 class _Device:
     """One device's part of a pipeline, inside shard_map."""
 
-    def __init__(self, pipe: Pipe, params: list[Any], held: list[Any], data: list[Any]):
+    def __init__(self, pipe: Pipe, params: list[Tree], held: list[Tree], data: list[Tree]):
         self.pipe, self.plan, self.params, self.held = pipe, pipe.plan, params, held
         self.index = lax.axis_index(pipe.axis)
         self.microbatches, consts = data[: pipe.num_batch], iter(data[pipe.num_batch :])
@@ -122,39 +123,39 @@ class _Device:
 
     # The functions.
 
-    def _blocks(self, diff: list[Any], turn: Any) -> list[Any]:
+    def _blocks(self, diff: list[Tree], turn: Scalar) -> list[Tree]:
         return stages.of_round(diff[: self.pipe.num_blocks], turn, self.plan)
 
-    def _stage(self, blocks: list[Any], x: Any, work: Work) -> Any:
+    def _stage(self, blocks: list[Tree], x: Tree, work: Work) -> Tree:
         """`blocks`: what is differentiated of them, of this round."""
         n = self.pipe.num_blocks
         held = stages.of_round(self.held[:n], work.round, self.plan)
         values = [_joined(*p) for p in zip(self.params[:n], blocks, held, strict=True)]
         return self._activation(self._call(self.pipe.stage, [*values, *jax.tree.leaves(x)], work, self.consts[0]))
 
-    def _shared(self, diff: list[Any]) -> list[Any]:
+    def _shared(self, diff: list[Tree]) -> list[Tree]:
         n = self.pipe.num_blocks
         return [_joined(*p) for p in zip(self.params[n:], diff, self.held[n:], strict=True)]
 
-    def _first(self, shared: list[Any], work: Work) -> Any:
+    def _first(self, shared: list[Tree], work: Work) -> Tree:
         values = [*self._shared(shared), *stages.at(self.microbatches, work.microbatch)]
         return self._activation(self._call(self.pipe.first, values, work, self.consts[1]))
 
-    def _activation(self, leaves: list[Any]) -> Any:
+    def _activation(self, leaves: list[Tree]) -> Tree:
         kind = self.pipe.kind
         return jax.tree.map(collectives.vary_as, jax.tree.unflatten(jax.tree.structure(kind), leaves), kind)
 
-    def _last(self, shared: list[Any], x: Any, work: Work) -> Any:
+    def _last(self, shared: list[Tree], x: Tree, work: Work) -> Tree:
         values = [*self._shared(shared), *jax.tree.leaves(x), *stages.at(self.microbatches, work.microbatch)]
         return self._call(self.pipe.last, values, work, self.consts[2])[0]
 
-    def _call(self, fn: _Function, values: list[Any], work: Work, consts: list[Any]) -> list[Any]:
+    def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
         chunk = work.round * self.plan.num_stages + self.index
         return unshard.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
 
     # Forward alone.
 
-    def loss(self, diff: list[Any]) -> Any:
+    def loss(self, diff: list[Tree]) -> Tree:
         def tick(at, t):
             x, total = at
             device, work = self._at(t), self.plan.forward(t, self.index)
@@ -167,30 +168,30 @@ class _Device:
         )
         return lax.psum(total, self.pipe.axis) / self.plan.num_microbatches
 
-    def _shared_diff(self, diff: list[Any]) -> list[Any]:
+    def _shared_diff(self, diff: list[Tree]) -> list[Tree]:
         return diff[self.pipe.num_blocks :]
 
-    def _entering(self, diff: list[Any], x: Any, work: Work) -> Any:
+    def _entering(self, diff: list[Tree], x: Tree, work: Work) -> Tree:
         """The chunk's input: fresh from the batch at the very first, else what came from the stage before."""
         return stages.select(self.is_first & (work.round == 0), self._first(self._shared_diff(diff), work), x)
 
-    def _leaves(self, work: Work) -> Any:
+    def _leaves(self, work: Work) -> Tree:
         """Whether this is the last chunk."""
         return self.is_last & (work.round == self.plan.virtual - 1)
 
-    def _counted(self, loss: Any, work: Work) -> Any:
+    def _counted(self, loss: Tree, work: Work) -> Tree:
         return jnp.where(work.busy & self._leaves(work), loss, 0)
 
-    def _no_loss(self) -> Any:
+    def _no_loss(self) -> Tree:
         loss = self.pipe.last.outs
         return collectives.vary(jnp.zeros((), sum_dtype(loss)), self.pipe.cast)
 
-    def _passed(self, tree: Any, step: int) -> Any:
+    def _passed(self, tree: Tree, step: int) -> Tree:
         return stages.passed(tree, self.pipe.axis, self.plan, step)
 
     # Forward and backward.
 
-    def loss_and_grads(self, diff: list[Any], scale: Any) -> tuple[Any, list[Any]]:
+    def loss_and_grads(self, diff: list[Tree], scale: Tree) -> tuple[Tree, list[Tree]]:
         """The mean loss, and the gradients of `scale` times that."""
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
@@ -205,17 +206,17 @@ class _Device:
         grads = [g.astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
         return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
 
-    def _scan(self, tick: Callable[["_Device", _Carry, Any], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
+    def _scan(self, tick: Callable[["_Device", _Carry, Scalar], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
         ticks = jnp.arange(start, stop, dtype=jnp.int32)
         return lax.scan(lambda at, t: (tick(self._at(t), at, t), None), at, ticks)[0]
 
-    def _at(self, t: Any) -> "_Device":
+    def _at(self, t: Scalar) -> "_Device":
         """This device in one tick: shards tied to it, so that XLA does not gather them before the loop of ticks."""
         device, pairs = copy.copy(self), zip(self.params, self.held, strict=True)
         device.held = [lax.optimization_barrier((x, t))[0] if _is_shard(p) else x for p, x in pairs]
         return device
 
-    def _forward(self, diff: list[Any], at: _Carry, t: Any) -> tuple[_Carry, Any, Work]:
+    def _forward(self, diff: list[Tree], at: _Carry, t: Scalar) -> tuple[_Carry, Tree, Work]:
         """(what is kept, what came out, of which work)."""
         work = self.plan.forward(t, self.index)
         x = self._entering(diff, at.x, work)
@@ -223,10 +224,10 @@ class _Device:
         y = self._stage(self._blocks(diff, work.round), x, work)
         return at._replace(x=self._passed(y, 1), kept=kept), y, work
 
-    def _both(self, diff: list[Any], scale: Any, at: _Carry, t: Any) -> _Carry:
+    def _both(self, diff: list[Tree], scale: Tree, at: _Carry, t: Scalar) -> _Carry:
         at, y, work = self._forward(diff, at, t)
 
-        def head(shared: list[Any], floats: list[Any]) -> Any:
+        def head(shared: list[Tree], floats: list[Tree]) -> Tree:
             return self._last(shared, _with_floats(y, floats), work)
 
         loss, pull = jax.vjp(head, self._shared_diff(diff), _floats(y))
@@ -235,12 +236,12 @@ class _Device:
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._leaves(work))
         return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
 
-    def _backward(self, diff: list[Any], at: _Carry, t: Any, dy_of_loss: Any) -> _Carry:
+    def _backward(self, diff: list[Tree], at: _Carry, t: Scalar, dy_of_loss: Tree) -> _Carry:
         work = self.plan.backward(t - self.plan.delay, self.index)
         slot = self.plan.forward_tick(work, self.index) % self.plan.num_kept
         x, blocks = stages.at(at.kept, slot), self._blocks(diff, work.round)
 
-        def stage(blocks: list[Any], floats: list[Any]) -> Any:
+        def stage(blocks: list[Tree], floats: list[Tree]) -> Tree:
             return _floats(self._stage(blocks, _with_floats(x, floats), work))
 
         _, pull = jax.vjp(stage, blocks, _floats(x))
@@ -258,7 +259,7 @@ class _Device:
             grads = self._added(grads, 0, d_blocks, work.busy)
         return at._replace(dx=self._passed(dx, -1), grads=grads)
 
-    def _added(self, sums: list[Any], start: int, grads: list[Any], wanted: Any) -> list[Any]:
+    def _added(self, sums: list[Tree], start: int, grads: list[Tree], wanted: Scalar) -> list[Tree]:
         """The sums with these gradients, from `start` on, where they are `wanted`: what others made of nothing real."""
         new = list(sums)
         for i, g in enumerate(grads, start):
@@ -266,40 +267,40 @@ class _Device:
         return new
 
 
-def _diff(value: Any) -> Any:
+def _diff(value: Tree) -> Tree:
     """What is differentiated of a parameter."""
     return value.stand_in if isinstance(value, unshard.Sharded) else value
 
 
-def _held(value: Any) -> Any:
+def _held(value: Tree) -> Tree:
     return value.local if isinstance(value, unshard.Sharded) else None
 
 
-def _is_shard(value: Any) -> bool:
+def _is_shard(value: Tree) -> bool:
     return isinstance(value, unshard.Sharded) and value.is_shard
 
 
-def _joined(template: Any, diff: Any, held: Any) -> Any:
+def _joined(template: Tree, diff: Tree, held: Tree) -> Tree:
     if not isinstance(template, unshard.Sharded):
         return diff
     return dataclasses.replace(template, local=held, stand_in=diff)
 
 
-def _is_primal(x: Any) -> bool:
+def _is_primal(x: Tree) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
-def _floats(x: Any) -> list[Any]:
+def _floats(x: Tree) -> list[Tree]:
     """The leaves of an activation that have gradients; masks or numbers of segments may go along with them."""
     return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
-def _with_floats(x: Any, floats: list[Any]) -> Any:
+def _with_floats(x: Tree, floats: list[Tree]) -> Tree:
     new = iter(floats)
     return jax.tree.map(lambda leaf: next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, x)
 
 
-def _check_loss_varies(loss: Any, axes: tuple[str, ...]) -> None:
+def _check_loss_varies(loss: Tree, axes: tuple[str, ...]) -> None:
     others = sorted(collectives.varying_of_shape(loss) - set(axes))
     if others:
         raise TypeError(

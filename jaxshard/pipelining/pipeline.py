@@ -7,7 +7,7 @@ et al. 2021, section 2.2), and 2 (v M + S - 1) A bytes go out of every device.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
+from jaxshard.base.types import Tree
 from jaxshard.core import collectives, unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.one_f_one_b import Pipe
@@ -23,17 +24,17 @@ from jaxshard.pipelining.timetable import SCHEDULES, Info, Plan, Schedule
 
 
 def pipeline(
-    stage_fn: Callable[..., Any],
-    first_fn: Callable[..., Any],
-    last_fn: Callable[..., Any],
-    blocks: Any,
-    shared: Any,
-    batch: Any,
+    stage_fn: Callable[..., Tree],
+    first_fn: Callable[..., Tree],
+    last_fn: Callable[..., Tree],
+    blocks: Tree,
+    shared: Tree,
+    batch: Tree,
     *,
     num_microbatches: int,
     schedule: Schedule = "1f1b",
     virtual: int = 1,
-    const: Any = None,
+    const: Tree = None,
     remat: Literal["tick", "stage"] = "tick",
     axis: str = "pipeline",
 ) -> jax.Array:
@@ -81,13 +82,15 @@ def pipeline(
     pipe = Pipe(parts, plan, blocks, shared, microbatches, axis)
     scale = unshard.loss_scale()
     scale = jnp.float32(1) if scale is None else scale
-    return pipe(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))[0]
+    part = unshard.Deferred(pipe.run, pipe.why_not_lazy)
+    (loss,) = part.bind(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))
+    return cast(jax.Array, loss)
 
 
 # One device, or none in particular: a loop.
 
 
-def _loop(parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str) -> jax.Array:
+def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str) -> jax.Array:
     """Microbatches one after the other, each computed again in the backward pass."""
     differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
@@ -115,7 +118,9 @@ def _loop(parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any,
 # GPipe: all forward, then all backward, by autodiff through the scan of ticks.
 
 
-def _gpipe(parts: Parts, plan: Plan, blocks: Any, shared: Any, microbatches: Any, axis: str, remat: str) -> jax.Array:
+def _gpipe(
+    parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str, remat: str
+) -> jax.Array:
     stage = lax.axis_index(axis)
     is_first, is_last = stage == 0, stage == plan.num_stages - 1
     blocks, shared = stages.cast((blocks, shared), stages.axes_of_sums(microbatches, axis))
@@ -157,7 +162,7 @@ def _check_schedule(schedule: str, virtual: int, num_microbatches: int, remat: s
         )
 
 
-def _check_sizes(blocks: Any, batch: Any, num_stages: int, num_microbatches: int, virtual: int) -> None:
+def _check_sizes(blocks: Tree, batch: Tree, num_stages: int, num_microbatches: int, virtual: int) -> None:
     if virtual > 1 and num_microbatches % num_stages:
         raise ValueError(
             f"pipeline: num_microbatches {num_microbatches} / stages {num_stages} is no whole number, and with "
@@ -183,7 +188,7 @@ def _check_sizes(blocks: Any, batch: Any, num_stages: int, num_microbatches: int
             )
 
 
-def _check_types(blocks: Any, shared: Any, axis: str) -> None:
+def _check_types(blocks: Tree, shared: Tree, axis: str) -> None:
     if not collectives.types_are_checked(axis):
         raise TypeError(
             "pipeline: under shard_map(check_vma=False) nothing says what differs between stages, and gradients come "

@@ -1,62 +1,63 @@
 """What the schedules of a pipeline share: its functions, indices of rounds, microbatches and ticks, activations."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.tree import named_leaves, path_of
+from jaxshard.base.types import Scalar, Tree
 from jaxshard.core import collectives
 from jaxshard.pipelining.timetable import Info, Plan
 
 
 class Parts(NamedTuple):
-    stage_fn: Callable[..., Any]
-    first_fn: Callable[..., Any]
-    last_fn: Callable[..., Any]
-    const: Any
+    stage_fn: Callable[..., Tree]
+    first_fn: Callable[..., Tree]
+    last_fn: Callable[..., Tree]
+    const: Tree
 
-    def stage(self, blocks: Any, x: Any, info: Info) -> Any:
+    def stage(self, blocks: Tree, x: Tree, info: Info) -> Tree:
         return self.stage_fn(blocks, x, info) if self.const is None else self.stage_fn(blocks, x, info, self.const)
 
 
-def of_round(tree: Any, turn: Any, plan: Plan) -> Any:
+def of_round(tree: Tree, turn: Scalar, plan: Plan) -> Tree:
     """The blocks of one chunk."""
     return tree if plan.virtual == 1 else at(tree, turn)
 
 
-def at(tree: Any, index: Any) -> Any:
+def at(tree: Tree, index: Scalar) -> Tree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def put(x: Any, row: Any, index: Any) -> Any:
+def put(x: Tree, row: Tree, index: Scalar) -> Tree:
     return lax.dynamic_update_index_in_dim(x, row, index, 0)
 
 
-def select(which: Any, one: Any, other: Any) -> Any:
+def select(which: Scalar, one: Tree, other: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
 
 
-def passed(tree: Any, axis: str, plan: Plan, step: int) -> Any:
+def passed(tree: Tree, axis: str, plan: Plan, step: int) -> Tree:
     """To the next stage (`step` 1) or the one before (-1); with virtual stages around, from one end to the other."""
     num = plan.num_stages
     pairs = [(i, (i + step) % num) for i in range(num) if plan.virtual > 1 or 0 <= i + step < num]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
 
 
-def axes_of_sums(microbatches: Any, axis: str) -> tuple[str, ...]:
+def axes_of_sums(microbatches: Tree, axis: str) -> tuple[str, ...]:
     """The stages and the batch's axes: params whose types vary over these have their gradients summed once, outside."""
     return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
 
 
-def cast(tree: Any, axes: tuple[str, ...]) -> Any:
+def cast(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """Of types that vary over these axes."""
     return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
 
 
-def settled(parts: Parts, axis: str, blocks: Any, shared: Any, microbatch: Any, info: Info) -> Any:
+def settled(parts: Parts, axis: str, blocks: Tree, shared: Tree, microbatch: Tree, info: Info) -> Tree:
     """The shapes and types of the activation: of what comes in first, and out of every stage.
 
     Raises:
@@ -72,7 +73,7 @@ def settled(parts: Parts, axis: str, blocks: Any, shared: Any, microbatch: Any, 
         x = wider
 
 
-def _check_activation(x: Any, y: Any) -> None:
+def _check_activation(x: Tree, y: Tree) -> None:
     if jax.tree.structure(x) != jax.tree.structure(y):
         raise ValueError(
             f"pipeline: stage_fn makes {jax.tree.structure(y)} of {jax.tree.structure(x)}; it must keep the structure"
@@ -86,7 +87,7 @@ def _check_activation(x: Any, y: Any) -> None:
             )
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Tree) -> None:
     if not hasattr(loss, "shape"):
         raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):

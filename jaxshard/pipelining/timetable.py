@@ -7,9 +7,11 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+
+from jaxshard.base.types import Scalar
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -18,8 +20,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 class Info(NamedTuple):
     """What a stage works on, as whole numbers: the chunk of layers, 0 to S v - 1 from the first, and the microbatch."""
 
-    chunk: Any
-    microbatch: Any
+    chunk: Scalar
+    microbatch: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +51,19 @@ class Plan:
         """Stage inputs that a device keeps at once, so that it can compute backward: those of so many ticks."""
         return 2 * self.delay + 1
 
-    def forward(self, tick: Any, stage: Any) -> "Work":
+    def forward(self, tick: Scalar, stage: Scalar) -> "Work":
         return self._work(tick - stage, backward=False)
 
-    def backward(self, tick: Any, stage: Any) -> "Work":
+    def backward(self, tick: Scalar, stage: Scalar) -> "Work":
         """`tick` counted from the first of the backward pass."""
         return self._work(tick - (self.num_stages - 1 - stage), backward=True)
 
-    def forward_tick(self, work: "Work", stage: Any) -> Any:
+    def forward_tick(self, work: "Work", stage: Scalar) -> Scalar:
         """The tick at which a stage did forward what it now does backward."""
         group, place = work.microbatch // self.num_stages, work.microbatch % self.num_stages
         return (group * self.virtual + work.round) * self.num_stages + place + stage
 
-    def _work(self, unit: Any, *, backward: bool) -> "Work":
+    def _work(self, unit: Scalar, *, backward: bool) -> "Work":
         """Units come in groups of S microbatches, each group going v times around the stages."""
         count = self.virtual * self.num_microbatches
         clipped = jnp.clip(unit, 0, count - 1)
@@ -77,9 +79,9 @@ class Work(NamedTuple):
     Where there is nothing to do, round and microbatch are those of some real work, whose results are dropped.
     """
 
-    busy: Any
-    round: Any
-    microbatch: Any
+    busy: Scalar
+    round: Scalar
+    microbatch: Scalar
 
 
 # The picture.

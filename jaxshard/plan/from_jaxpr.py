@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.base.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.core.specs import axes_in
+from jaxshard.base.axes import axes_in
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.primitives import INLINED, REMAT
 from jaxshard.plan.program import Block, Moved, Op, Value, pruned
 from jaxshard.plan.propagation import followed
 

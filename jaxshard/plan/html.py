@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base.axes import axes_in
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.core.layout import Layout
-from jaxshard.core.specs import axes_in
 from jaxshard.plan.charts import (
     Chart,
     axes_sent_along,

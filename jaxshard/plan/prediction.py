@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import local_shape
 from jaxshard.base.tree import shape_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.precision import like
-from jaxshard.core.specs import local_shape
 from jaxshard.core.step import TrainStep
 from jaxshard.hardware.chips import PAGED_BYTES, Chip
 from jaxshard.mesh import platform_of, torus_dims
@@ -168,7 +168,7 @@ class AnyRows:
     def __init__(self, step: TrainStep, params: Any, batch: Any, *args: Any, unit: int = 1):
         self._given = (step, params, batch, args)
         options = step.loss.options
-        self.parts = options.engine.num_batch_shards * options.microbatches * unit
+        self.parts = options.setup.num_batch_shards * options.microbatches * unit
         sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
         sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
         self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
@@ -194,7 +194,7 @@ class _Traced:
     """A step as it runs on each device of its platform."""
 
     def __init__(self, step: TrainStep, params: Any, batch: Any, args: Any):
-        engine = step.loss.options.engine
+        engine = step.setup
         if engine.config.auto_axes:
             raise ValueError(
                 f"plan: auto_axes={engine.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
@@ -204,8 +204,9 @@ class _Traced:
         self.platform = platform_of(engine.mesh)
         params = jax.tree.map(shape_of, params)
         state = engine.abstract_state(params)
-        self.layout = engine.layout(params, strict=True)
-        held = jax.tree.leaves(tuple(engine.trees(params)[::2]), is_leaf=lambda x: isinstance(x, P))
+        engine.strictly(params)
+        self.layout = engine.with_state(params)
+        held = jax.tree.leaves((self.layout.param_specs, self.layout.state_specs), is_leaf=lambda x: isinstance(x, P))
         specs = held + [P(engine.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
         traced = step.trace(params, state, batch, *args)
         block = from_jaxpr.written_out(traced.jaxpr, specs, engine.sizes, self.platform)

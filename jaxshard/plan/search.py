@@ -148,7 +148,7 @@ def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *
       options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
 
     >>> import jax, jax.numpy as jnp, optax
-    >>> from jaxshard import chips
+    >>> from jaxshard.hardware import chips
     >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
     >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
     >>> target = Target(chips.chip("h100"), 8, 80e9)
@@ -291,7 +291,8 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
 
 def at_rest(step: TrainStep, params: Any, *_: Any) -> int:
     """Bytes of params and state on each device, by shapes alone."""
-    held = step.loss.options.engine.layout(params, strict=True).bytes_per_device
+    step.setup.strictly(params)
+    held = step.setup.with_state(params).bytes_per_device
     return held["params"] + held["state"]
 
 

@@ -16,8 +16,8 @@ import optax
 from jax.sharding import NamedSharding
 
 import jaxshard
+from jaxshard.base.axes import axes_in, axes_of, canonical
 from jaxshard.base.tree import names_of, shape_of
-from jaxshard.core.specs import axes_in, axes_of, canonical
 from jaxshard.processes import agreement
 from jaxshard.trainer import data
 from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig

@@ -17,7 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.core.layout import Config, cut_leaf, layout_params, layout_state, local_shape, warn_if_awkward
+from jaxshard.base.axes import local_shape
+from jaxshard.core.cutting import cut_leaf
+from jaxshard.core.layout import layout_params, layout_state, warn_if_awkward
+from jaxshard.core.options import Config
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -37,7 +40,9 @@ def cut(shape, sizes, spec=WHOLE, axes=None, min_shard_size=0, dtype=jnp.float32
 def lay(params, sizes, strategy="zero2", state=None, strict=True, **options):
     axes = options.pop("data_axes", ("data",))
     config = Config(strategy, data_axes=axes, **{"min_shard_size": 0} | options)
-    found = layout_params(config, params, sizes, strict=strict)
+    found = layout_params(config, params, sizes)
+    if strict:
+        found.check_specs_used()
     return found if state is None else layout_state(found, state)
 
 

@@ -13,7 +13,7 @@ from test_traps import fit, opt_of, rows
 from test_traps import weights as cut_weights
 
 import jaxshard
-from jaxshard.core import collectives, gradients
+from jaxshard.core import collectives, per_device
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
 
@@ -116,13 +116,13 @@ def whole_vector(params, batch):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_lost_microbatch_is_seen(monkeypatch, strategy):
-    real = gradients._Device._grad
+    real = per_device.DeviceLoss._grad
 
     def lossy(self, shards, diff, batch, index):
         grads, outs = real(self, shards, diff, batch, index)
         return [jnp.where(index == 1, 0, g) for g in grads], outs
 
-    monkeypatch.setattr(gradients._Device, "_grad", lossy)
+    monkeypatch.setattr(per_device.DeviceLoss, "_grad", lossy)
     assert error(strategy, microbatches=2) > 1e-4
 
 
@@ -152,5 +152,5 @@ def test_a_repeated_key_is_seen(monkeypatch):
         return np.asarray(f(weights(), batch, jax.random.key(0))[0][1])
 
     assert len({mask.tobytes() for mask in masks()}) == 8
-    monkeypatch.setattr(gradients._Device, "_folded", lambda self, index: self.args)
+    monkeypatch.setattr(per_device.DeviceLoss, "_folded", lambda self, index: self.args)
     assert len({mask.tobytes() for mask in masks()}) == 1

@@ -22,8 +22,11 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, distances
 
 import jaxshard
+from jaxshard.base.axes import local_shape
 from jaxshard.core import collectives
-from jaxshard.core.layout import Config, cut_leaf, layout_params, layout_state, local_shape
+from jaxshard.core.cutting import cut_leaf
+from jaxshard.core.layout import layout_params, layout_state
+from jaxshard.core.options import Config
 
 COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 IN_CI = settings(max_examples=50, derandomize=True, **COMMON)

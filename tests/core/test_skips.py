@@ -11,6 +11,7 @@ import pytest
 from oracle import assert_close, assert_same_bits
 
 import jaxshard
+from jaxshard.core import update
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 
@@ -84,7 +85,7 @@ def test_all_devices_skip_and_nothing_changes(strategy, bad):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_as_on_a_tpu_where_updates_are_gathered(strategy, monkeypatch):
-    monkeypatch.setattr(jaxshard.engine.Engine, "_sends_updates", lambda self, found: True)
+    monkeypatch.setattr(update, "_sends_updates", lambda setup, found: True)
     step, p, state = start(make(strategy))
     before = every_copy((p, state))
     p, state, metrics = step(p, state, batch(1, x=np.nan))
@@ -96,7 +97,7 @@ def test_as_on_a_tpu_where_updates_are_gathered(strategy, monkeypatch):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_narrow_params_with_masters_keep_their_bits_too(strategy, whole, monkeypatch):
     """With `whole`, as on a TPU, where they are chosen after the gather."""
-    monkeypatch.setattr(jaxshard.engine.Engine, "_chooses_whole", lambda self: whole)
+    monkeypatch.setattr(update, "_selects_whole", lambda setup: whole)
     opt = make(strategy, master_dtype=jnp.float32)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
     step, p, state = jaxshard.train_step(loss, opt), opt.place(narrow), opt.init(narrow)
@@ -110,7 +111,7 @@ def test_narrow_params_with_masters_keep_their_bits_too(strategy, whole, monkeyp
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_old_or_new_params_are_chosen_after_the_gather_as_on_a_tpu(strategy, monkeypatch):
     """Of cut ones, XLA for TPU copied all params whole: the choice is among whole ones."""
-    monkeypatch.setattr(jaxshard.engine, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(update, "platform_of", lambda mesh: "tpu")
     opt = make(strategy, master_dtype=jnp.float32)
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params())
     text = jaxshard.train_step(loss, opt).lower(narrow, opt.init(narrow), batch(0)).compile().as_text()

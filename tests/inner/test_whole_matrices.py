@@ -13,7 +13,7 @@ from oracle import assert_close, one_device, sharded
 
 import jaxshard
 from jaxshard import inspect
-from jaxshard.core import layout
+from jaxshard.core import sharding
 from jaxshard.inner import whole_matrices
 
 STACKED, SINGLE = MuonDimensionNumbers(1, 2), MuonDimensionNumbers(0, 1)
@@ -71,7 +71,7 @@ def test_wire_bytes_stay_near_those_of_adamw(strategy, num_devices, decay, ratio
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_the_plain_global_view_would_cost_several_times_more(strategy, monkeypatch):
     ours = cost(strategy, tx_of(), 8)
-    monkeypatch.setattr(layout, "deal_leaf", lambda leaf, *_: leaf)
+    monkeypatch.setattr(sharding, "deal_leaf", lambda leaf, *_: leaf)
     plain = cost(strategy, tx_of(), 8)
     assert plain[0] > 3 * ours[0]
     assert plain[1] > 1.5 * ours[1]

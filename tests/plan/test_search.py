@@ -109,7 +109,7 @@ def test_tensor_and_pipeline_parallel_too(style):
     config = config_of(**STYLES[style])
     mine = command.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
     step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
-    report, found = compiled_and_predicted(step, step.loss.options.engine, shaped, *rest)
+    report, found = compiled_and_predicted(step, step.setup, shaped, *rest)
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
     assert (found.costs.trips_known, report.trips_known) == (True, True)
@@ -256,7 +256,7 @@ def test_a_while_loop_is_said_to_have_unknown_trips():
         return loss(p, batch) + 0 * x.mean()
 
     step, _ = step_on("ddp", mesh_of("ddp"))
-    other = jaxshard.train_step(looping, step.loss.options.engine and jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp")))
+    other = jaxshard.train_step(looping, step.setup and jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp")))
     assert plan.predict(step, *shapes((params(), batch()))).costs.trips_known
     assert not plan.predict(other, *shapes((params(), batch()))).costs.trips_known
 

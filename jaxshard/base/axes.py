@@ -1,0 +1,49 @@
+"""Mesh axes as PartitionSpecs name them."""
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.tree import Names
+from jaxshard.base.types import AxisSizes, Tree
+
+REPLICA_AXIS = "replica"
+Entry: TypeAlias = str | tuple[str, ...] | None  # of a PartitionSpec
+Dims: TypeAlias = tuple[tuple[int, Names], ...]
+"""How an array is cut: pairs (dim counted from the end, axes), which stay right for a slice of a stacked leaf."""
+
+
+def axes_in(entry: Entry) -> Names:
+    """The axes named by one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def canonical(entries: Iterable[Entry]) -> P:
+    """A PartitionSpec without trailing Nones (P("data", None) would cost a second compilation)."""
+    spec = [axes[0] if len(axes) == 1 else axes or None for axes in map(axes_in, entries)]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return P(*spec)
+
+
+def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int, ...]:
+    """The shape of one device's part of an array of `shape`, cut by `spec` over axes of these sizes."""
+    ways = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
+    return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
+
+
+def axes_of(specs: Tree) -> set[str]:
+    """All axes that a tree of PartitionSpecs, or rules, name."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    return {axis for spec in leaves if isinstance(spec, P) for entry in spec for axis in axes_in(entry)}
+
+
+def without(spec: P, axes: Names) -> P:
+    """A PartitionSpec that says nothing of these axes."""
+    return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)

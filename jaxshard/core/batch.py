@@ -1,0 +1,64 @@
+"""What comes in from outside: a batch's rows, and the specs that params carry already."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import REPLICA_AXIS, axes_in, canonical
+from jaxshard.base.tree import is_key, is_traced, named_leaves, path_of
+from jaxshard.base.types import Batch, Tree
+from jaxshard.core.optimizer import ShardedOptimizer, setup_of
+
+
+def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
+    """The PartitionSpecs that arrays carry now, data axes and "replica" left out: what to give as `specs=`.
+
+    Args:
+      params: arrays; those that lie on no mesh (NumPy, one device) have `PartitionSpec()`.
+      data_axes: the axes to leave out.
+
+    >>> specs_of({"w": np.ones((4, 4))})
+    {'w': P()}
+    """
+    return jax.tree.map(lambda x: _model_spec(x, (*data_axes, REPLICA_AXIS)), params)
+
+
+def _model_spec(x: Tree, left_out: tuple[str, ...]) -> P:
+    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return P()
+    return canonical(tuple(a for a in axes_in(e) if a not in left_out) for e in sharding.spec)
+
+
+def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
+    """This process's rows -> global arrays, split over the optimizer's batch axes.
+
+    Args:
+      batch: a pytree of arrays (rows of this process, ...); with one process, the whole batch.
+      opt: says which mesh, and how it is split.
+
+    Returns:
+      Arrays of (rows of all processes, ...), each device holding its own rows.
+
+    Raises:
+      ValueError: rows that do not divide over this process's devices, named by leaf.
+    """
+    setup = setup_of(opt, "shard_batch")
+    count = jax.process_count()
+    for names, leaf in named_leaves(batch):
+        rows = np.shape(leaf)[:1]
+        if not rows or (rows[0] * count) % setup.num_batch_shards:
+            raise ValueError(
+                f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim x {count} processes "
+                f"must be divisible by {setup.num_batch_shards} (the devices over {setup.batch_axes})"
+            )
+    sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
+    return jax.tree.map(lambda x: _from_local(x, sharding), batch)
+
+
+def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and is_key(x):
+        data = _from_local(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy: loaders use their buffers again

@@ -1,0 +1,68 @@
+"""Dynamic loss scaling for float16: the scale, its rules and its state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), as `loss_scale=` of a strategy.
+
+    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything looks at
+    them. A step whose gradients overflow is skipped.
+
+    Args:
+      initial: the first scale.
+      growth_interval: after so many good steps in a row the scale grows by `factor`.
+      factor: by which the scale grows and shrinks; a power of two keeps gradients exact.
+      hysteresis: so many overflows, since the scale last grew, until it shrinks.
+      minimum: the scale never shrinks below it.
+      maximum: nor grows above it.
+
+    Raises:
+      ValueError: a value that makes no sense.
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    factor: float = 2.0
+    hysteresis: int = 2
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+    def __post_init__(self):
+        if not 0 < self.minimum <= self.initial <= self.maximum <= 2.0**127:
+            raise ValueError(
+                "LossScale: needs 0 < minimum <= initial <= maximum <= 2**127, got "
+                f"{self.minimum}, {self.initial}, {self.maximum}"
+            )
+        counts = (self.growth_interval, self.hysteresis)
+        if not 1 < self.factor < float("inf") or not all(isinstance(n, int) and n >= 1 for n in counts):
+            raise ValueError(
+                "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
+                f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
+            )
+
+    def start(self) -> dict[str, jax.Array]:
+        return {
+            "scale": jnp.float32(self.initial),
+            "good_steps": jnp.int32(0),
+            "hysteresis": jnp.int32(self.hysteresis),
+        }
+
+    def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
+        """The state after a step whose gradients were finite, or had `overflowed`."""
+        scale, hysteresis = state["scale"], state["hysteresis"]
+        good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
+        grows = good_steps >= self.growth_interval
+        hysteresis = jnp.maximum(hysteresis - overflowed.astype(jnp.int32), 0)
+        shrinks = overflowed & (hysteresis == 0)
+        grown = jnp.minimum(scale * self.factor, self.maximum)
+        shrunk = jnp.maximum(scale / self.factor, self.minimum)
+        return {
+            "scale": jnp.where(shrinks, shrunk, jnp.where(grows, grown, scale)),
+            "good_steps": jnp.where(grows, 0, good_steps),
+            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis),
+        }

@@ -1,0 +1,229 @@
+"""What a strategy is told: its options, typed for editors, and every check of them.
+
+The defaults stand in `Config`; the types and their meaning in `Options`, for `**options: Unpack[Options]`.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import REPLICA_AXIS, axes_of
+from jaxshard.base.types import AnyMesh, DType, Tree
+from jaxshard.core.loss_scale import LossScale
+
+Rules: TypeAlias = Sequence[tuple[str, P]]
+Zero: TypeAlias = Literal[0, 1, 2, 3]
+
+
+class Cuts(NamedTuple):
+    """What a strategy cuts 1/N over the data axes."""
+
+    params: bool
+    accumulators: bool  # gradients, while microbatches are summed
+    state: bool  # and the gradients that reach the inner optimizer
+
+
+STRATEGIES = {
+    "ddp": Cuts(params=False, accumulators=False, state=False),
+    "zero1": Cuts(params=False, accumulators=False, state=True),
+    "zero2": Cuts(params=False, accumulators=True, state=True),
+    "zero3": Cuts(params=True, accumulators=True, state=True),
+    "hsdp": Cuts(params=True, accumulators=True, state=True),
+    "tensor_parallel": Cuts(params=False, accumulators=False, state=False),
+    "pipeline_parallel": Cuts(params=False, accumulators=False, state=False),
+}
+_LEVELS = ("ddp", "zero1", "zero2", "zero3")  # of ZeRO, inside "hybrid"
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options of every strategy; all may be left out."""
+
+    data_axes: str | tuple[str, ...]
+    """The mesh axes that state, gradients and params are cut over, outermost first; ("data",) by default. The batch is
+    split over these, and over "replica" where the mesh has it."""
+
+    min_shard_size: int
+    """Leaves of fewer elements stay whole; 2048 by default."""
+
+    reduce_dtype: DType | None
+    """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
+    for float16 params: sums come before the division, so in float16 more devices overflow sooner."""
+
+    master_dtype: DType | None
+    """Keeps masters of the params in this dtype in the state, cut like it; the params are their roundings. A parameter
+    that is changed between steps (loaded, pruned) takes its master with it."""
+
+    moment_dtype: DType | None
+    """jnp.bfloat16 stores moments in it, rounded stochastically; the inner optimizer computes with them in its own
+    dtype. Moments are state leaves shaped like a parameter that copy no param and no gradient: mu, nu, sums."""
+
+    stochastic_rounding: bool
+    """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""
+
+    loss_scale: LossScale | None
+    """Dynamic loss scaling for float16; works in `train_step` alone."""
+
+    auto_axes: str | tuple[str, ...]
+    """Mesh axes that are left to XLA inside the loss too, for models written for its partitioner: `specs` and no
+    collectives. Without it the loss sees this device's shards of what `specs` cut (see `jaxshard.tensor`)."""
+
+
+class Options(CommonOptions, total=False):
+    """The options of `ddp`, `zero1`, `zero2`, `zero3` and `hsdp`: the common ones, and the model's specs."""
+
+    specs: Tree | Rules | None
+    """How the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or rules
+    [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they do not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A strategy and its options, as `zero2(...)` and its siblings take them; `Options` says what each means."""
+
+    strategy: str
+    specs: Tree | Rules | None = dataclasses.field(default=None, hash=False)
+    data_axes: tuple[str, ...] = ("data",)
+    min_shard_size: int = 2**11
+    reduce_dtype: DType | None = None
+    master_dtype: DType | None = None
+    moment_dtype: DType | None = None
+    stochastic_rounding: bool = False
+    loss_scale: LossScale | None = None
+    auto_axes: tuple[str, ...] = ()
+    zero: int | None = None  # of "hybrid" alone
+
+    @property
+    def cuts(self) -> Cuts:
+        """What is cut over the data axes."""
+        return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
+
+    @property
+    def widens(self) -> bool:
+        """Whether the inner optimizer sees wider params than there are, so that new params are roundings."""
+        return self.master_dtype is not None or self.stochastic_rounding
+
+
+def checked_config(strategy: str, inner: object, mesh: object, options: dict[str, Any]) -> Config:
+    """The config of a strategy; everything that can be wrong before the params are known is refused here.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    """
+    check_inner(strategy, inner)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
+    _check_names(strategy, options)
+    options = dict(options)
+    for name, default in (("data_axes", ("data",)), ("auto_axes", ())):
+        axes = options.get(name, default)
+        options[name] = (axes,) if isinstance(axes, str) else tuple(axes)
+    if options.get("moment_dtype") == "bfloat16":
+        options["moment_dtype"] = jnp.bfloat16
+    config = Config(strategy, **options)
+    _check_zero(config)
+    _check_data_axes(mesh, config)
+    _check_model_axes(mesh, config)
+    _check_mesh_types(mesh, config)
+    _check_numbers(config)
+    return config
+
+
+def check_inner(who: str, inner: object) -> None:
+    """Raises a TypeError for what is no optax optimizer."""
+    if not (isinstance(inner, tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
+
+
+def _check_names(strategy: str, options: dict[str, Any]) -> None:
+    own = {"zero"} if strategy == "hybrid" else set[str]()
+    known = sorted(Options.__annotations__.keys() | own)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            raise TypeError(f"{strategy}: no option {name!r}{hint} There are {known}")
+
+
+def _check_zero(config: Config) -> None:
+    if config.strategy == "hybrid" and (config.zero not in (0, 1, 2, 3) or isinstance(config.zero, bool)):
+        raise ValueError(f"hybrid: zero={config.zero!r} is no level of ZeRO; there are 0 (ddp), 1, 2 and 3")
+
+
+def _check_data_axes(mesh: AnyMesh, config: Config) -> None:
+    needed = (*config.data_axes, *((REPLICA_AXIS,) if config.strategy == "hsdp" else ()))
+    for axis in needed:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{config.strategy}: needs the mesh axis {axis!r}; the mesh has {tuple(mesh.axis_names)}. "
+                "Make one with jaxshard.make_mesh, or name yours with data_axes="
+            )
+    if not config.data_axes or len(set(config.data_axes)) < len(config.data_axes) or REPLICA_AXIS in config.data_axes:
+        raise ValueError(
+            f"{config.strategy}: data_axes {config.data_axes} must name at least one axis, each once, and not "
+            f"{REPLICA_AXIS!r}, which is never cut over"
+        )
+
+
+def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
+    for axis in config.auto_axes:
+        if axis not in mesh.axis_names or axis in (*config.data_axes, REPLICA_AXIS):
+            raise ValueError(
+                f"{config.strategy}: auto_axes {config.auto_axes} must be axes of the mesh {tuple(mesh.axis_names)} "
+                "that the model is cut over, such as 'tensor'"
+            )
+    if config.auto_axes and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"{config.strategy}: auto_axes needs a mesh of Auto axes; jaxshard.make_mesh makes one (jax.make_mesh with "
+            "axis_types=)"
+        )
+    if config.strategy in ("tensor_parallel", "pipeline_parallel") and not axes_of(config.specs):
+        raise ValueError(
+            f"{config.strategy}: the specs {config.specs!r:.80} name no axis, so nothing would be cut; give a "
+            "PartitionSpec for each leaf that is, or rules [(regex, PartitionSpec), ...]"
+        )
+
+
+def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
+    kinds = {str(kind) for kind in mesh.axis_types}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{config.strategy}: the mesh mixes axis types {sorted(kinds)}; make all Auto, or all Explicit"
+        )
+
+
+def _check_numbers(config: Config) -> None:
+    if not isinstance(config.min_shard_size, int) or config.min_shard_size < 0:
+        raise ValueError(
+            f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
+        )
+    for name, dtype in (("reduce_dtype", config.reduce_dtype), ("master_dtype", config.master_dtype)):
+        if dtype is not None and not _is_floating(dtype):
+            raise ValueError(
+                f"{config.strategy}: {name} {dtype!r} must be a floating dtype of 16 bits or more, such as jnp.float32"
+            )
+    if config.moment_dtype is not None and config.moment_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{config.strategy}: moment_dtype {config.moment_dtype!r} must be jnp.bfloat16, the one narrow dtype with "
+            "the range that second moments need; or leave it out"
+        )
+    if config.stochastic_rounding and config.master_dtype is not None:
+        raise ValueError(
+            f"{config.strategy}: stochastic_rounding is for params without masters; drop it, or drop master_dtype"
+        )
+    if config.loss_scale is not None and not isinstance(config.loss_scale, LossScale):
+        raise TypeError(
+            f"{config.strategy}: loss_scale must be a jaxshard.LossScale, got {type(config.loss_scale).__name__}"
+        )
+
+
+def _is_floating(dtype: DType) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
+    except TypeError:
+        return False

@@ -1,0 +1,202 @@
+"""One device's part of the loss and its gradients, inside `jax.shard_map`: microbatches, keys, reductions."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.base.tree import is_key, sum_dtype
+from jaxshard.base.types import DType, Tree, TreeDef
+from jaxshard.core import collectives, unshard
+from jaxshard.core.cutting import Leaf
+from jaxshard.core.layout import Layout
+from jaxshard.core.loss_program import LossOptions, Program
+from jaxshard.core.precision import like, wide
+from jaxshard.core.unshard import Scale, Sharded, Value
+
+Index: TypeAlias = jax.Array | int  # of a microbatch
+
+
+class DeviceLoss:
+    """One device's part of the work, inside shard_map. `shards` are its params as they lie at rest."""
+
+    def __init__(
+        self,
+        options: LossOptions,
+        found: Layout,
+        params: Tree,
+        batch: Tree,
+        args: tuple[Tree, ...],
+        scale: Scale,
+        reasons: list[str | None] | None,
+    ):
+        self.options, self.setup, self.leaves, self.args = options, options.setup, found.params, args
+        self.scale = scale
+        self.shards = jax.tree.leaves(params)
+        if options.checked:
+            self.shards = [collectives.vary(x, self.setup.split_axes) for x in self.shards]
+        m = options.microbatches
+        self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
+        self.program = self._trace(jax.tree.structure(params))
+        self.reasons = [unshard.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
+        if reasons is not None:
+            reasons[:] = self.reasons
+
+    def run(self) -> Tree:
+        """((loss, aux, weight), gradients of this device's shards)."""
+        if not self.options.differentiate:
+            outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
+            return self._reduced(*jax.tree.map(lambda x: x[None], outs))[0], ()
+        grads, outs = self._accumulated()
+        value, denominator = self._reduced(*outs)
+        return value, tuple(self._finish(g, leaf, denominator) for g, leaf in zip(grads, self.leaves, strict=True))
+
+    # The loss.
+
+    def _trace(self, treedef: TreeDef) -> Program:
+        whole = collectives.shapes_of(
+            lambda: [_at_the_start(x) for x in self._values(self.shards, self._differentiated())]
+        )
+        batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._folded(0)))
+        return Program.trace(self.options, treedef, whole, batch, args, self.scale)
+
+    def _is_cut(self, leaf: Leaf) -> bool:
+        """Whether its gradient is scattered where the leaf is gathered, microbatch by microbatch."""
+        return bool(leaf.dims) and self.setup.config.cuts.accumulators
+
+    def _differentiated(self) -> list[jax.Array]:
+        """What gradients are taken of: whole leaves themselves, and zeros standing in for the shards of cut ones."""
+        pairs = zip(self.shards, self.leaves, strict=True)
+        return [self._stand_in(x, leaf) if self._is_cut(leaf) else x for x, leaf in pairs]
+
+    def _stand_in(self, x: jax.Array, leaf: Leaf) -> jax.Array:
+        shape = list(x.shape)
+        for dim, axes in () if self.setup.config.cuts.params else leaf.dims:
+            shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
+        return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(collectives.varying(x)))
+
+    def _sum_dtype(self, leaf: Leaf) -> DType:
+        return like(self.setup.config.reduce_dtype, leaf.dtype)
+
+    def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
+        """The loss's parameters, cut ones not yet gathered; alone, as the user gave them, to the last bit."""
+        is_shard, differentiate = self.setup.config.cuts.params, self.options.differentiate
+        alone = not self.setup.split_axes
+
+        def value(x: jax.Array, d: jax.Array, leaf: Leaf) -> Value:
+            if not self._is_cut(leaf):
+                return Sharded(None, d, (), False) if differentiate and not alone else d
+            return Sharded(x, d if differentiate else None, leaf.dims, is_shard)
+
+        return [value(*each) for each in zip(shards, diff, self.leaves, strict=True)]
+
+    def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
+        """(loss, weight, aux) of one microbatch."""
+        pairs = zip(self._values(shards, diff), self.reasons, strict=True)
+        values = [x if reason is None else _at_the_start(x) for x, reason in pairs]
+        return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index), self.scale))
+
+    def _varied(self, x: jax.Array) -> jax.Array:
+        """A loss that the user already averaged over devices is one mean among equals; its type must say so."""
+        averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
+        return collectives.vary(x, self.setup.split_axes) if averaged else x
+
+    def _microbatch(self, index: Index) -> Tree:
+        return jax.tree.map(lambda x: x[index], self.batch)
+
+    def _folded(self, index: Index) -> Tree:
+        """The further arguments, with keys folded by data shard and microbatch."""
+        if not self.options.fold_keys:
+            return self.args
+        axes = self.setup.split_axes
+        shard = (lax.axis_index(axes) if axes else 0) * self.options.microbatches + index
+
+        def fold(x):
+            if not is_key(x):
+                return x
+            return jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1)).reshape(x.shape)
+
+        return jax.tree.map(fold, self.args)
+
+    # Gradients.
+
+    def _grad(
+        self, shards: Sequence[jax.Array], diff: list[jax.Array], batch: Tree, index: Index
+    ) -> tuple[list[jax.Array], Tree]:
+        """Gradients of one microbatch's loss, in the dtype they are summed in, and its (loss, weight, aux)."""
+
+        def loss_of(diff):
+            outs = self._loss(shards, diff, batch, index)
+            return outs[0] if self.scale is None else outs[0] * self.scale, outs
+
+        grads, outs = jax.grad(loss_of, has_aux=True)(diff)
+        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.leaves, strict=True)], outs
+
+    def _accumulated(self) -> tuple[list[jax.Array], Tree]:
+        """Gradients summed over microbatches, and each microbatch's (loss, weight, aux), stacked."""
+        m, diff = self.options.microbatches, self._differentiated()
+        if m == 1:
+            grads, outs = self._grad(self.shards, diff, self._microbatch(0), 0)
+            return grads, jax.tree.map(lambda x: x[None], outs)
+        shapes, _ = jax.eval_shape(lambda: self._grad(self.shards, diff, self._microbatch(0), 0))
+
+        def step(sums, indexed):
+            index, batch = indexed
+            grads, outs = self._grad(self._bound_to(index), diff, batch, index)
+            return [
+                s + self._scattered_here(g, leaf) for s, g, leaf in zip(sums, grads, self.leaves, strict=True)
+            ], outs
+
+        return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
+
+    def _scattered_here(self, g: jax.Array, leaf: Leaf) -> jax.Array:
+        """The same; XLA for TPU else sums whole gradients over the loop, and scatters them after it."""
+        return lax.optimization_barrier(g) if self._is_cut(leaf) else g
+
+    def _bound_to(self, index: jax.Array) -> list[jax.Array]:
+        """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""
+        if not self.setup.config.cuts.params:
+            return self.shards
+        pairs = zip(self.shards, self.leaves, strict=True)
+        return [lax.optimization_barrier((x, index))[0] if leaf.dims else x for x, leaf in pairs]
+
+    def _finish(self, g: jax.Array, leaf: Leaf, denominator: jax.Array | int) -> jax.Array:
+        """The average over all devices, as the inner optimizer takes it: cut, if the state is."""
+        cuts, done = self.setup.config.cuts, set()
+        if leaf.dims and cuts.state:
+            done = {axis for _, axes in leaf.dims for axis in axes}
+            g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
+        g = collectives.total(g, [axis for axis in self.setup.split_axes if axis not in done])
+        if self.scale is not None:
+            g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
+        return (g / denominator).astype(wide(self.setup.config, leaf.dtype))
+
+    def _reduced(self, losses: jax.Array, weights: jax.Array, auxes: Tree) -> tuple[Tree, jax.Array | int]:
+        """((loss, aux, weight) over the whole batch, what gradients are divided by)."""
+        axes = self.setup.split_axes
+        denominator: jax.Array | int = self.options.microbatches * self.setup.num_batch_shards
+        weight = jnp.ones(())
+        if self.options.weighted:
+            weight = collectives.total(weights.sum(0), axes)
+            denominator = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+        def average(x):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x[-1]
+            wide = x.astype(sum_dtype(x))
+            if self.options.weighted:
+                wide = wide * weights.reshape(-1, *(1,) * (x.ndim - 1))
+            return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
+
+        loss = collectives.total(losses.sum(0), axes) / denominator
+        return (loss, jax.tree.map(average, auxes), weight), denominator
+
+
+def _at_the_start(x: Value) -> jax.Array:
+    """The whole parameter, gathered now, before the loss runs."""
+    if not isinstance(x, Sharded):
+        return x
+    return x.stand_in if x.local is None and x.stand_in is not None else x.whole()

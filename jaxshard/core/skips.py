@@ -1,0 +1,97 @@
+"""Steps that change nothing: what is judged on the devices, and what is told of it on the host."""
+
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.base.tree import sum_dtype
+from jaxshard.base.types import Metrics, Tree
+from jaxshard.core.loss_scale import LossScale
+
+_LOSS = "the loss"
+
+
+def _what(leaf: str) -> str:
+    return leaf if leaf == _LOSS else f"the gradient of {leaf}"
+
+
+class NonFiniteError(FloatingPointError):
+    """Too many steps in a row had a loss or gradient that is not finite.
+
+    `step` is the last one's number, counted from 1 for the first call of that `train_step`; `leaf` is the path of the
+    first bad gradient ("the loss", if that alone was bad), and `what` names it in words.
+    """
+
+    def __init__(self, step: int, leaf: str, count: int):
+        self.step, self.leaf, self.what = step, leaf, _what(leaf)
+        super().__init__(
+            f"train_step: call {step}: {self.what} is not finite, the {count}. time in a row. Params and state "
+            "are as the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
+        )
+
+
+def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(norm of the whole gradient, index of its first leaf that is not finite or -1, whether all is finite).
+
+    A gradient so large that its square overflows is not finite either: it would stay in second moments for ever.
+    """
+    squares = [_sum_of_squares(g) for g in jax.tree.leaves(grads)]
+    if not squares:
+        return jnp.zeros(()), jnp.int32(-1), jnp.isfinite(loss)
+    bad = ~jnp.isfinite(jnp.stack([x.astype(jnp.result_type(*squares)) for x in squares]))
+    first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
+    return jnp.sqrt(sum(squares)), first, jnp.isfinite(loss) & ~bad.any()
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    """In float32 at least: in bf16 a sum of many squares would stop growing."""
+    x = x.astype(sum_dtype(x))
+    return jnp.sum(jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x))
+
+
+class Verdicts:
+    """What became of the steps: looked at one call late, so that the devices never wait for the host.
+
+    Always exactly one call late, so that several processes raise at the same call.
+    """
+
+    def __init__(self):
+        self._calls, self._bad_in_a_row = 0, 0
+        self._pending: list[tuple[int, list[str], Metrics]] = []
+
+    def expect(self, names: list[str], metrics: Metrics) -> None:
+        """Notes a step that was dispatched; `names` are the paths of its params."""
+        self._calls += 1
+        kept = {name: metrics[name] for name in ("skipped", "bad_leaf", "loss", "loss_scale") if name in metrics}
+        self._pending.append((self._calls, names, kept))
+
+    def check(self, max_skips: int | None, scaling: LossScale | None) -> None:
+        """Warns of what was skipped, or raises."""
+        while len(self._pending) > 1:
+            call, names, metrics = self._pending.pop(0)
+            if bool(metrics["skipped"]):
+                self._skipped(call, names, metrics, max_skips, scaling)
+            else:
+                self._bad_in_a_row = 0
+
+    def _skipped(
+        self, call: int, names: list[str], metrics: Metrics, max_skips: int | None, scaling: LossScale | None
+    ) -> None:
+        bad = int(metrics["bad_leaf"])
+        if bad < 0 and math.isfinite(float(metrics["loss"])):
+            self._warn(call, "the whole batch has weight 0")
+            return
+        if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
+            return  # an overflow, which the scale will answer
+        self._bad_in_a_row += 1
+        leaf = _LOSS if bad < 0 else names[bad]
+        if max_skips is not None and self._bad_in_a_row > max_skips:
+            count, self._bad_in_a_row = self._bad_in_a_row, 0
+            self._pending.clear()  # the step after that one had the same params
+            raise NonFiniteError(call, leaf, count)
+        self._warn(call, f"{_what(leaf)} is not finite")
+
+    def _warn(self, call: int, why: str) -> None:
+        warnings.warn(f"train_step: call {call} changed nothing: {why}", stacklevel=5)
