@@ -119,7 +119,7 @@ class Save:
         errors: dict[int, BaseException] = {
             process: agreement.ProcessError(process, text) for process, (_, text) in enumerate(said) if text
         }
-        if self._failed:
+        if errors and self._failed:  # not where it failed only now: the others do not know it yet
             errors[jax.process_index()] = self._failed[0]
         return all(over for over, _ in said), errors
 
