@@ -559,3 +559,8 @@ def test_what_cannot_be_read_under_a_backslash_is_not_called_corrupt(tmp_path):
     (tmp_path / "plain").rename(tmp_path / "a\\b")
     with pytest.raises(OSError, match=r"cannot be read: .* backslash"):
         Checkpointer(tmp_path / "a\\b").restore(saved)
+
+
+def test_a_complex_number_fits_no_whole_one():
+    with pytest.raises(ValueError, match=r"c is \(1\+2j\), which the template's int32 cannot hold"):
+        from_bytes({"c": jnp.int32(0)}, to_bytes({"c": 1 + 2j}), cast=True)
