@@ -23,8 +23,9 @@ from jaxshard.core.precision import ShardedState
 from jaxshard.core.skips import NonFiniteError
 from jaxshard.core.step import train_step
 from jaxshard.core.unshard import unshard
-from jaxshard.mesh import initialize, make_mesh
+from jaxshard.mesh import make_mesh
 from jaxshard.pipelining.pipeline import pipeline
+from jaxshard.processes.start import initialize
 
 __version__ = "0.1.0"
 
