@@ -165,7 +165,7 @@ class TrainConfig:
     """Steps between two checks that all copies of params and state are the same to the bit; 0 checks only saves."""
     mend_copies: bool = False
     """Make copies that differ equal again, from the first, and go on; by default the run ends."""
-    hang_seconds: float = 1800
+    hang_seconds: float = 1800.0
     """A process in which no step ends for so long shows its stacks and exits with status 75; 0 waits for ever."""
     heartbeat_seconds: int = 60
     """With several processes: one that is not heard of for so long counts as dead, and the others end."""
