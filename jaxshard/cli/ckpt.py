@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
+from jaxshard.base.units import size_from_words, size_in_words
 from jaxshard.checkpoint.checkpointer import Checkpointer, CorruptCheckpointError
 from jaxshard.cli import ckpt_export as files
 from jaxshard.cli.ckpt_diff import differences
@@ -139,25 +139,42 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     return int(num_apart > 0)
 
 
-def export(folder: _Dir, safetensors: Path, step: int | None = None, only: str | None = None) -> int:
-    """Write a checkpoint's arrays to one .safetensors file, named by their paths as `info` shows them, with their
-    slashes. A typed key is its uint32 data. Every digest is checked before the file appears.
+def export(
+    folder: _Dir, safetensors: Path, shard_size: str = "5GB", step: int | None = None, only: str | None = None
+) -> int:
+    """Write a checkpoint's arrays to a .safetensors file, named by their paths as `info` shows them, with their
+    slashes. A typed key is its uint32 data. Every digest is checked before a file appears.
+
+    Where the arrays take more than --shard-size, FILE.safetensors stands for FILE-00001-of-00003.safetensors and so on,
+    and FILE.safetensors.index.json tells which array is in which of them, as Hugging Face's loaders expect.
 
     Args:
       folder: of checkpoints, of a run or of a step.
       safetensors: the file to write; it must not be there yet.
+      shard_size: the most that one file holds, in MB or GB, and what is held in memory at once.
       step: which one; the newest by default.
       only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
     """
+    most = _shard_bytes(shard_size)
     checkpoints, step = _chosen(folder, step)
     files.check_free(safetensors)
     found = checkpoints.info(step)
-    leaves = files.ordered(_only(found["leaves"], only))
-    notes = {"step": str(step), "run": str(found["run"])}
-    files.write(safetensors, leaves, checkpoints.read(step, list(leaves)), notes)
-    size = decimal(_num_bytes(leaves))
-    _console().print(f"wrote {safetensors}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    leaves, notes = _only(found["leaves"], only), {"step": str(step), "run": str(found["run"])}
+    num_shards = files.write(safetensors, leaves, lambda paths: checkpoints.read(step, paths), notes, most)
+    size = size_in_words(_num_bytes(leaves))
+    made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
+    _console().print(f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
     return 0
+
+
+def _shard_bytes(given: str) -> int:
+    try:
+        most = size_from_words(given)
+    except ValueError as error:
+        raise ValueError(f"--shard-size: {error}") from None
+    if most < 1:
+        raise ValueError(f"--shard-size {given}: it must be at least 1 B")
+    return most
 
 
 # Which checkpoint is meant.
@@ -229,14 +246,14 @@ def _only(leaves: Mapping[str, Any], pattern: str | None) -> dict[str, Any]:
 def _row(checkpoints: Checkpointer, step: int) -> list[str]:
     folder = checkpoints.path / str(step)
     try:
-        cells = [str(step), _saved(folder), decimal(_size(folder))]
+        cells = [str(step), _saved(folder), size_in_words(_size(folder))]
         found = checkpoints.info(step)
     except CorruptCheckpointError:
         return [*cells, "", "", "", "unreadable", ""]
     except FileNotFoundError:  # by the run that writes here
         return [str(step), "deleted", *[""] * 6]
     leaves = found["leaves"]
-    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", decimal(_num_bytes(leaves))]
+    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", size_in_words(_num_bytes(leaves))]
     return [*cells, *sizes, "ok", _metrics(found["metrics"])]
 
 
