@@ -19,8 +19,8 @@ from jaxshard.core.precision import ShardedState as ShardedState
 from jaxshard.core.step import NonFiniteError as NonFiniteError
 from jaxshard.core.step import train_step as train_step
 from jaxshard.core.unshard import unshard as unshard
-from jaxshard.mesh import initialize as initialize
 from jaxshard.mesh import make_mesh as make_mesh
 from jaxshard.pipelining.pipeline import pipeline as pipeline
+from jaxshard.processes.start import initialize as initialize
 
 __version__ = "0.1.0"

@@ -1,15 +1,12 @@
-"""Device meshes: the axes that strategies cut over, and the start of several processes."""
+"""Device meshes, and the names of the axes that strategies cut over."""
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
-
-from jaxshard.processes.roll_call import roll_call
 
 AXES = ("pipeline", "replica", "data", "tensor")
 REPLICA_AXIS = "replica"
@@ -121,67 +118,3 @@ def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
             "change a size, or pass the devices to use as `devices=`"
         )
     return {axis: num_devices // known if size == -1 else int(size) for axis, size in given.items()}
-
-
-def initialize(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    **options: Any,
-) -> None:
-    """Joins this process to the others of a run; call it first, once, in every process.
-
-    Takes what is given, else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else what
-    `jax.distributed` detects (Slurm, Open MPI, TPU pods, Kubernetes). A lone process needs no call and is left alone.
-
-    Args:
-      coordinator_address: "host:port" of process 0.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
-      **options: passed on to `jax.distributed.initialize`; `initialization_timeout`, 300 seconds by default, is how
-        long to wait for others.
-
-    Raises:
-      ValueError: some of the three are known and others not, a number is out of range, or processes disagree.
-      TimeoutError: some processes did not come; it says which. (What JAX has detected by itself, JAX reports.)
-      OSError: the coordinator's port is taken.
-      RuntimeError: JAX runs already, or was initialized.
-    """
-    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count = num_processes if num_processes is not None else _from_environment("JAX_NUM_PROCESSES")
-    rank = process_id if process_id is not None else _from_environment("JAX_PROCESS_ID")
-    known = {"coordinator_address": address, "num_processes": count, "process_id": rank}
-    if all(value is None for value in known.values()):
-        _detect(options)
-        return
-    missing = [name for name, value in known.items() if value is None]
-    if count == 1 and rank in (None, 0):
-        return
-    if missing:
-        raise ValueError(f"initialize: {known} lacks {', '.join(missing)}; give all three, or none to detect them")
-    assert count is not None
-    assert rank is not None
-    if not 0 <= rank < count:
-        raise ValueError(f"initialize: process_id {rank} is not in 0 .. {count - 1} (num_processes {count})")
-    if not jax.distributed.is_initialized():
-        roll_call(str(address), count, rank, options.get("initialization_timeout", 300))
-    jax.distributed.initialize(address, count, rank, **options)
-
-
-def _from_environment(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"initialize: {name}={text!r} in the environment is no whole number") from None
-
-
-def _detect(options: dict[str, Any]) -> None:
-    """Lets JAX find its cluster; a machine that is part of none stays alone."""
-    try:
-        jax.distributed.initialize(**options)
-    except ValueError as error:
-        if "coordinator_address should be defined" not in str(error):
-            raise

@@ -2,6 +2,6 @@
 
 from jaxshard.checkpoint.as_bytes import from_bytes as from_bytes
 from jaxshard.checkpoint.as_bytes import to_bytes as to_bytes
-from jaxshard.checkpoint.checkpointer import Best as Best
 from jaxshard.checkpoint.checkpointer import Checkpointer as Checkpointer
-from jaxshard.checkpoint.manifest import CorruptCheckpointError as CorruptCheckpointError
+from jaxshard.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
+from jaxshard.checkpoint.retention import Best as Best

@@ -1,50 +1,53 @@
-"""The index of a checkpoint: what its leaves are and the digest of each, and a digest of the whole."""
+"""The manifest of a checkpoint: the index of its leaves, its run and metrics, and a digest of all of these."""
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
+
+from jaxshard.checkpoint.leaves import Entry
 
 FORMAT = 1
-FILE = "_CHECKPOINT_METADATA"
 DIGEST_BYTES = 32
 
 
-class CorruptCheckpointError(RuntimeError):
-    """What was read is not what was saved. `step` (None: bytes); `leaf`: the first path that shows it, if known."""
+class Manifest(TypedDict):
+    """What is saved beside the arrays. `run`: the id of the run; `digest`: SHA-256, in hex, of the rest as JSON."""
 
-    def __init__(self, step: int | None, leaf: str | None, reason: str):
-        what = "these bytes are" if step is None else f"checkpoint {step} is"
-        super().__init__(f"{what} corrupt: {leaf + ': ' if leaf else ''}{reason}")
-        self.step, self.leaf = step, leaf
+    format: int
+    run: str
+    metrics: dict[str, float] | None
+    leaves: dict[str, Entry]
+    digest: NotRequired[str]
 
 
 def digest_of(data: bytes) -> bytes:
+    """SHA-256: `DIGEST_BYTES` bytes."""
     return hashlib.sha256(data).digest()
 
 
-def check_format(found: Any) -> None:
-    if found["format"] != FORMAT:
-        raise ValueError(f"its format is {found['format']}, and this jaxshard reads {FORMAT}; update it")
+def check_format(found: int) -> None:
+    """Raises ValueError for the number of a format that this version does not read."""
+    if found != FORMAT:
+        raise ValueError(f"its format is {found}, and this jaxshard reads {FORMAT}; update it")
 
 
-def sealed(index: dict[str, Any]) -> dict[str, Any]:
-    """With its digest."""
-    return {**index, "digest": _digest(index)}
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with its digest."""
+    return {**manifest, "digest": _digest(manifest)}
 
 
-def opened(folder: Path) -> dict[str, Any]:
-    """The index of the checkpoint in `folder`.
+def opened(manifest: Manifest) -> Manifest:
+    """The manifest without its digest, which was compared.
 
     Raises:
-      OSError, ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed.
+      ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed.
     """
-    index = json.loads((folder / FILE).read_text())["custom_metadata"]
-    if index.pop("digest") != _digest(index):
+    rest: Manifest = {**manifest}
+    if rest.pop("digest") != _digest(rest):
         raise ValueError("its digest is another")
-    check_format(index)
-    return index
+    check_format(rest["format"])
+    return rest
 
 
-def _digest(index: dict[str, Any]) -> str:
-    return digest_of(json.dumps(index, sort_keys=True).encode()).hex()
+def _digest(manifest: Manifest) -> str:
+    return digest_of(json.dumps(manifest, sort_keys=True).encode()).hex()

@@ -1,7 +1,7 @@
-"""What the processes of a run agree on, before one of them does what the others do not. A lone process agrees at once.
+"""Processes of a run tell each other what they are about to do, and stop together where they differ.
 
-Every function here must be called by all processes alike. They meet at a barrier of `jax.distributed` that knows who is
-missing, and then exchange a few bytes through their devices.
+All processes must call each function here, in the same order. They meet at a barrier that names who is missing, and
+then exchange a few bytes through their devices. A process that runs alone agrees with itself at once.
 """
 
 import contextlib
@@ -10,20 +10,21 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import cast
 
 import jax
 import numpy as np
 
 from jaxshard.base.tree import is_key, named_leaves, path_of
+from jaxshard.base.types import T, Tree
+from jaxshard.processes.barrier import wait_for_all
 
-T = TypeVar("T")
-MEETING_SECONDS = 600  # so much longer one process may take than another, to read its shards, say
-_meetings = itertools.count()
+MEETING_SECONDS = 600  # how much later than the first process the last one may arrive: it may read larger shards
+_meetings = itertools.count()  # a barrier's name serves once
 
 
 class ProcessError(RuntimeError):
-    """Another process could not do its part, or said something else. `process`: its index."""
+    """Another process failed, or said something else than this one. `process`: its index."""
 
     def __init__(self, process: int, reason: str):
         super().__init__(f"process {process}: {reason}")
@@ -31,7 +32,7 @@ class ProcessError(RuntimeError):
 
 
 def meet(what: str) -> None:
-    """Waits until all processes are here.
+    """Waits until all processes are here. `what` names the call in messages.
 
     Raises:
       TimeoutError: some did not come within MEETING_SECONDS; it says which.
@@ -40,8 +41,8 @@ def meet(what: str) -> None:
         return
     name = f"jaxshard.{next(_meetings)}"
     try:
-        _wait_for_all(name, MEETING_SECONDS)
-    except ModuleNotFoundError:  # then without a time limit
+        wait_for_all(name, MEETING_SECONDS)
+    except ModuleNotFoundError:  # no orbax: JAX's own barrier, which has no time limit
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
@@ -53,24 +54,22 @@ def meet(what: str) -> None:
 
 
 def take_leave(seconds: float) -> None:
-    """Leaves the others in order, if all of them come to do so within `seconds`; else it changes nothing.
+    """Leaves `jax.distributed` in order if all processes call this within `seconds`; otherwise it changes nothing.
 
-    A process that just ends cuts off whatever others still do, and the coordinator cuts off the others themselves.
+    A process that ends without it breaks off what other processes still do; if it is the coordinator, it ends them.
     """
     with contextlib.suppress(Exception):
-        _wait_for_all("jaxshard.end", seconds)
+        wait_for_all("jaxshard.end", seconds)
         jax.distributed.shutdown()
 
 
-def _wait_for_all(name: str, seconds: float) -> None:
-    from orbax.checkpoint import multihost
-
-    wait: Any = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
-    wait(key=name, timeout_ms=int(seconds * 1000))
-
-
 def gathered(what: str, said: str) -> list[str]:
-    """What each process said, in their order."""
+    """The texts `said` of all processes, in the order of the processes.
+
+    Raises:
+      TimeoutError: not all processes came (`meet`).
+      ProcessError: one came from another call, with another `what`.
+    """
     if jax.process_count() == 1:
         return [said]
     from jax.experimental import multihost_utils
@@ -78,7 +77,7 @@ def gathered(what: str, said: str) -> list[str]:
     meet(what)
     mine = np.frombuffer(json.dumps([what, said]).encode(), np.uint8)
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).ravel()
-    padded = np.zeros((int(lengths.max()) // 1024 + 1) * 1024, np.uint8)  # few sizes: each is a program
+    padded = np.zeros((int(lengths.max()) // 1024 + 1) * 1024, np.uint8)  # few sizes: each is compiled
     padded[: len(mine)] = mine
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
     everyone = [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
@@ -91,7 +90,11 @@ def gathered(what: str, said: str) -> list[str]:
 
 
 def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:
-    """(what it returned here, process -> error): this process's own error, and the others' as `ProcessError`."""
+    """Calls `attempt` on every process and tells all who failed.
+
+    Returns:
+      (its result here, or None if it failed; process -> error: this process's own, the others' as `ProcessError`).
+    """
     result, mine = None, None
     try:
         result = attempt()
@@ -103,29 +106,38 @@ def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, 
 
 
 def together(what: str, attempt: Callable[[], T]) -> T:
-    """What `attempt` returns, on every process; where it fails for one, it fails for all."""
+    """Calls `attempt` on every process and returns its result; if it fails on one process, all raise."""
     result, errors = attempted(what, attempt)
     raise_first(errors)
-    return result  # pyright: ignore[reportReturnType]
+    return cast(T, result)
 
 
 def raise_first(errors: dict[int, BaseException]) -> None:
-    """This process's own error before another's."""
+    """Raises this process's own error if it has one, else the first of the others', if any."""
     for error in (errors.get(jax.process_index()), *errors.values()):
         if error is not None:
             raise error
 
 
-def from_first(what: str, make: Callable[[], Any]) -> Any:
-    """What the first process makes (anything that JSON can say), on every process; so too its error."""
+def from_first(what: str, make: Callable[[], T]) -> T:
+    """Calls `make` on process 0 alone; every process returns its result, or raises its error.
+
+    The result travels as JSON, so it must consist of strings, numbers, booleans, None, lists and dicts.
+    """
     made = together(what, lambda: json.dumps(make()) if jax.process_index() == 0 else "")
     return json.loads(gathered(what, made)[0])
 
 
 def check_same(what: str, said: str, cure: str) -> None:
-    """Raises ProcessError, on every process, unless all say the same; it names the first line that differs.
+    """Checks that all processes say the same text.
 
-    `cure` tells what to do.
+    Args:
+      what: names the call in messages.
+      said: this process's text, of one or more lines.
+      cure: ends the message: how the user mends it.
+
+    Raises:
+      ProcessError: on every process, with the first line that differs.
     """
     digests = gathered(what, hashlib.sha256(said.encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -137,8 +149,13 @@ def check_same(what: str, said: str, cure: str) -> None:
     raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
 
 
-def check_same_arrays(what: str, tree: Any) -> None:
-    """Raises ProcessError, on every process, where they hold other values in what is not on the devices of all."""
+def check_same_arrays(what: str, tree: Tree) -> None:
+    """Checks that all processes hold the same values in the leaves that each process holds for itself: NumPy arrays,
+    numbers, and arrays on its own devices only. Arrays on the devices of several processes are not looked at.
+
+    Raises:
+      ProcessError: on every process, with the first leaf that differs.
+    """
     if jax.process_count() == 1:
         return
     lines = []

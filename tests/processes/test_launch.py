@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import jaxshard
-from jaxshard import mesh
 from jaxshard.cli.train import parse
+from jaxshard.processes import start
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {name: json.loads((ROOT / f"tests/schemas/{name}.json").read_text()) for name in ("skypilot", "slurm", "xpk")}
@@ -256,7 +256,7 @@ def joined(monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         seen, called = [], []
-        monkeypatch.setattr(mesh, "roll_call", lambda *arguments: called.append(arguments[:3]))
+        monkeypatch.setattr(start, "roll_call", lambda *arguments: called.append(arguments[:3]))
         monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: seen.append(arguments))
         jaxshard.initialize()
         assert called == seen

@@ -1,0 +1,216 @@
+"""The leaves of a tree as a checkpoint has them: each one's path, its array or number, and its entry in the index."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.tree import check_alive, is_key, named_leaves, unambiguous_path
+from jaxshard.base.types import Tree
+from jaxshard.digest import named_digests
+
+NUMBERS = (bool, int, float, complex)
+Number: TypeAlias = bool | int | float | complex
+Shaped: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+Leaf: TypeAlias = Shaped | Number
+
+_DTYPES: dict[type, str] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn")
+
+
+class ArrayEntry(TypedDict):
+    """What the index says of an array. `digest`: 32 bits; `key`: of typed PRNG keys the implementation, such as
+    "threefry2x32"; their other fields describe their uint32 data."""
+
+    shape: list[int]
+    dtype: str
+    digest: int
+    key: NotRequired[str]
+
+
+class NumberEntry(TypedDict):
+    """What the index says of a Python number. `shape`: none; `value`: as `repr` writes it."""
+
+    shape: list[int]
+    dtype: str
+    value: str
+
+
+Entry: TypeAlias = ArrayEntry | NumberEntry
+Index: TypeAlias = Mapping[str, Entry]  # by path
+
+
+class FlatTree(NamedTuple):
+    """The leaves of a tree by path; of typed PRNG keys the uint32 data. `keys`: path -> implementation of those."""
+
+    leaves: dict[str, Leaf]
+    keys: dict[str, str]
+
+    def arrays(self) -> dict[str, Shaped]:
+        """The leaves that are not Python numbers."""
+        return {path: x for path, x in self.leaves.items() if not isinstance(x, NUMBERS)}
+
+
+def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
+    """The leaves of a tree by path, each checked; NumPy arrays in the dtypes that JAX gives them.
+
+    Args:
+      tree: arrays and Python numbers.
+      shapes: `ShapeDtypeStruct`s are allowed too: the tree is a template.
+
+    Raises:
+      ValueError: there are no leaves, two have the same path, or an array was donated.
+      TypeError: a leaf that is no array and no number.
+    """
+    check_alive("checkpoint", tree)
+    found = FlatTree({}, {})
+    for names, leaf in named_leaves(tree):
+        path = unambiguous_path(names)
+        if path in found.leaves:
+            raise ValueError(f"checkpoint: two leaves are called {path!r}; rename one")
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+            raise TypeError(f"checkpoint: {path} is only a shape; give the array")
+        found.leaves[path] = _storable(path, leaf)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and is_key(leaf):
+            found.keys[path] = key_implementation(leaf)
+    if not found.leaves:
+        raise ValueError("checkpoint: the tree has no leaves")
+    return found
+
+
+def key_implementation(keys: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """The name of the PRNG of an array of typed keys, or of such an array's shape.
+
+    >>> key_implementation(jax.random.key(0, impl="rbg"))
+    'rbg'
+    """
+    return str(jax.random.key_impl(keys if isinstance(keys, jax.Array) else jnp.empty((), keys.dtype)))
+
+
+def _storable(path: str, leaf: object) -> Leaf:
+    """The leaf as it can be stored; raises for what cannot."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"checkpoint: {path} is a masked array; save its data and its mask, each by itself")
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _as_on_devices(path, np.asarray(leaf))
+    if isinstance(leaf, NUMBERS):
+        return leaf
+    if isinstance(leaf, Tracer):
+        raise TypeError(f"checkpoint: {path} is being traced; save outside of jit")
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        raise TypeError(f"checkpoint: {path} is a {type(leaf).__name__}; only arrays and numbers can be saved")
+    if str(leaf.dtype) in _NEVER_STORED:
+        raise TypeError(f"checkpoint: {path} is {leaf.dtype}, which cannot be stored; convert it to a dtype of 8 bits")
+    return _key_data(leaf) if is_key(leaf) else leaf
+
+
+def _key_data(keys: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys)
+    data = jax.eval_shape(jax.random.key_data, keys)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=keys.sharding)
+
+
+def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
+    """NumPy's 64-bit dtypes as JAX has them: float64 is rounded to float32, unless x64 is on."""
+    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)) or not x.dtype.isnative:
+        raise TypeError(f"checkpoint: {path} is an array of {x.dtype}; JAX has none such")
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and x.size and not (x.astype(dtype) == x).all():
+        raise ValueError(f"checkpoint: {path} has numbers too large for {dtype}; enable jax_enable_x64")
+    return x.astype(dtype)
+
+
+def is_local(x: Leaf) -> bool:
+    """Whether an array lies on devices of this process alone, or in host memory."""
+    sharding = getattr(x, "sharding", None)
+    return sharding is None or sharding.is_fully_addressable
+
+
+def on_all_devices(x: Shaped) -> Shaped:
+    """An array that each of several processes holds for itself, as one array with a copy on every device."""
+    if jax.process_count() == 1 or not is_local(x):
+        return x
+    whole = np.asarray(x)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P()), lambda index: whole[index])
+
+
+# The index.
+
+
+def index_of(tree: FlatTree) -> dict[str, Entry]:
+    """The index of a tree's leaves; digests are computed on the devices."""
+    digests = named_digests(tree.arrays())
+    return {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
+
+
+def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:
+    if isinstance(x, NUMBERS):
+        return {"shape": [], "dtype": dtype_of_number(x), "value": repr(x)}
+    assert digest is not None
+    entry: ArrayEntry = {"shape": list(x.shape), "dtype": str(x.dtype), "digest": digest}
+    return entry if key is None else {**entry, "key": key}
+
+
+def dtype_of_number(x: Number) -> str:
+    """The dtype under which the index lists a Python number.
+
+    >>> dtype_of_number(True), dtype_of_number(7)
+    ('bool', 'int64')
+    """
+    return next(dtype for kind, dtype in _DTYPES.items() if isinstance(x, kind))
+
+
+def described(step: int, tree: FlatTree) -> str:
+    """A line for the step and one for each leaf: all processes must have the same."""
+    lines = (
+        f"{path} {x!r}" if isinstance(x, NUMBERS) else f"{path} {x.dtype}{list(x.shape)}"
+        for path, x in tree.leaves.items()
+    )
+    return "\n".join([f"step {step}", *lines])
+
+
+def number(entry: NumberEntry) -> Number:
+    """The Python number of an entry, exactly.
+
+    >>> number({"shape": [], "dtype": "float64", "value": "0.1"})
+    0.1
+    """
+    text, kind = entry["value"], np.dtype(entry["dtype"]).kind
+    return text == "True" if kind == "b" else {"i": int, "f": float, "c": complex}[kind](text)
+
+
+def num_bytes(entry: Entry) -> int:
+    """The bytes of the leaf's elements."""
+    return math.prod(entry["shape"]) * jnp.dtype(entry["dtype"]).itemsize
+
+
+def groups(index: Index, max_bytes: int) -> Iterator[list[str]]:
+    """The paths of an index in groups of at most `max_bytes` bytes each; a leaf that is larger is a group by itself.
+
+    >>> entry = {"shape": [4], "dtype": "float32", "digest": 0}
+    >>> list(groups({"a": entry, "b": entry, "c": entry}, max_bytes=32))
+    [['a', 'b'], ['c']]
+    """
+    group, total = [], 0
+    for path, entry in index.items():
+        size = num_bytes(entry)
+        if group and total + size > max_bytes:
+            yield group
+            group, total = [], 0
+        group, total = [*group, path], total + size
+    if group:
+        yield group
+
+
+def need_x64(index: Index) -> bool:
+    """Whether some arrays have dtypes of 64 bits, which JAX cuts to 32 unless x64 is on."""
+    dtypes = {jnp.dtype(entry["dtype"]) for entry in index.values() if "digest" in entry}
+    return any(jax.dtypes.canonicalize_dtype(dtype) != dtype for dtype in dtypes)

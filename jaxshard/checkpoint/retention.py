@@ -1,0 +1,66 @@
+"""Which checkpoints are kept."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best checkpoints by a metric, which are kept.
+
+    Attributes:
+      metric: its name in `metrics` of `Checkpointer.save`.
+      count: how many are kept.
+      mode: "min": the smallest values are the best; "max": the largest.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept, by the arguments of `Checkpointer`.
+
+    Raises:
+      ValueError: a count is no whole number from 1 on; `keep_best` is no `Best`, or its mode is unknown.
+    """
+
+    keep_last: int
+    keep_every: int | None
+    keep_best: Best | None
+
+    def __post_init__(self):
+        best = self.keep_best
+        if best is not None and not isinstance(best, Best):
+            raise ValueError(f"Checkpointer: keep_best {best!r} must be a Best(metric)")
+        counts = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": best and best.count}
+        for name, value in counts.items():
+            if (value is not None or name == "keep_last") and (type(value) is not int or value < 1):
+                raise ValueError(f"Checkpointer: {name} {value} must be a whole number, 1 or more")
+        if best and best.mode not in ("min", "max"):
+            raise ValueError(f"Checkpointer: keep_best has mode {best.mode!r}, which must be min or max")
+
+    def kept(self, steps: Sequence[int], metrics: Callable[[int], Mapping[str, object]]) -> set[int]:
+        """The steps to keep.
+
+        Args:
+          steps: all that there are, the oldest first.
+          metrics: those of a step; asked only if `keep_best` is given.
+
+        >>> Retention(keep_last=1, keep_every=10, keep_best=None).kept([9, 10, 11, 12], metrics=lambda step: {})
+        {10, 12}
+        """
+        regular = {step for step in steps if self.keep_every and step % self.keep_every == 0}
+        return regular | {*steps[-self.keep_last :], *self._best(steps, metrics)}
+
+    def _best(self, steps: Sequence[int], metrics: Callable[[int], Mapping[str, object]]) -> list[int]:
+        best = self.keep_best
+        if best is None:
+            return []
+        found = {step: metrics(step).get(best.metric) for step in steps}
+        values = {step: x for step, x in found.items() if isinstance(x, int | float) and not math.isnan(x)}
+        return sorted(values, key=lambda step: values[step], reverse=best.mode == "max")[: best.count]

@@ -1,0 +1,159 @@
+"""Templates: whether a checkpoint fits one, where its arrays go, and the tree put together from them."""
+
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.tree import is_key
+from jaxshard.base.types import T
+from jaxshard.checkpoint.errors import first_line
+from jaxshard.checkpoint.leaves import (
+    NUMBERS,
+    Entry,
+    FlatTree,
+    Index,
+    Leaf,
+    Number,
+    Shaped,
+    dtype_of_number,
+    is_local,
+    key_implementation,
+    number,
+)
+
+
+def check_fits(template: FlatTree, index: Index, what: str, cast: bool) -> None:
+    """Checks that a checkpoint has the template's leaves, of the same shapes, kinds and dtypes.
+
+    Args:
+      template: its leaves.
+      index: the checkpoint's.
+      what: begins the message: "checkpoint 7 does".
+      cast: dtypes may differ.
+
+    Raises:
+      ValueError: names the first five leaves that do not fit, and counts the rest.
+    """
+    wrong = [f"{path} is not in the checkpoint" for path in template.leaves if path not in index]
+    wrong += [f"{path} is not in the template" for path in index if path not in template.leaves]
+    for path, x in template.leaves.items():
+        if path in index:
+            wrong += _misfits(path, x, template.keys.get(path), index[path], cast)
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
+
+
+def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> Iterable[str]:
+    """What keeps the saved leaf from becoming the template's `x`: at most one reason."""
+    shape = np.shape(x)
+    if shape != tuple(entry["shape"]):
+        yield f"{path} has shape {tuple(entry['shape'])}, the template {shape}"
+    elif key != entry.get("key"):
+        yield f"{path} is a key of {entry.get('key') or 'no kind'}, in the template of {key or 'no kind'}"
+    elif not cast and not _same_dtype(x, entry):
+        dtype = dtype_of_number(x) if isinstance(x, NUMBERS) else x.dtype
+        yield f"{path} has dtype {entry['dtype']}, the template {dtype} (cast=True converts)"
+    elif isinstance(x, NUMBERS):
+        return
+    elif "value" in entry and not _can_hold(x, number(entry)):
+        yield f"{path} is {entry['value']}, which the template's {x.dtype} cannot hold"
+    elif not isinstance(x, np.ndarray) and x.sharding is not None:
+        try:
+            x.sharding.shard_shape(shape)
+        except ValueError as error:
+            yield f"{path} of shape {shape} cannot lie as the template says: {first_line(error)}"
+
+
+def _same_dtype(x: Leaf, entry: Entry) -> bool:
+    """Whether the dtypes are the same; where one side is a Python number, whether both are whole, real or complex."""
+    mine = jnp.dtype(dtype_of_number(x)) if isinstance(x, NUMBERS) else x.dtype
+    other = jnp.dtype(entry["dtype"])
+    if isinstance(x, NUMBERS) or "value" in entry:
+        kinds = {"u": "i", "V": "f"}  # V: bfloat16 and the like
+        return kinds.get(mine.kind, mine.kind) == kinds.get(other.kind, other.kind)
+    return mine == other
+
+
+def _can_hold(x: Shaped, value: Number) -> bool:
+    """Whether this whole number is in the range of the array's dtype; True for other dtypes than integers."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return True
+    return not isinstance(value, complex) and int(jnp.iinfo(x.dtype).min) <= value <= int(jnp.iinfo(x.dtype).max)
+
+
+# Where arrays are loaded to.
+
+
+def target(x: Leaf, entry: Entry) -> Shaped:
+    """Where a saved array is loaded to that is `x` in the template: a NumPy array, or a shape with a sharding. It has
+    the dtype that was saved."""
+    dtype = jnp.dtype(entry["dtype"])
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _loaded_to_host(x):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return np.zeros(np.shape(x), dtype)
+
+
+def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the array is loaded to host memory and put on devices later: where its sharding is open, or where it is
+    on devices of this process alone, and others load theirs."""
+    if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
+        return True
+    return jax.process_count() > 1 and is_local(x)
+
+
+def spread(entry: Entry) -> jax.ShapeDtypeStruct:
+    """The shape of a saved array, cut over all devices along the first dim that they divide; else a copy on each."""
+    shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
+    spec = P() if cut is None else P(*(None,) * cut, "all")
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(entry["dtype"]), sharding=NamedSharding(mesh, spec))
+
+
+# The tree.
+
+
+def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
+    """The leaves that were loaded, in the template's structure, each of the type, dtype and sharding it has there.
+
+    Args:
+      template: the tree that the caller gave.
+      flat: its leaves by path.
+      found: what was loaded, by path.
+    """
+    leaves, treedef = jax.tree.flatten(template)
+    made = [_like(leaf, found[path]) for leaf, path in zip(leaves, flat.leaves, strict=True)]
+    return jax.tree.unflatten(treedef, made)
+
+
+def _like(leaf: Leaf | np.generic, x: Leaf) -> Leaf | np.generic:
+    """What was loaded, as the template's leaf is."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        made = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return made if isinstance(leaf, np.ndarray) else made[()]
+    if isinstance(leaf, NUMBERS):
+        return type(leaf)(np.asarray(x).item())
+    return _like_array(leaf, x)
+
+
+def _like_array(leaf: jax.Array | jax.ShapeDtypeStruct, x: Leaf) -> jax.Array:
+    if isinstance(x, jax.ShapeDtypeStruct):  # it has no elements, so it was not stored
+        return jnp.zeros(x.shape, leaf.dtype, device=x.sharding)
+    if not isinstance(x, jax.Array):
+        x = _placed(leaf, np.asarray(x))
+    if is_key(leaf):
+        return jax.random.wrap_key_data(x, impl=key_implementation(leaf))
+    return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
+
+
+def _placed(leaf: jax.Array | jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+    """On the template's devices; on JAX's default device, where the template leaves that open."""
+    if not is_key(leaf):
+        x = x.astype(leaf.dtype)
+    if leaf.sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
+        return jnp.array(x)
+    return jax.device_put(x, leaf.sharding, may_alias=False)

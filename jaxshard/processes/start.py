@@ -1,0 +1,100 @@
+"""The start of a run of several processes: each joins the others, or is told who is missing."""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict, Unpack
+
+import jax
+
+from jaxshard.processes.roll_call import roll_call
+
+
+class InitializeOptions(TypedDict, total=False):
+    """What `initialize` hands on to `jax.distributed.initialize`, where each is explained. Times are in seconds."""
+
+    local_device_ids: int | Sequence[int] | None
+    cluster_detection_method: str | None
+    initialization_timeout: int
+    heartbeat_timeout_seconds: int
+    shutdown_timeout_seconds: int
+    coordinator_bind_address: str | None
+    partition_index: int | None
+
+
+class _Place(NamedTuple):
+    """One process's place in the run, as far as it is known."""
+
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **options: Unpack[InitializeOptions],
+) -> None:
+    """Joins this process to the others of a run; call it first, once, in every process.
+
+    Takes what is given, else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else what
+    `jax.distributed` detects (Slurm, Open MPI, TPU pods, Kubernetes). A lone process needs no call and is left alone.
+
+    Args:
+      coordinator_address: "host:port" of process 0.
+      num_processes: how many processes there are.
+      process_id: which one this is, from 0.
+      **options: passed on to `jax.distributed.initialize`; `initialization_timeout`, 300 seconds by default, is how
+        long to wait for others.
+
+    Raises:
+      ValueError: some of the three are known and others not, a number is out of range, or processes disagree.
+      TimeoutError: some processes did not come; it says which. (Where JAX detects the processes, the error is JAX's.)
+      OSError: the coordinator's port is taken.
+      RuntimeError: JAX runs already, or was initialized.
+
+    >>> initialize(num_processes=1)  # a lone process: nothing happens
+    """
+    place = _Place(
+        coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        num_processes if num_processes is not None else _from_environment("JAX_NUM_PROCESSES"),
+        process_id if process_id is not None else _from_environment("JAX_PROCESS_ID"),
+    )
+    if all(value is None for value in place):
+        _detect(options)
+    elif place.num_processes != 1 or place.process_id not in (None, 0):
+        _join(place, options)
+
+
+def _join(place: _Place, options: InitializeOptions) -> None:
+    known = place._asdict()
+    missing = [name for name, value in known.items() if value is None]
+    if missing:
+        raise ValueError(f"initialize: {known} lacks {', '.join(missing)}; give all three, or none to detect them")
+    address, count, rank = place
+    assert count is not None
+    assert rank is not None
+    if not 0 <= rank < count:
+        raise ValueError(f"initialize: process_id {rank} is not in 0 .. {count - 1} (num_processes {count})")
+    if not jax.distributed.is_initialized():
+        roll_call(str(address), count, rank, options.get("initialization_timeout", 300))
+    jax.distributed.initialize(address, count, rank, **options)
+
+
+def _from_environment(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"initialize: {name}={text!r} in the environment is no whole number") from None
+
+
+def _detect(options: InitializeOptions) -> None:
+    """Lets JAX find its cluster; a machine that is part of none stays alone."""
+    try:
+        jax.distributed.initialize(**options)
+    except ValueError as error:
+        if "coordinator_address should be defined" not in str(error):
+            raise
