@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint.leaves import Entry
 
 Side = tuple[Checkpointer, int]  # and a step
 _COMPARED = 2**20  # elements at once
@@ -57,5 +57,5 @@ def _distances(left: Side, right: Side, paths: Sequence[str]) -> Iterator[str]:
         yield f"! {path}: other values, largest difference {largest_difference(a, b):.6g}"
 
 
-def _kind(leaf: Mapping[str, Any]) -> str:
+def _kind(leaf: Entry) -> str:
     return f"{leaf['dtype']}{leaf['shape']}"

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import filelock
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save, save_file
 
 from jaxshard.base.units import size_in_words
+from jaxshard.checkpoint.leaves import Entry, Index
 
-Leaf = Mapping[str, Any]
 Read = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
 
 _SUFFIX = ".safetensors"
@@ -41,10 +40,10 @@ def check_free(file: Path, *others: Path) -> None:
         raise ValueError(f"--safetensors {file}: there is no folder {file.parent}: make it first")
 
 
-def num_bytes(leaf: Leaf) -> int:
+def num_bytes(leaf: Entry) -> int:
     """The bytes of one array, by its entry in a checkpoint's index.
 
-    >>> num_bytes({"shape": [3, 4], "dtype": "bfloat16"})
+    >>> num_bytes({"shape": [3, 4], "dtype": "bfloat16", "digest": 0})
     24
     """
     return int(np.prod(leaf["shape"])) * jnp.dtype(leaf["dtype"]).itemsize
@@ -59,7 +58,7 @@ def index_of(file: Path) -> Path:
     return file.with_name(f"{_stem(file)}{_SUFFIX}.index.json")
 
 
-def shards_of(file: Path, leaves: Mapping[str, Leaf], most_bytes: float) -> dict[Path, list[str]]:
+def shards_of(file: Path, leaves: Index, most_bytes: float) -> dict[Path, list[str]]:
     """Deals the arrays out to files of at most `most_bytes`, in their order; a larger array has a file of its own.
 
     Args:
@@ -70,7 +69,7 @@ def shards_of(file: Path, leaves: Mapping[str, Leaf], most_bytes: float) -> dict
     Returns:
       The paths of the arrays in each file.
 
-    >>> leaves = {path: {"shape": [3], "dtype": "float32"} for path in "abc"}
+    >>> leaves: Index = {path: {"shape": [3], "dtype": "float32", "digest": 0} for path in "abc"}
     >>> {shard.name: paths for shard, paths in shards_of(Path("m.safetensors"), leaves, 24).items()}
     {'m-00001-of-00002.safetensors': ['a', 'b'], 'm-00002-of-00002.safetensors': ['c']}
     """
@@ -91,7 +90,7 @@ def shards_of(file: Path, leaves: Mapping[str, Leaf], most_bytes: float) -> dict
     return {file.with_name(name): paths for name, paths in zip(names, groups, strict=True)}
 
 
-def write(file: Path, leaves: Mapping[str, Leaf], read: Read, notes: Mapping[str, str], most_bytes: float) -> int:
+def write(file: Path, leaves: Index, read: Read, notes: Mapping[str, str], most_bytes: float) -> int:
     """Writes the arrays; all files appear, or none.
 
     Args:
@@ -125,7 +124,7 @@ def _stem(file: Path) -> str:
     return file.name.removesuffix(_SUFFIX)
 
 
-def _check_dtypes(leaves: Mapping[str, Leaf]) -> None:
+def _check_dtypes(leaves: Index) -> None:
     wrong = [f"{path} ({leaf['dtype']})" for path, leaf in leaves.items() if not _has_dtype(leaf["dtype"])]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -144,7 +143,7 @@ def _has_dtype(dtype: str) -> bool:
         return False
 
 
-def _check_space(file: Path, leaves: Mapping[str, Leaf]) -> None:
+def _check_space(file: Path, leaves: Index) -> None:
     headers = sum(len(json.dumps(path)) + _HEADER_BYTES for path in leaves)
     needed, free = sum(map(num_bytes, leaves.values())), shutil.disk_usage(file.absolute().parent).free
     if free < needed + headers:

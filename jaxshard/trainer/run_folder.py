@@ -9,21 +9,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxshard.checkpoint.checkpointer import Best, Checkpointer
+from jaxshard.base.types import Tree
+from jaxshard.checkpoint import Best, Checkpointer
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on: what is saved."""
+    """All that a run needs to go on: what is saved.
 
-    params: Any
-    state: Any
-    step: int  # how many steps were taken
+    Attributes:
+      params: arrays, or shapes with shardings.
+      state: the optimizer's, in the same way.
+      step: how many steps were taken.
+      stopping: the rule of early stopping, and where it stands.
+      position: how far the text is read.
+    """
+
+    params: Tree
+    state: Tree
+    step: int
     stopping: EarlyStopping
     position: Position
 
@@ -139,7 +149,7 @@ class RunFolder:
         self._write(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def replace(path: Path, write: Any) -> None:
+def replace(path: Path, write: Callable[[Path], object]) -> None:
     """`write(temporary)` makes the new file beside `path`, which it then becomes in one move."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

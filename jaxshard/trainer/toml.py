@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,15 @@ def known_keys() -> list[str]:
     """
     sections = typing.get_type_hints(Config)
     return [f"{name}.{field.name}" for name, kind in sections.items() for field in dataclasses.fields(kind)]
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that is spelled most like `key`, with its section or without.
+
+    >>> nearest("widht", known_keys())
+    'model.width'
+    """
+    return max(known, key=lambda other: max(_likeness(key, other), _likeness(_last(key), _last(other))))
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -130,8 +139,7 @@ def _mistakes(error: ClassValidationError, table: Mapping[str, Any], where: str 
 def _unknown(key: str, value: object) -> str:
     is_section = isinstance(value, dict)
     known = sorted(typing.get_type_hints(Config)) if is_section else known_keys()
-    nearest = max(known, key=lambda other: max(_likeness(key, other), _likeness(_last(key), _last(other))))
-    return f"unknown {'section' if is_section else 'key'} {key!r}; the nearest known one is {nearest!r}"
+    return f"unknown {'section' if is_section else 'key'} {key!r}; the nearest known one is {nearest(key, known)!r}"
 
 
 def _last(key: str) -> str:

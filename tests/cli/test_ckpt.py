@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,20 @@ def test_names_of_leaves_cannot_move_the_cursor(tmp_path, capsys):
         main(["ckpt", *command, str(tmp_path)])
         assert "\x1b" not in capsys.readouterr().out
     assert "a\\x1b[2Jb\\n  (2,)" in "\n".join(run_ckpt(capsys, "info", tmp_path)[1])
+
+
+def test_in_a_narrow_terminal_nothing_is_cut_off(run, capsys, monkeypatch):
+    """Cells take several lines; each figure has its own place on one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (["ls", run], ["info", run, "--step", 10]):
+        _, lines, _ = run_ckpt(capsys, *command)
+        table = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines if str(run) not in line]
+        assert max(map(len, table)) <= 80
+        assert "…" not in "".join(table)
+        text = "\n".join(table)
+        for figure in ("6,195", "18.6 kB", "10") if command[0] == "ls" else ("6,144", "12,288", "(64, 48)"):
+            assert figure in text
 
 
 # verify
