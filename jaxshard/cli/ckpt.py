@@ -1,4 +1,4 @@
-"""`jaxshard ckpt`: lists, checks, compares and exports checkpoints, on the CPU, so that it takes no GPU from a run."""
+"""`jaxshard ckpt`: lists, checks, compares and exports checkpoints. It uses the CPU, and takes no GPU from a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxshard.cli.ckpt_diff import differences
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
 
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
-Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input (and diff of what is corrupt)."""
+Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 _NUMBERS = ("step", "on disk", "leaves", "elements", "in arrays", "bytes", "digest or number")
 
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
@@ -57,7 +57,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def ls(folder: _Dir) -> int:
-    """List checkpoints, and what is in their folder but is none.
+    """List checkpoints, and folders beside them that are none.
 
     Args:
       folder: of checkpoints, of a run or of a step.

@@ -59,16 +59,16 @@ def command(arguments: Sequence[str]) -> int:
     try:
         status = _command(arguments)
     except BaseException as error:
-        if jax.distributed.is_initialized():  # the others wait at an exchange, as would this one to take its leave
+        if jax.distributed.is_initialized():  # the others may wait for this process, and it for them when it ends
             traceback.print_exception(error)
             _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
-    if status and jax.distributed.is_initialized():  # it may be an error of this process alone
+    if status and jax.distributed.is_initialized():  # the others may not have this error
         _leave_at_once(status, _LEAVE_SECONDS)
     return status
 
 
-_LEAVE_SECONDS = 60  # for the others to tell the same error, or to find that this process is missing
+_LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
 
 
 def _command(arguments: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     os._exit(status)
 
 
-_LOST = 134  # as where JAX itself ends a process that has lost another
+_LOST = 134  # the status by which JAX itself ends a process that has lost another
 
 
 def _status(error: BaseException, otherwise: int) -> int:

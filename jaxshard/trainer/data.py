@@ -110,7 +110,7 @@ def heldout_batches(
 
 
 def zlib_bits_per_byte(text: np.ndarray) -> float:
-    """What zlib needs at its best (level 9): a mark for a language model."""
+    """The bits that zlib needs for a byte at its best (level 9): a mark for a language model."""
     return 8 * len(zlib.compress(text.tobytes(), 9)) / len(text)
 
 

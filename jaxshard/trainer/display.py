@@ -95,7 +95,7 @@ def step_totals(report: Report) -> str:
 
 
 def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float]], sent: Mapping[str, float]) -> Table:
-    """What each mesh axis does: which part of the bytes it cuts, and what is sent along it.
+    """For each mesh axis, the part of the bytes that is cut over it, and the bytes that are sent along it.
 
     Args:
       sizes: devices along each axis.

@@ -108,7 +108,7 @@ class LanguageModel:
         return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
 
     def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
-        """Over microbatches, of what `reduce` makes of each one's losses (B, L)."""
+        """The mean over microbatches of `reduce(losses, batch)`, whose losses are (B, L)."""
         shared = {name: part for name, part in params.items() if name != "blocks"}
 
         def stage(blocks: Tree, x_BxLxD: jax.Array, info: Info) -> jax.Array:
@@ -125,7 +125,7 @@ class LanguageModel:
         return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
 
     def _part(self, name: str, params: Tree) -> Any:
-        """A part of the model, its parameters whole."""
+        """A part of the model with whole parameters."""
         return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
 
     def _asked(self, params: T) -> T:
@@ -170,7 +170,7 @@ class LanguageModel:
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, head: what parameters there are, and how they start."""
+    """Embedding, blocks, norm, head: the parameters, and their initial values."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -183,13 +183,14 @@ class Transformer(nnx.Module):
         if not config.tied:
             self.head = _linear(config, config.width, config.vocabulary, rngs)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, nnx.Module]:
+        """Its parts by name, those that this configuration has."""
         names = ("embedding", "positions", "blocks", "norm", "head")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to what came in. `sequence`: the dim along which activations are cut."""
+    """Pre-norm attention and MLP, each added to its input. `sequence`: the dim along which activations are cut."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.dropout = config.dropout
@@ -206,7 +207,7 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention of `heads` heads, of which each device of the tensor axis has its share.
+    """Causal attention, its heads shared out over the tensor axis.
 
     Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
     group, then its queries, its key and its value, so that a cut leaves groups whole.
@@ -278,7 +279,7 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
-    """Devices that hold different parts of a sequence drop as one that holds the whole."""
+    """Dropout. Devices that hold parts of a sequence drop the same elements as one device that holds all of it."""
     if key is None or rate == 0.0:
         return x_BxLxD
     shape = list(x_BxLxD.shape)

@@ -1,4 +1,4 @@
-"""What keeps a run from losing anything: its saves, the checks of its copies, its ways to go back and to end."""
+"""Saves of a run, checks that its copies agree, and its ways to go back and to end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Safekeeping:
         return self.was_ended
 
     def checked(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot, all copies of which are the same; copies that differ are mended, where the run does that.
+        """The snapshot, once all its copies are the same; copies that differ are mended, where the run does that.
 
         Raises:
           ReplicaError: copies differ, and the run does not mend them.

@@ -1,4 +1,4 @@
-"""What is told of a run before its first step and after its last one."""
+"""Tells the user about a run before its first step and after its last one."""
 
 from __future__ import annotations
 
