@@ -1,13 +1,14 @@
-"""Digests of arrays as they lie on devices: 32 bits that no device count, mesh or sharding changes.
+"""Digests of arrays, computed where they lie: 32 bits that do not depend on device count, mesh or sharding.
 
-A digest is the sum, mod 2**32, over all elements of their bits mixed with their place. For a given place the mixing is
-one to one, so that a change of any one element always shows; of several changes at random, all but one in 2**32.
+Each element's bits are mixed with its place in the array, and the results are added up mod 2**32. At a given place the
+mixing is one to one, so a change of any one element always changes the digest. A change of several elements goes
+unseen with a chance of one in 2**32.
 """
 
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +18,59 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
+from jaxshard.base.types import Tree
 from jaxshard.core.specs import axes_in
 
+_Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
-def digests(tree: Any) -> dict[str, int]:
-    """Path -> digest of each array of a tree, computed where it lies.
 
-    Every process must call it, with the same tree.
+def digests(tree: Tree) -> dict[str, int]:
+    """The digest of each leaf of a tree, computed where it lies.
+
+    All processes must call it, with the same tree.
+
+    Args:
+      tree: arrays (of any sharding, typed PRNG keys too) and numbers.
+
+    Returns:
+      path -> 32 bits.
 
     Raises:
-      ReplicaError: devices that should hold the same hold different bits.
+      ReplicaError: devices that should hold the same bits hold others.
+
+    >>> import jax.numpy as jnp
+    >>> digests({"w": jnp.arange(3.0)})
+    {'w': 4237568830}
     """
     return named_digests(_named(tree))
 
 
 def named_digests(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """The same, of named arrays."""
+    """As `digests`, of arrays that have names already."""
     found = _replica_digests(leaves)
     differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
     if differ:
-        raise ReplicaError(differ, _mesh_of(_array(leaves[next(iter(differ))])).devices)
+        mesh = cast(Mesh, _mesh_of(_array(leaves[next(iter(differ))])))  # on one device there are no copies
+        raise ReplicaError(differ, mesh.devices)
     return {path: int(digest.flat[0]) for path, digest in found.items()}
 
 
-def replica_digests(tree: Any) -> dict[str, np.ndarray]:
-    """Path -> uint32 for each device of the leaf's mesh, in the mesh's shape: of the copy that it has a part in."""
+def replica_digests(tree: Tree) -> dict[str, np.ndarray]:
+    """The digest of each copy of each leaf: of the copy that a device holds, or holds a part of.
+
+    All processes must call it, with the same tree.
+
+    Returns:
+      path -> uint32 for each device of the leaf's mesh, in the mesh's shape; of shape () for a leaf on one device.
+
+    >>> import jax.numpy as jnp
+    >>> replica_digests({"w": jnp.arange(3.0)})["w"].shape
+    ()
+    """
     return _replica_digests(_named(tree))
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: Tree) -> dict[str, Any]:
     return {unambiguous_path(names): leaf for names, leaf in named_leaves(tree)}
 
 
@@ -54,7 +79,7 @@ def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for mesh in dict.fromkeys(_mesh_of(leaf) for leaf in leaves.values()):
         some = {path: leaf for path, leaf in leaves.items() if _mesh_of(leaf) == mesh}
-        specs = tuple(leaf.sharding.spec if mesh else P() for leaf in some.values())
+        specs = tuple(leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P() for leaf in some.values())
         with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():  # whatever mesh the caller has set
             digests = jax.device_get(_on_mesh(tuple(some.values()), mesh, specs))
         shape = mesh.devices.shape if mesh else ()
@@ -63,7 +88,11 @@ def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 class ReplicaError(RuntimeError):
-    """Copies of an array differ between devices. `digests`: path -> uint32 of each device, in the mesh's shape."""
+    """Copies of an array differ between devices.
+
+    Attributes:
+      digests: path -> uint32 for each device of the leaf's mesh, in the mesh's shape; only of leaves that differ.
+    """
 
     def __init__(self, digests: dict[str, np.ndarray], devices: np.ndarray):
         self.digests = digests
@@ -79,22 +108,23 @@ class ReplicaError(RuntimeError):
         )
 
 
-def _array(leaf: Any) -> Any:
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    if leaf.sharding.memory_kind == "pinned_host":  # offloaded: devices compute on their own memory only
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-    return leaf
+def _array(leaf: _Leaf) -> jax.Array:
+    """The leaf as an array in device memory; of typed PRNG keys their data."""
+    x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    x = jax.random.key_data(x) if is_key(x) else x
+    if x.sharding.memory_kind == "pinned_host":  # offloaded: devices compute on their own memory only
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x
 
 
-def _mesh_of(leaf: Any) -> Any:
-    """None: it lies on one device."""
-    return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+def _mesh_of(leaf: jax.Array) -> Mesh | None:
+    """The mesh that an array lies on; None: it is on one device."""
+    return cast(Mesh, leaf.sharding.mesh) if isinstance(leaf.sharding, NamedSharding) else None
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _on_mesh(leaves: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence[P]) -> list[jax.Array]:
-    """One program, and one exchange, for all leaves: (devices of the mesh,) each."""
+    """Digests of all leaves in one program with one exchange: for each leaf uint32 of shape (devices of the mesh,)."""
     if mesh is None:
         return [_sum_of(x, [0] * x.ndim) for x in leaves]
 
@@ -108,7 +138,7 @@ def _on_mesh(leaves: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence[P])
 
 
 def _of_shard(x: jax.Array, spec: P) -> jax.Array:
-    """The digest of the copy that this device has a part in."""
+    """The digest of the copy of `x` that this device holds, or holds a part of."""
     cut = [axes_in(entry) for entry in (*spec, *(None,) * (x.ndim - len(spec)))]
     starts = [lax.axis_index(entry) * size if entry else 0 for entry, size in zip(cut, x.shape, strict=True)]
     axes = tuple(axis for entry in cut for axis in entry)
@@ -116,7 +146,7 @@ def _of_shard(x: jax.Array, spec: P) -> jax.Array:
 
 
 def _sum_of(x: jax.Array, starts: Sequence[Any]) -> jax.Array:
-    """Of a part of an array, whose first element is at `starts` in the whole."""
+    """The sum over a part of an array; `starts`: the index of its first element in the whole array."""
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, start in enumerate(starts):
         here = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
@@ -128,7 +158,8 @@ def _sum_of(x: jax.Array, starts: Sequence[Any]) -> jax.Array:
 
 
 def _total(x: jax.Array) -> jax.Array:
-    """In two steps that XLA may not merge, which takes a fifth of the time on CPUs. Sums mod 2**32 have no order."""
+    """The sum mod 2**32, whose order does not matter. First eight by eight, in a step that XLA may not merge with the
+    next: on CPUs that takes a fifth of the time."""
     dim = next((dim for dim in reversed(range(x.ndim - 1)) if x.shape[dim] % 8 == 0), None)
     if dim is not None and x.size:
         eights = x.reshape(*x.shape[:dim], x.shape[dim] // 8, 8, *x.shape[dim + 1 :])
@@ -137,7 +168,7 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> list[jax.Array]:
-    """The bits of the elements, as uint32."""
+    """The bits of the elements as arrays of uint32, one for each 32 bits that an element has."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_words(x.real), *_words(x.imag)]
     if x.dtype == jnp.bool_:
@@ -151,7 +182,8 @@ def _words(x: jax.Array) -> list[jax.Array]:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """One to one on 32 bits, every bit of the input moving each of the output (MurmurHash3's last steps)."""
+    """Maps 32 bits one to one, so that each bit of the input changes each of the output with a chance of a half
+    (the last steps of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""What watches over a run: signals that ask it to end, a clock that ends it when it hangs."""
+"""Guards of a run: signals ask it to end between two steps, and a watchdog ends it when it hangs."""
 
 import contextlib
 import ctypes
@@ -18,17 +18,20 @@ import jax
 
 HUNG = 75  # EX_TEMPFAIL: worth another try
 _LAST_WORDS_SECONDS = 5
-_calls = itertools.count(1)  # of `reached`
+_calls = itertools.count(1)  # of `reached`, in all of this process's loops: JAX wants numbers that rise by one
 
 
 class Preemption:
     """While entered, SIGTERM and Ctrl-C ask the run to end between two steps; a second one ends it at once.
 
     With several processes a signal to any of them reaches all, by way of JAX's preemption service, and all of them see
-    it at the same step. That needs a call of `reached` at every step, by all.
+    it at the same step. For this all of them must call `reached` at every step.
 
     Args:
-      say: told of the signal, once, by the process that gets it.
+      say: called once, in the process that gets the signal, with a sentence about it.
+
+    Raises:
+      RuntimeError: on entering, if it is entered already; with several processes, if JAX's preemption service is off.
 
     >>> with Preemption() as preemption:
     ...     [step for step in range(3) if not preemption.reached(step)]
@@ -43,12 +46,12 @@ class Preemption:
 
     @property
     def status(self) -> int:
-        """The exit status that says which signal it was: 128 + its number; 143 where another process got it."""
+        """The exit status for the signal: 128 + its number; 143 in a process that did not get it itself."""
         return 128 + (self._signal or signal.SIGTERM)
 
     def reached(self, step: int) -> bool:
         """Whether to save and end now, before `step`: the same on all processes."""
-        del step  # JAX waits for a number one above the highest so far, so these must be of all calls, from 1 on
+        del step  # JAX gets the number of this call instead: another loop may have counted the same steps
         if jax.process_count() == 1:
             return self._signal is not None
         from jax.experimental import multihost_utils
@@ -80,12 +83,13 @@ class Preemption:
             self._handler = None
 
     def _in_python(self, number: int, _: object) -> None:
-        """The handler: called between two instructions of Python, which may be long in coming."""
+        """The handler for one process. Python calls it between two of its instructions."""
         if jax.process_count() == 1:
             self._got(number)
 
     def _watch(self) -> None:
-        """With several processes a thread hears of signals at once, also while this process waits for the others."""
+        """With several processes a thread hears of signals, because the main thread may wait for other processes and
+        run no Python for long."""
         here, there = socket.socketpair()
         there.setblocking(False)
         self._woken_before = signal.set_wakeup_fd(there.fileno())
@@ -106,7 +110,7 @@ class Preemption:
         self._signal = number
         if self._handler:
             ctypes.CFUNCTYPE(None, ctypes.c_int)(self._handler)(signal.SIGTERM)  # which tells the other processes
-        with contextlib.suppress(Exception, SystemExit):  # whoever cannot be told must not keep it from ending
+        with contextlib.suppress(Exception, SystemExit):  # an error of `say` must not keep the run from ending
             self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
 
     def _leave(self, number: int) -> None:
@@ -115,7 +119,7 @@ class Preemption:
         os._exit(128 + number)
 
 
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.signal.restype = ctypes.c_void_p
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -123,7 +127,7 @@ def _libc() -> Any:
 
 
 def _handler_of_jax() -> int:
-    """The address of JAX's own handler of SIGTERM, which is no Python function: it tells the other processes."""
+    """The address of JAX's handler of SIGTERM, a function in C that tells the other processes."""
     address = _libc().signal(signal.SIGTERM, None)
     if not address:
         raise RuntimeError(
@@ -133,28 +137,31 @@ def _handler_of_jax() -> int:
 
 
 class Watchdog:
-    """Ends the process, with the stacks of all threads on standard error, when nothing was heard for too long.
+    """Ends the process, with the stacks of all threads on standard error, when `beat` was not called for too long.
 
     A process that hangs keeps its heartbeats, so JAX never finds out, and all others wait for it. Each has a watchdog:
     they all end, with status 75, and what started them can start them again.
 
     Args:
-      seconds: without a `beat`.
-      exit: ends the process.
+      seconds: the longest time between two beats; more than the longest compilation, save or restore takes.
+      exit: ends the process; it gets the status.
+
+    Raises:
+      ValueError: `seconds` is not above 0.
 
     >>> with Watchdog(60) as watchdog:
     ...     for step in range(3):
     ...         watchdog.beat()
     """
 
-    def __init__(self, seconds: float, exit: Callable[[int], Any] = os._exit):
+    def __init__(self, seconds: float, exit: Callable[[int], object] = os._exit):
         if not seconds > 0:
             raise ValueError(f"Watchdog: {seconds} seconds must be above 0")
         self._seconds, self._exit = seconds, exit
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """All is well: a step was taken."""
+        """Tells the watchdog that a step was taken."""
         self._last = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -184,6 +191,6 @@ class Watchdog:
                 faulthandler.dump_traceback(stream, all_threads=True)
                 stream.flush()
             if jax.process_count() > 1 and jax.process_index() == 0:
-                time.sleep(_LAST_WORDS_SECONDS)  # for the others: JAX cuts them off when the coordinator ends
-        finally:  # also where nobody reads it any more
+                time.sleep(_LAST_WORDS_SECONDS)  # the others write theirs: JAX ends them when the coordinator ends
+        finally:  # also where writing fails: nobody may read standard error any more
             self._exit(HUNG)

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Self, SupportsFloat, SupportsIndex, TypedDict
+from typing import Self, SupportsFloat, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -21,30 +21,22 @@ import numpy as np
 from jaxshard.base.types import T, Tree
 from jaxshard.checkpoint import leaves, manifest
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_saved
-from jaxshard.checkpoint.leaves import Entry, FlatTree, Index, Leaf
+from jaxshard.checkpoint.leaves import FlatTree, Index, Leaf
+from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
 from jaxshard.checkpoint.template import check_fits, spread, unflatten
 from jaxshard.processes import agreement
 
 try:
     from jaxshard.checkpoint import orbax_store
-    from jaxshard.checkpoint.folder_lock import Lock
     from jaxshard.checkpoint.reading import read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
+    from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name) from error
 
 
 _VERIFIED_BYTES = 2**28  # read at once by `verify` and `read`
-
-
-class CheckpointInfo(TypedDict):
-    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number."""
-
-    step: int
-    metrics: dict[str, float] | None
-    run: str
-    leaves: dict[str, Entry]
 
 
 class Checkpointer:
@@ -78,7 +70,7 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: Best | None = None,
     ):
-        self._retention = Retention(keep_last, keep_every, keep_best)
+        retention = Retention(keep_last, keep_every, keep_best)
         if "://" in str(path) or not str(path):
             raise ValueError(
                 f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
@@ -87,9 +79,8 @@ class Checkpointer:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "Checkpointer: this is a file; name a folder", str(self.path))
         self._folders = StepFolders(self.path)
-        self._lock: Lock | None = None
+        self._writer = Writer(self._folders, retention)
         self._saving: tuple[int, orbax_store.Save] | None = None
-        self._corrupt: set[int] = set()  # found so by `restore`
 
     def __enter__(self) -> Self:
         return self
@@ -129,9 +120,10 @@ class Checkpointer:
           the run's id: 32 hex digits, the same for all runs that write in this folder one after the other.
 
         Raises:
+          ValueError: orbax cannot write under this path: it has one of the characters * ? [ or a backslash.
           OSError: the folder cannot be made or written to, or another run is writing there.
         """
-        return agreement.from_first("claim", self._claim)
+        return agreement.from_first("claim", self._writer.claim)
 
     def save(
         self,
@@ -170,7 +162,7 @@ class Checkpointer:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
         index = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
-        if agreement.from_first("save", lambda: self._prepare(step, index, num_bytes)):
+        if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes)):
             made = manifest.sealed({"format": manifest.FORMAT, "run": run, "metrics": metrics, "leaves": index})
             folder = self._folders.of(step)
             self._saving = step, agreement.together("save", lambda: orbax_store.Save.begin(folder, arrays, made))
@@ -186,7 +178,7 @@ class Checkpointer:
         (step, saving), self._saving = self._saving, None
         if errors := saving.wait():
             raise not_saved(step, errors, self.path)
-        for trouble in agreement.from_first("wait", lambda: self._prune(step)):
+        for trouble in agreement.from_first("wait", lambda: self._writer.prune(step)):
             warnings.warn(f"an old checkpoint could not be deleted: {trouble}", stacklevel=2)
 
     def close(self) -> None:
@@ -194,7 +186,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._unlock()
+            self._writer.release()
 
     def _abandon(self) -> None:
         """Gives the last save some time, and asks no other process about it."""
@@ -202,12 +194,7 @@ class Checkpointer:
             (step, saving), self._saving = self._saving, None
             if why := saving.abandon():
                 warnings.warn(f"checkpoint {step} was not saved: {why}", stacklevel=3)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._writer.release()
 
     # Restoring.
 
@@ -249,7 +236,7 @@ class Checkpointer:
             except CorruptCheckpointError as error:
                 warnings.warn(f"{error}; trying the one before", stacklevel=3)
                 tried[step] = error
-                self._corrupt.add(step)
+                self._writer.corrupt.add(step)
         raise next(iter(tried.values()), FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path)))
 
     def _restored(self, wanted: FlatTree, step: int, cast: bool) -> dict[str, Leaf]:
@@ -302,62 +289,6 @@ class Checkpointer:
 
     def _index(self, step: int) -> Index:
         return agreement.together("restore", lambda: self._folders.manifest(step))["leaves"]
-
-    # The folder. These run on process 0 alone.
-
-    def _claim(self) -> str:
-        if self._lock is not None and not self._lock.is_there():  # the folder was deleted
-            self._unlock()
-        if self._lock is None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(self.path)
-            self._folders.remove_rests()
-        return self._lock.run
-
-    def _prepare(self, step: int, index: Index, num_bytes: int) -> bool:
-        """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
-
-        Returns:
-          False: the same is saved already.
-        """
-        folder = self._folders.of(step)
-        why = "corrupt" if step in self._corrupt else "uncommitted" if not orbax_store.is_committed(folder) else None
-        if why and os.path.lexists(folder):
-            self._folders.put_aside(step, why)
-        self._corrupt.discard(step)
-        steps = self._whole_steps()
-        if step in steps:
-            if self._folders.manifest(step)["leaves"] == index:
-                return False
-            raise ValueError(
-                f"checkpoint: step {step} is saved already in {self.path}, with other bits; steps never change"
-            )
-        if steps and step < steps[-1]:
-            raise ValueError(
-                f"checkpoint: step {step} is older than {steps[-1]}, which is in {self.path}: to go on from an older "
-                "step, save in a new folder, or take the newer ones away"
-            )
-        self._folders.check_space(num_bytes)
-        return True
-
-    def _whole_steps(self) -> list[int]:
-        """The steps without those that `restore` found corrupt."""
-        return [step for step in self.steps() if step not in self._corrupt]
-
-    def _prune(self, saved: int) -> list[str]:
-        """Deletes the checkpoints that are not to be kept; returns the errors."""
-        steps, failed = self._whole_steps(), []
-        for step in set(steps) - {saved} - self._retention.kept(steps, self._metrics):
-            try:
-                self._folders.delete(step)
-            except OSError as error:
-                failed.append(str(error))
-        return failed
-
-    def _metrics(self, step: int) -> Mapping[str, float]:
-        with contextlib.suppress(CorruptCheckpointError):
-            return self._folders.manifest(step)["metrics"] or {}
-        return {}
 
 
 def _whole_number(step: object) -> int:

@@ -1,4 +1,4 @@
-"""One run writes in a folder."""
+"""A lock on a folder of checkpoints: one run at a time writes there."""
 
 import errno
 import json
@@ -11,7 +11,10 @@ import filelock
 
 
 class Lock:
-    """This process's right to write in a folder, which the system takes back when the process ends.
+    """Holds the lock of a folder; the system frees it when the process ends.
+
+    Attributes:
+      run: the id in `run.json`, which the first run that wrote here made: 32 hex digits.
 
     Raises:
       OSError: another run has it.
@@ -38,7 +41,9 @@ class Lock:
         return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
     def is_there(self) -> bool:
+        """Whether the folder still has `run.json`; False: the folder was deleted, and the lock with it."""
         return self._notes.exists()
 
     def release(self) -> None:
+        """Lets other runs write in the folder."""
         self._lock.release()

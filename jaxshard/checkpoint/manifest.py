@@ -20,6 +20,15 @@ class Manifest(TypedDict):
     digest: NotRequired[str]
 
 
+class CheckpointInfo(TypedDict):
+    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number."""
+
+    step: int
+    metrics: dict[str, float] | None
+    run: str
+    leaves: dict[str, Entry]
+
+
 def digest_of(data: bytes) -> bytes:
     """SHA-256: `DIGEST_BYTES` bytes."""
     return hashlib.sha256(data).digest()

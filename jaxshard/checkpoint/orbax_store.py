@@ -4,6 +4,7 @@ Its barrier, which is another matter, is in `jaxshard.processes.barrier`.
 """
 
 import concurrent.futures
+import errno
 import json
 import math
 import re
@@ -29,11 +30,32 @@ _NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array
 _READ_BYTES = 2**28  # in flight at once, from the disk to the devices
 _ABANDONED_SECONDS = 60
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
-# What keeps a checkpoint from being read, and says nothing of its bits.
-_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
+# Errors with these words keep a checkpoint from being read, and say nothing of its bits.
+_BACKSLASH = "a backslash in a path"
+_NOT_CORRUPT = (
+    "RESOURCE_EXHAUSTED",
+    "MemoryError",
+    "PERMISSION_DENIED",
+    "Permission denied",
+    "Too many open files",
+    _BACKSLASH,
+)
 
 
-# The folder of a step.
+# Folders.
+
+
+def check_path(folder: Path) -> None:
+    """Raises ValueError for a folder in which orbax would lose what it is to write.
+
+    Its last step looks for files by a pattern that begins with the path, so that * ? and [ in it stand for other names;
+    and a backslash becomes a slash where arrays are written.
+    """
+    if wrong := sorted(set("*?[\\") & set(str(folder))):
+        raise ValueError(
+            f"Checkpointer: orbax loses what is saved under a path with {' '.join(wrong)}, as {folder} has; name "
+            "another folder"
+        )
 
 
 def is_committed(folder: Path) -> bool:
@@ -119,7 +141,7 @@ class Save:
         errors: dict[int, BaseException] = {
             process: agreement.ProcessError(process, text) for process, (_, text) in enumerate(said) if text
         }
-        if self._failed:
+        if errors and self._failed:  # not where it failed only now: the others do not know it yet
             errors[jax.process_index()] = self._failed[0]
         return all(over for over, _ in said), errors
 
@@ -174,6 +196,8 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     Each process reads its parts and waits for no other, so that one that fails can tell the others. What is read at a
     time is limited: where an array was saved in other parts than are asked for, more is read than kept.
     """
+    if "\\" in str(folder):
+        raise OSError(errno.EINVAL, f"orbax takes {_BACKSLASH} for a slash; rename the folder", str(folder))
     wanted = {stored_name(path): x for path, x in targets.items()}
     if not wanted:
         return {}

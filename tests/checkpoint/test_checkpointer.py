@@ -523,3 +523,44 @@ def test_no_pickle_is_ever_opened(tmp_path):
         check=False,
     )
     assert run.stdout.splitlines() == ["opened []", "found []", "sees ['os']"], run.stderr
+
+
+@pytest.mark.parametrize("name", ["a[b]", "a*b", "a?b", "a\\b"])
+def test_a_path_under_which_orbax_loses_arrays_is_refused_before_anything_is_written(tmp_path, name):
+    """Without the error, "a[b]" and "a\\b" lose all arrays, and the others would take in a sibling's that fit them."""
+    with Checkpointer(tmp_path / name) as checkpoints, pytest.raises(ValueError, match="orbax loses what is saved"):
+        checkpoints.save(1, {"w": jnp.arange(4.0)}, blocking=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a]b", "a b", "a{b}", "ä#%20,:'\"|@$~"])
+def test_paths_of_all_kinds(tmp_path, name):
+    saved = {"w": jnp.arange(4.0)}
+    with Checkpointer(tmp_path / name) as checkpoints:
+        checkpoints.save(1, saved, blocking=True)
+    assert_same_bits(Checkpointer(tmp_path / name).restore(saved)[1], saved)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["a[b]", "a*b", "a?b"])
+def test_a_checkpoint_that_was_moved_under_such_a_path_is_read(tmp_path, name):
+    saved = {"w": jnp.arange(4.0)}
+    with Checkpointer(tmp_path / "plain") as checkpoints:
+        checkpoints.save(1, saved, blocking=True)
+    (tmp_path / "plain").rename(tmp_path / name)
+    assert_same_bits(Checkpointer(tmp_path / name).restore(saved)[1], saved)
+    assert Checkpointer(tmp_path / name).latest_valid() == 1
+
+
+def test_what_cannot_be_read_under_a_backslash_is_not_called_corrupt(tmp_path):
+    saved = {"w": jnp.arange(4.0)}
+    with Checkpointer(tmp_path / "plain") as checkpoints:
+        checkpoints.save(1, saved, blocking=True)
+    (tmp_path / "plain").rename(tmp_path / "a\\b")
+    with pytest.raises(OSError, match=r"cannot be read: .* backslash"):
+        Checkpointer(tmp_path / "a\\b").restore(saved)
+
+
+def test_a_complex_number_fits_no_whole_one():
+    with pytest.raises(ValueError, match=r"c is \(1\+2j\), which the template's int32 cannot hold"):
+        from_bytes({"c": jnp.int32(0)}, to_bytes({"c": 1 + 2j}), cast=True)

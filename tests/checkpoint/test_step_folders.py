@@ -1,0 +1,32 @@
+"""What is in a folder of checkpoints, and who knows orbax."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import jaxshard
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint.step_folders import StepFolders
+
+
+def test_what_looks_like_a_checkpoint_and_is_none(tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, {"w": jnp.arange(4.0)})
+    for name in ("40", "5.uncommitted.0a1b2c3d", "6.corrupt.0a1b2c3d", "50.orbax-checkpoint-tmp", "notes"):
+        (tmp_path / name).mkdir()
+    folders = StepFolders(tmp_path)
+    assert folders.steps() == [3]
+    assert folders.others() == {
+        "40": "uncommitted: it was not written to its end",
+        "5.uncommitted.0a1b2c3d": "put aside, uncommitted",
+        "50.orbax-checkpoint-tmp": "temporary: it is being written, or its writing was cut off",
+        "6.corrupt.0a1b2c3d": "put aside, corrupt",
+    }
+
+
+def test_orbax_is_known_to_one_module_for_storage_and_to_one_for_its_barrier():
+    package = Path(jaxshard.__file__).parent
+    told = re.compile(r"^\s*(from|import) orbax|_CHECKPOINT_METADATA|commit_success|orbax-checkpoint-tmp", re.MULTILINE)
+    knowing = {str(path.relative_to(package)) for path in package.rglob("*.py") if told.search(path.read_text())}
+    assert knowing - {"cli/ckpt.py"} == {"checkpoint/orbax_store.py", "processes/barrier.py"}
