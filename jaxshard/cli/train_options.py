@@ -76,7 +76,7 @@ def _not_understood(argument: str) -> str:
     if not argument.startswith("-"):
         return f"unknown argument {argument!r}: give one CONFIG.toml, and the name of an option before its value"
     name = argument.lstrip("-").partition("=")[0]
-    nearest = toml.nearest(name.replace("-", "_"), [*toml.known_keys(), *_OTHER_OPTIONS]).replace("_", "-")
+    nearest = toml.nearest(name.replace("-", "_"), [*_OTHER_OPTIONS, *toml.known_keys()]).replace("_", "-")
     return f"unknown option --{name}; the nearest known one is --{nearest} (jaxshard train --help lists all)"
 
 

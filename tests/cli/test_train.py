@@ -417,6 +417,7 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
         (["--out", "short.txt/run"], "is no folder that can be written to"),
         (["--out", "odd"], "this is a file; name a folder: "),
+        (["--out", "exp[lr=3]"], "orbax loses what is saved under a path with [, as "),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
         (["--resume-if-saved"], "--resume needs --out DIR"),
         (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
@@ -470,10 +471,10 @@ def test_an_unknown_option_names_the_nearest(tiny, capsys, arguments, message):
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-def test_a_folder_of_any_name_is_shown_as_it_is_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
-    """`exp[lr=3]` was shown as `exp`, as if it were markup, and the command to go on named another folder."""
+def test_names_are_shown_as_they_are_and_the_command_to_go_on_is_quoted(tiny, tmp_path, monkeypatch, capsys):
+    """`[i]` in a name was taken for markup and left out, and a name with a space could not be copied."""
     monkeypatch.chdir(tmp_path)
-    name, text = "my runs/😀 exp[lr=3] [bold]", tmp_path / "[i]\U0001f600 my text"
+    name, text = "it's my runs/😀 :smile: lr=3", tmp_path / "[i]\U0001f600 my text"
     text.write_text("a quick brown fox " * 200)
     assert main(["train", tiny, "--out", name, "--data", str(text)]) == 0
     shown = capsys.readouterr().out
