@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
-from jaxshard.core.specs import axes_in
 
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 

@@ -1,5 +1,7 @@
 """Sizes and times in words, to three digits, with the unit that suits them."""
 
+import re
+
 
 def size_in_words(num_bytes: float) -> str:
     """Bytes.
@@ -29,3 +31,19 @@ def unit_of(num_bytes: float) -> tuple[str, float]:
 def digits(value: float) -> str:
     """Three, or all before the point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def size_from_words(words: str) -> int:
+    """The bytes of a size that someone wrote, in B, kB, MB, GB or TB (powers of 1000).
+
+    Raises:
+      ValueError: `words` is no such size.
+
+    >>> size_from_words("5GB"), size_from_words("1.5 mb")
+    (5000000000, 1500000)
+    """
+    scales = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?b)", words.strip().lower())
+    if not found:
+        raise ValueError(f"{words!r} is no size: write a number and B, kB, MB, GB or TB, such as 5GB")
+    return round(float(found[1]) * scales[found[2]])

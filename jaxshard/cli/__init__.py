@@ -1,4 +1,4 @@
-"""The command `jaxshard`: `train`s the reference model, `plan`s, looks at checkpoints. Parts load when needed."""
+"""The command `jaxshard`: it trains the reference model, plans, and looks at checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ commands:
   ckpt verify DIR                 read all arrays and compare their digests
   ckpt diff DIR DIR2              compare two checkpoints
   ckpt export DIR --safetensors FILE
-                                  write a checkpoint's arrays to one file
+                                  write a checkpoint's arrays to one file, or to shards with an index
 
 options:
   -h, --help                      show this text; `jaxshard COMMAND --help` lists a command's options
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; `arguments` are those of the shell by default.
 
     Returns:
-      The exit status: 0 done, 1 training failed, or a checkpoint is corrupt or another, 2 bad input (nothing was
-      written), 75 hung, 134 without another process (both worth another try), 130 or 143 interrupted (by Ctrl-C,
-      SIGTERM).
+      The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ. 2: bad input,
+      and nothing was written. 75: a step hung. 134: another process was lost. 130, 143: interrupted by Ctrl-C, by
+      SIGTERM. After 75 and 134 the same command is worth another try.
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):

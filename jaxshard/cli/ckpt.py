@@ -1,4 +1,4 @@
-"""`jaxshard ckpt`: lists, checks, compares and exports checkpoints, on the CPU, so that it takes no GPU from a run."""
+"""`jaxshard ckpt`: lists, checks, compares and exports checkpoints. It uses the CPU, and takes no GPU from a run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
-from jaxshard.checkpoint.checkpointer import Checkpointer, CorruptCheckpointError
+from jaxshard.base.units import size_from_words, size_in_words
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint.leaves import Entry, Index
+from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.cli import ckpt_export as files
 from jaxshard.cli.ckpt_diff import differences
 
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
 
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
-Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input (and diff of what is corrupt)."""
+Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 _NUMBERS = ("step", "on disk", "leaves", "elements", "in arrays", "bytes", "digest or number")
 
+_Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 _Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 
@@ -54,14 +57,14 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def ls(folder: _Dir) -> int:
-    """List checkpoints, and what is in their folder but is none.
+    """List checkpoints, and folders beside them that are none.
 
     Args:
       folder: of checkpoints, of a run or of a step.
     """
     checkpoints, step = _opened(folder)
     steps = checkpoints.steps() if step is None else [step]
-    others = _others(checkpoints.path, steps) if step is None else {}
+    others = StepFolders(checkpoints.path).others() if step is None else {}
     if not steps and not others:
         raise ValueError(_none_in(checkpoints.path))
     console = _console()
@@ -71,11 +74,11 @@ def ls(folder: _Dir) -> int:
             table.add_row(*_row(checkpoints, each))
         console.print(table)
     for name, what in others.items():
-        console.print(f"{_printable(name)}: no checkpoint: {what}")
+        _say(console, f"{name}: no checkpoint: {what}")
     return 0
 
 
-def info(folder: _Dir, step: int | None = None) -> int:
+def info(folder: _Dir, step: _Step = None) -> int:
     """Show a checkpoint's leaves: path, shape, dtype, bytes and digest (of numbers, themselves). No array is read.
 
     Args:
@@ -84,19 +87,20 @@ def info(folder: _Dir, step: int | None = None) -> int:
     """
     checkpoints, step = _chosen(folder, step)
     found, console = checkpoints.info(step), _console()
-    console.print(f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
-    console.print(f"run: {found['run']}\nmetrics: {_metrics(found['metrics']) or 'none'}")
+    _say(console, f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
+    _say(console, f"run: {found['run']}")
+    _say(console, f"metrics: {_metrics(found['metrics']) or 'none'}")
     table = _table("path", "shape", "dtype", "bytes", "digest or number")
     leaves = found["leaves"]
     for path, leaf in leaves.items():
         shape, mark = str(tuple(leaf["shape"])), leaf["value"] if "value" in leaf else f"{leaf['digest']:08x}"
         table.add_row(_printable(path), shape, leaf["dtype"], f"{files.num_bytes(leaf):,}", _printable(mark))
     console.print(table)
-    console.print(f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
+    _say(console, f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
     return 0
 
 
-def verify(folder: _Dir, step: int | None = None) -> int:
+def verify(folder: _Dir, step: _Step = None) -> int:
     """Read every array, and compare its digest with the one that was saved.
 
     Args:
@@ -113,7 +117,7 @@ def verify(folder: _Dir, step: int | None = None) -> int:
             gone = each not in checkpoints.steps()
             corrupt |= not gone
             found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
-        console.print(_printable(f"step {each}: {found}"))
+        _say(console, f"step {each}: {found}")
     return int(corrupt)
 
 
@@ -130,34 +134,51 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     console = _console()
     one, two = _chosen(left, None), _chosen(right, None)
     for sign, (checkpoints, step) in (("-", one), ("+", two)):
-        console.print(f"{sign} step {step} in {checkpoints.path}")
+        _say(console, f"{sign} step {step} in {checkpoints.path}")
     num_apart = 0
     for line in differences(one, two, values):
-        console.print(_printable(line))
+        _say(console, line)
         num_apart += 1
-    console.print(f"leaves that differ: {num_apart}")
+    _say(console, f"leaves that differ: {num_apart}")
     return int(num_apart > 0)
 
 
-def export(folder: _Dir, safetensors: Path, step: int | None = None, only: str | None = None) -> int:
-    """Write a checkpoint's arrays to one .safetensors file, named by their paths as `info` shows them, with their
-    slashes. A typed key is its uint32 data. Every digest is checked before the file appears.
+def export(
+    folder: _Dir, safetensors: Path, shard_size: str = "5GB", step: _Step = None, only: str | None = None
+) -> int:
+    """Write a checkpoint's arrays to a .safetensors file, named by their paths as `info` shows them, with their
+    slashes. A typed key is its uint32 data. Every digest is checked before a file appears.
+
+    Where the arrays take more than --shard-size, FILE.safetensors stands for FILE-00001-of-00003.safetensors and so on,
+    and FILE.safetensors.index.json tells which array is in which of them, as Hugging Face's loaders expect.
 
     Args:
       folder: of checkpoints, of a run or of a step.
       safetensors: the file to write; it must not be there yet.
+      shard_size: the most that one file holds, in MB or GB, and what is held in memory at once.
       step: which one; the newest by default.
       only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
     """
+    most = _shard_bytes(shard_size)
     checkpoints, step = _chosen(folder, step)
     files.check_free(safetensors)
     found = checkpoints.info(step)
-    leaves = files.ordered(_only(found["leaves"], only))
-    notes = {"step": str(step), "run": str(found["run"])}
-    files.write(safetensors, leaves, checkpoints.read(step, list(leaves)), notes)
-    size = decimal(_num_bytes(leaves))
-    _console().print(f"wrote {safetensors}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    leaves, notes = _only(found["leaves"], only), {"step": str(step), "run": str(found["run"])}
+    num_shards = files.write(safetensors, leaves, lambda paths: checkpoints.read(step, paths), notes, most)
+    size = size_in_words(_num_bytes(leaves))
+    made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
+    _say(_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
     return 0
+
+
+def _shard_bytes(given: str) -> int:
+    try:
+        most = size_from_words(given)
+    except ValueError as error:
+        raise ValueError(f"--shard-size: {error}") from None
+    if most < 1:
+        raise ValueError(f"--shard-size {given}: it must be at least 1 B")
+    return most
 
 
 # Which checkpoint is meant.
@@ -200,20 +221,7 @@ def _none_in(folder: Path) -> str:
     return f"no checkpoint in {folder}: name a folder of checkpoints, or a run's folder, which has them in model/"
 
 
-def _others(folder: Path, steps: Sequence[int]) -> dict[str, str]:
-    """Name -> what it is, of what looks like a checkpoint and is no whole one."""
-    found = {}
-    for name in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
-        if ".orbax-checkpoint-tmp" in name:
-            found[name] = "temporary: it is being written, or its writing was cut off"
-        elif aside := re.fullmatch(r"\d+\.(uncommitted|corrupt)\..*", name):
-            found[name] = f"put aside, {aside[1]}"
-        elif name.isdecimal() and int(name) not in steps:
-            found[name] = "uncommitted: it was not written to its end"
-    return found
-
-
-def _only(leaves: Mapping[str, Any], pattern: str | None) -> dict[str, Any]:
+def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
     try:
         found = {path: leaf for path, leaf in leaves.items() if re.search(pattern or "", path)}
     except re.error as error:
@@ -229,14 +237,14 @@ def _only(leaves: Mapping[str, Any], pattern: str | None) -> dict[str, Any]:
 def _row(checkpoints: Checkpointer, step: int) -> list[str]:
     folder = checkpoints.path / str(step)
     try:
-        cells = [str(step), _saved(folder), decimal(_size(folder))]
+        cells = [str(step), _saved(folder), size_in_words(_size(folder))]
         found = checkpoints.info(step)
     except CorruptCheckpointError:
         return [*cells, "", "", "", "unreadable", ""]
     except FileNotFoundError:  # by the run that writes here
         return [str(step), "deleted", *[""] * 6]
     leaves = found["leaves"]
-    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", decimal(_num_bytes(leaves))]
+    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", size_in_words(_num_bytes(leaves))]
     return [*cells, *sizes, "ok", _metrics(found["metrics"])]
 
 
@@ -248,27 +256,34 @@ def _size(folder: Path) -> int:
     return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
 
 
-def _metrics(metrics: Mapping[str, Any] | None) -> str:
+def _metrics(metrics: Mapping[str, float] | None) -> str:
     return _printable(", ".join(f"{name} {value}" for name, value in (metrics or {}).items()))
 
 
-def _num_elements(leaves: Mapping[str, Any]) -> int:
+def _num_elements(leaves: Index) -> int:
     return sum(int(np.prod(leaf["shape"])) for leaf in leaves.values())
 
 
-def _num_bytes(leaves: Mapping[str, Any]) -> int:
+def _num_bytes(leaves: Index) -> int:
     return sum(map(files.num_bytes, leaves.values()))
 
 
 def _console() -> Console:
-    """Lines are left whole, for the terminal to wrap and other programs to read."""
-    return Console(highlight=False, markup=False, emoji=False, width=10**5)
+    """In a terminal of its width; else without end, for other programs to read lines that are whole."""
+    width = None if Console().is_terminal else 10**5
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def _say(console: Console, line: str) -> None:
+    """Prints a line whole, for the terminal to wrap; what was read from a file cannot move the cursor."""
+    console.print(_printable(line), soft_wrap=True)
 
 
 def _table(*headings: str) -> Table:
+    """An empty table that cuts nothing off: in a narrow terminal a cell takes several lines."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
     return table
 
 

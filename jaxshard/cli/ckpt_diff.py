@@ -1,14 +1,14 @@
-"""In which leaves two checkpoints differ, by their indexes; by how much, read in parts."""
+"""The leaves in which two checkpoints differ, by their indexes, and by how much, by their arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint.leaves import Entry
 
 Side = tuple[Checkpointer, int]  # and a step
 _COMPARED = 2**20  # elements at once
@@ -20,7 +20,7 @@ def differences(left: Side, right: Side, values: bool) -> Iterator[str]:
     Args:
       left: one checkpoint.
       right: the other.
-      values: read those that only their digests tell apart, and say how far apart they are.
+      values: read leaves of which only the digests differ, and tell their largest difference.
     """
     one, two = (checkpoints.info(step)["leaves"] for checkpoints, step in (left, right))
     yield from (f"- {path}: only here: {_kind(one[path])}" for path in one if path not in two)
@@ -36,7 +36,7 @@ def differences(left: Side, right: Side, values: bool) -> Iterator[str]:
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """In float64 or complex128; nan where only one of them is not a number.
+    """The largest absolute difference, in float64 or complex128; nan where only one of two elements is nan.
 
     >>> largest_difference(np.array([1.0, np.inf, np.nan]), np.array([1.5, np.inf, np.nan]))
     0.5
@@ -57,5 +57,5 @@ def _distances(left: Side, right: Side, paths: Sequence[str]) -> Iterator[str]:
         yield f"! {path}: other values, largest difference {largest_difference(a, b):.6g}"
 
 
-def _kind(leaf: Mapping[str, Any]) -> str:
+def _kind(leaf: Entry) -> str:
     return f"{leaf['dtype']}{leaf['shape']}"

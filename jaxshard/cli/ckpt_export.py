@@ -1,81 +1,131 @@
-"""Writes .safetensors files array by array: the package's own writer wants all of them in memory at once.
+"""Writes a checkpoint's arrays by the safetensors library, to one file or to shards with an index.
 
-The format: eight bytes, the length of the header; the header in JSON; the arrays' bytes. The package then reads the
-header back.
+Which array goes to which shard, the shards' names and the index are as Hugging Face's `save_pretrained` makes them, so
+that its loaders find every array. All files are written in a hidden folder beside their place and moved there when they
+are whole, the index last. No more than one shard is held in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
-import struct
-import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import filelock
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, safe_open
+from safetensors import SafetensorError
+from safetensors.numpy import save, save_file
 
-_NOTES = "__metadata__"
+from jaxshard.base.units import size_in_words
+from jaxshard.checkpoint.leaves import Entry, Index
+
+Read = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
+
+_SUFFIX = ".safetensors"
+_NOTES = "__metadata__"  # the format's own entry
+_HEADER_BYTES = 200  # of one array, at most, besides its name
 
 
-def check_free(file: Path) -> None:
-    """Raises ValueError if `file` cannot be written, as something is there or its folder is not."""
-    if os.path.lexists(file):
-        raise ValueError(f"--safetensors {file} is there already: name a new file")
+def check_free(file: Path, *others: Path) -> None:
+    """Raises ValueError if `file` cannot be written: it or one of `others` is there, or its folder is not."""
+    for taken in filter(os.path.lexists, (file, *others)):
+        which = "" if taken == file else f": {taken}"
+        raise ValueError(f"--safetensors {file}{which} is there already: name a new file")
     if not file.absolute().parent.is_dir():
         raise ValueError(f"--safetensors {file}: there is no folder {file.parent}: make it first")
 
 
-def num_bytes(leaf: Mapping[str, Any]) -> int:
-    """Of a leaf of a checkpoint's index."""
+def num_bytes(leaf: Entry) -> int:
+    """The bytes of one array, by its entry in a checkpoint's index.
+
+    >>> num_bytes({"shape": [3, 4], "dtype": "bfloat16", "digest": 0})
+    24
+    """
     return int(np.prod(leaf["shape"])) * jnp.dtype(leaf["dtype"]).itemsize
 
 
-def ordered(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """As they lie in the file: the widest elements first, so that each array is aligned."""
-    return dict(sorted(leaves.items(), key=lambda item: (-jnp.dtype(item[1]["dtype"]).itemsize, item[0])))
+def index_of(file: Path) -> Path:
+    """Where the index of the shards of `file` is.
+
+    >>> index_of(Path("model.safetensors")).name
+    'model.safetensors.index.json'
+    """
+    return file.with_name(f"{_stem(file)}{_SUFFIX}.index.json")
 
 
-def write(
-    file: Path, leaves: Mapping[str, Any], arrays: Iterable[tuple[str, np.ndarray]], notes: Mapping[str, str]
-) -> None:
-    """Writes a file beside `file` and moves it there once it is whole.
+def shards_of(file: Path, leaves: Index, most_bytes: float) -> dict[Path, list[str]]:
+    """Deals the arrays out to files of at most `most_bytes`, in their order; a larger array has a file of its own.
 
     Args:
-      file: that is not there yet.
+      file: the only file, where one is enough; else the one that the shards are named after.
       leaves: path -> shape and dtype.
-      arrays: (path, array) in the same order; one at a time is held.
-      notes: for the header.
+      most_bytes: of the arrays in one shard.
+
+    Returns:
+      The paths of the arrays in each file.
+
+    >>> leaves: Index = {path: {"shape": [3], "dtype": "float32", "digest": 0} for path in "abc"}
+    >>> {shard.name: paths for shard, paths in shards_of(Path("m.safetensors"), leaves, 24).items()}
+    {'m-00001-of-00002.safetensors': ['a', 'b'], 'm-00002-of-00002.safetensors': ['c']}
+    """
+    groups: list[list[str]] = []
+    current, held = [], 0
+    for path, size in ((path, num_bytes(leaf)) for path, leaf in leaves.items()):
+        if size > most_bytes:
+            groups.append([path])
+            continue
+        if held + size > most_bytes:
+            groups.append(current)
+            current, held = [], 0
+        current, held = [*current, path], held + size
+    groups += [current] if current else []
+    if len(groups) == 1:
+        return {file: groups[0]}
+    names = (f"{_stem(file)}-{number + 1:05d}-of-{len(groups):05d}{_SUFFIX}" for number in range(len(groups)))
+    return {file.with_name(name): paths for name, paths in zip(names, groups, strict=True)}
+
+
+def write(file: Path, leaves: Index, read: Read, notes: Mapping[str, str], most_bytes: float) -> int:
+    """Writes the arrays; all files appear, or none.
+
+    Args:
+      file: not there yet; shards are named after it.
+      leaves: path -> shape and dtype.
+      read: gives (path, array) of the paths that it is asked for.
+      notes: for the header of each file.
+      most_bytes: of the arrays in one shard.
+
+    Returns:
+      The number of shards; 1: `file` holds all arrays, and there is no index.
 
     Raises:
-      ValueError: a dtype or a name that such files cannot hold.
-      OSError: it cannot be written, or `file` came to be meanwhile.
+      ValueError: a dtype or a name that such files cannot hold; one of the files is there already.
+      OSError: they cannot be written, or another export is writing them.
     """
-    header = _header(leaves, notes)
-    _check_space(file, len(header) + sum(map(num_bytes, leaves.values())))
-    part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with part.open("xb") as out:
-            out.write(header)
-            for _, x in arrays:
-                out.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-            out.flush()
-            os.fsync(out.fileno())
-        _check_opens(part, leaves)
-        check_free(file)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    _check_dtypes(leaves)
+    shards = shards_of(file, leaves, most_bytes)
+    check_free(file, index_of(file), *shards)
+    _check_space(file, leaves)
+    with _workplace(file) as folder:
+        for shard, paths in shards.items():
+            _write_shard(folder / shard.name, read(paths), notes)
+        if len(shards) > 1:
+            _write_index(folder / index_of(file).name, shards, sum(map(num_bytes, leaves.values())))
+        _publish(folder, file, [*shards, *([index_of(file)] if len(shards) > 1 else [])])
+    return len(shards)
 
 
-def _header(leaves: Mapping[str, Any], notes: Mapping[str, str]) -> bytes:
-    codes = {path: _code(leaf["dtype"]) for path, leaf in leaves.items()}
-    wrong = [f"{path} ({leaves[path]['dtype']})" for path, code in codes.items() if not code]
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(_SUFFIX)
+
+
+def _check_dtypes(leaves: Index) -> None:
+    wrong = [f"{path} ({leaf['dtype']})" for path, leaf in leaves.items() if not _has_dtype(leaf["dtype"])]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
@@ -83,32 +133,70 @@ def _header(leaves: Mapping[str, Any], notes: Mapping[str, str]) -> bytes:
         )
     if _NOTES in leaves:
         raise ValueError(f"a .safetensors file cannot hold a leaf called {_NOTES}: choose others with --only REGEX")
-    entries: dict[str, Any] = {_NOTES: dict(notes)}
-    end = 0
-    for path, leaf in leaves.items():
-        start, end = end, end + num_bytes(leaf)
-        entries[path] = {"dtype": codes[path], "shape": leaf["shape"], "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
-def _code(dtype: str) -> str | None:
-    """The format's name of a dtype; None: it has none."""
+def _has_dtype(dtype: str) -> bool:
+    """Whether the library writes an array of this dtype."""
     try:
-        return TensorSpec(dtype=dtype, shape=[0], data_ptr=0, data_len=0).dtype
+        return bool(save({"nothing": np.zeros(0, jnp.dtype(dtype))}))
     except SafetensorError:
-        return None
+        return False
 
 
-def _check_space(file: Path, needed: int) -> None:
-    free = shutil.disk_usage(file.absolute().parent).free
-    if free < needed:
-        reason = f"no space: the file takes {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
+def _check_space(file: Path, leaves: Index) -> None:
+    headers = sum(len(json.dumps(path)) + _HEADER_BYTES for path in leaves)
+    needed, free = sum(map(num_bytes, leaves.values())), shutil.disk_usage(file.absolute().parent).free
+    if free < needed + headers:
+        reason = f"no space: the arrays take {size_in_words(needed)} and {size_in_words(free)} are free"
         raise OSError(errno.ENOSPC, reason, str(file))
 
 
-def _check_opens(file: Path, leaves: Mapping[str, Any]) -> None:
-    """That the package takes the header, and that it fits the bytes."""
-    with safe_open(file, framework="numpy") as opened:
-        assert set(opened.keys()) == set(leaves)
+@contextlib.contextmanager
+def _workplace(file: Path) -> Iterator[Path]:
+    """An empty folder beside `file`, for this process alone; what a killed export left in it is deleted."""
+    folder = file.with_name(f".{file.name}.jaxshard-export")
+    folder.mkdir(exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise OSError(errno.EBUSY, "another process is exporting to this file", str(file)) from None
+    try:
+        for left in folder.iterdir():
+            if left.name != ".lock":
+                left.unlink()
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        lock.release()
+
+
+def _write_shard(file: Path, arrays: Iterable[tuple[str, np.ndarray]], notes: Mapping[str, str]) -> None:
+    held = {path: np.asarray(x, order="C") for path, x in arrays}
+    try:
+        save_file(held, file, {"format": "pt", **notes})  # transformers refuses a file without a format that it knows
+    except SafetensorError as error:
+        raise OSError(errno.EIO, f"it could not be written: {error}", str(file)) from error
+    file.chmod(file.parent.stat().st_mode & 0o666)  # as the umask has it; the library lets only the owner read
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _write_index(file: Path, shards: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
+    places = {path: shard.name for shard, paths in shards.items() for path in paths}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _publish(folder: Path, file: Path, targets: Sequence[Path]) -> None:
+    """Moves the files to their places, in order; where one fails, those that were moved are deleted."""
+    check_free(file, index_of(file), *targets)
+    moved: list[Path] = []
+    try:
+        for target in targets:
+            (folder / target.name).rename(target)
+            moved.append(target)
+    except BaseException:
+        for target in moved:
+            target.unlink()
+        raise

@@ -1,4 +1,4 @@
-"""`--processes N`: a run of several processes on this machine, to try out what a cluster does."""
+"""`--processes N`: a run of several processes on this machine, to try a cluster's ways."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _without_processes(arguments: Sequence[str]) -> list[str]:
 
 
 def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all; when one has failed, for the others only so long as they need to see it."""
+    """Waits for all; once one has failed, the others have a minute to see it and end."""
     end = float("inf")
     status = 0
     while any(child.poll() is None for child in children):
@@ -81,7 +81,7 @@ def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextlib.contextmanager
 def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ctrl-C goes on to all, who are in sessions of their own; SIGTERM to the first process, which tells the others."""
+    """Passes Ctrl-C on to all children, and SIGTERM to the first, which tells the others."""
 
     def pass_on(number: int, _: object) -> None:
         for child in children if number == signal.SIGINT else children[:1]:
@@ -96,7 +96,7 @@ def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[
 
 
 def _end_with_parent() -> None:
-    """In a child: no process trains on, and keeps the folder locked, when the one that started it was killed."""
+    """Called in a child: it is killed when its parent ends, so that it does not keep the folder locked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -10,40 +10,43 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
-import tyro
 from rich.console import Console
 
 import jaxshard.inspect
-from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import several_processes
-from jaxshard.digest import ReplicaError, digests
+from jaxshard.cli.train_options import check_folder, parse
+from jaxshard.core.step import TrainStep
+from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
+from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import run_folder as folders
 from jaxshard.trainer import toml
-from jaxshard.trainer.build import Run, prepare, reshaped
-from jaxshard.trainer.config import Arguments, Config, check
+from jaxshard.trainer.build import Run, prepare
+from jaxshard.trainer.config import Arguments, Config
 from jaxshard.trainer.data import zlib_bits_per_byte
-from jaxshard.trainer.display import Display, axis_table, bits, make_console, memory_table
+from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.loop import Hooks, Meter, fit
 from jaxshard.trainer.record import Recorder, draw
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
-
-_DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
-
-_ZLIB_BYTES = 2**24  # a second of work
+from jaxshard.trainer.safekeeping import Safekeeping, resumed
+from jaxshard.trainer.summary import conclude, introduce, show_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """A run whose every option was checked; nothing is compiled or written.
 
-    `resume`: it goes on with what is saved. `again`: it was started by what starts it again and again.
+    Attributes:
+      run: what trains.
+      folder: where it is saved.
+      resume: whether the run goes on with what is saved.
+      again: whether the same command starts the run and restarts it (--resume-if-saved).
     """
 
     run: Run
@@ -57,16 +60,16 @@ def command(arguments: Sequence[str]) -> int:
     try:
         status = _command(arguments)
     except BaseException as error:
-        if jax.distributed.is_initialized():  # the others wait at an exchange, as would this one to take its leave
+        if jax.distributed.is_initialized():  # the others may wait for this process, and it for them when it ends
             traceback.print_exception(error)
             _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
-    if status and jax.distributed.is_initialized():  # it may be an error of this process alone
+    if status and jax.distributed.is_initialized():  # the others may not have this error
         _leave_at_once(status, _LEAVE_SECONDS)
     return status
 
 
-_LEAVE_SECONDS = 60  # for the others to tell the same error, or to find that this process is missing
+_LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
 
 
 def _command(arguments: Sequence[str]) -> int:
@@ -94,7 +97,7 @@ def _trained(job: Job) -> int:
         saves.claim()
         agreement.check_same("start", _fingerprint(job), "start all processes by the same command")
     except _REFUSALS as error:
-        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # by the one before, which still ends
+        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
         return _fail(error, HUNG if busy else _status(error, 2))
     try:
         with saves:
@@ -103,12 +106,12 @@ def _trained(job: Job) -> int:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(f"interrupted; {_saved_so_far(job.folder)}", 130)
-    _conclude(console, job, snapshot, status)
+    conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
     return status
 
 
 def _leave_at_once(status: int, seconds: float) -> NoReturn:
-    """Ends this process, in order if the others end within `seconds`, too."""
+    """Ends this process, in order if the other processes end within `seconds`, too."""
     sys.stdout.flush()
     sys.stderr.flush()
     if seconds:
@@ -116,41 +119,20 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     os._exit(status)
 
 
-_LOST = 134  # as where JAX itself ends a process that has lost another
+_LOST = 134  # the status by which JAX itself ends a process that has lost another
 
 
 def _status(error: BaseException, otherwise: int) -> int:
-    """The exit status after an error: it says whether the same command, started again, could do better."""
+    """The exit status after an error: 134 where the same command may succeed when it is started again."""
     lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
     taken = getattr(error, "errno", None) == errno.EADDRINUSE
     return _LOST if lost or taken or isinstance(error, TimeoutError) else otherwise
 
 
 def _fingerprint(job: Job) -> str:
-    """What must be the same for all processes, but for the step's program, which `train_step` compares."""
-    mesh = job.run.opt.mesh
+    """All that must be the same in every process, except the step's program, which `train_step` compares."""
+    mesh = check_has_devices("jaxshard train", job.run.opt.mesh)
     return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
-
-
-def parse(arguments: Sequence[str]) -> Arguments:
-    """The command line over the TOML file (given, or of the run to resume) over the defaults.
-
-    Raises:
-      ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
-    """
-    given = _from_command_line(arguments, Arguments())
-    file = given.config
-    if (given.resume or given.resume_if_saved) and given.out is None:
-        raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
-    if given.out is not None:
-        if given.resume:
-            RunFolder(given.out).check_saved()
-        if _goes_on(given):
-            file = file or RunFolder(given.out).config
-    if file is not None:
-        given = _from_command_line(arguments, Arguments(**toml.sections(file)))
-    check(given)
-    return given
 
 
 def make_job(given: Arguments) -> Job:
@@ -162,42 +144,25 @@ def make_job(given: Arguments) -> Job:
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
-    resume = agreement.from_first("start", lambda: _check_folder(given, folder, config))
+    resume = agreement.from_first("start", lambda: check_folder(given, folder, config))
     return Job(run, folder, resume, given.resume_if_saved)
 
 
-def _goes_on(given: Arguments) -> bool:
-    """Whether there is a saved run to go on with, as was asked for."""
-    return given.resume or (given.resume_if_saved and given.out is not None and RunFolder(given.out).is_saved())
-
-
-def _check_folder(given: Arguments, folder: RunFolder, config: Config) -> bool:
-    """Returns whether the run goes on with what is saved there."""
-    goes_on = _goes_on(given)
-    if goes_on:
-        _check_same_model(folder, config)
-    elif given.resume_if_saved:
-        folder.check_unsaved()
-    else:
-        folder.check_free()
-    return goes_on
-
-
-def compile_step(job: Job, console: Console) -> Any:
-    """The step, which JAX compiles but once; shows what it holds and moves."""
+def compile_step(job: Job, console: Console) -> TrainStep:
+    """Compiles the step, once for the whole run, and shows what it holds and sends."""
     run = job.run
-    _introduce(console, run)
+    introduce(console, run)
     params, state, step = run.template.params, run.template.state, run.make_step()
     compiled = step.lower(params, state, run.batch(0), *run.keys(0)).compile()
-    report, mesh = jaxshard.inspect.report(compiled), run.opt.mesh
-    console.print(f"the compiled step\n{report}\n")
-    if any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
-        console.print(axis_table(mesh.shape, run.shares(), report.wire_bytes_by_axes(mesh)))
+    show_step(console, run, jaxshard.inspect.report(compiled))
     return step
 
 
-def execute(job: Job, step: Any, console: Console, saves: Checkpointer) -> tuple[Snapshot, int]:
-    """Trains and saves; returns what was saved last, and the exit status: 0, or that of the signal that ended it.
+def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) -> tuple[Snapshot, int]:
+    """Trains and saves.
+
+    Returns:
+      What was saved last, and the exit status: 0, or that of the signal that ended the run.
 
     Raises:
       FloatingPointError: too many steps in a row were skipped.
@@ -206,163 +171,32 @@ def execute(job: Job, step: Any, console: Console, saves: Checkpointer) -> tuple
     """
     run, folder = job.run, job.folder
     writes, train = jax.process_index() == 0, run.config.train
-    snapshot = _resumed(run, saves, console) if job.resume else run.start()
+    snapshot = resumed(run, saves, console) if job.resume else run.start()
     if writes:
         folder.begin(toml.dump(run.config), snapshot.step)
     with (
         Recorder(folder, snapshot.step, writes) as recorder,
         Display(console, snapshot.step, train.steps) as display,
-        Preemption(console.print) as preemption,
+        Preemption(lambda text: say(console, text)) as preemption,
         Watchdog(train.hang_seconds or math.inf) as watchdog,
     ):
-        guarded = _Guarded(run, saves, console, preemption, snapshot.step if job.resume else None)
+        keeping = Safekeeping(run, saves, console, preemption, snapshot.step if job.resume else None)
         evaluate = run.make_evaluate(watchdog.beat)
-        hooks = Hooks(step, evaluate, guarded.save, guarded.checked, guarded.ended, watchdog.beat, guarded.back)
+        hooks = Hooks(step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back)
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
-        guarded.save_last(snapshot)
+        keeping.save_last(snapshot)
     if meter.skipped:
-        console.print(f"skipped: {meter.skipped} of {snapshot.step} steps, for a loss or gradient that was not finite")
+        say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
     if writes:
         draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
-    return snapshot, preemption.status if guarded.was_ended else 0
-
-
-class _Guarded:
-    """What keeps a run from losing anything: its saves, its checks, its ways to end."""
-
-    def __init__(self, run: Run, saves: Checkpointer, console: Console, preemption: Preemption, saved: int | None):
-        self._run, self._saves, self._console, self._preemption = run, saves, console, preemption
-        self._times_back, self._saved = 0, saved
-        self.was_ended = False
-
-    def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
-        """Begins to save, once for each step."""
-        if snapshot.step != self._saved:
-            folders.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
-            self._saved = snapshot.step
-
-    def save_last(self, snapshot: Snapshot) -> None:
-        """Saves, and waits; the loop has not looked at the copies before."""
-        if self._run.config.train.mend_copies and snapshot.step != self._saved:
-            snapshot = self.checked(snapshot)
-        self.save(snapshot, None)
-        self._saves.wait()
-
-    def ended(self, step: int) -> bool:
-        self.was_ended = self._preemption.reached(step)
-        return self.was_ended
-
-    def checked(self, snapshot: Snapshot) -> Snapshot:
-        """Raises ReplicaError, or mends, where copies differ."""
-        try:
-            digests((snapshot.params, snapshot.state))
-            return snapshot
-        except ReplicaError as error:
-            if not self._run.config.train.mend_copies:
-                raise
-            self._console.print(f"step {snapshot.step}: {error}. All copies are now as the first")
-        params, state = (self._run.opt.synchronize(tree) for tree in (snapshot.params, snapshot.state))
-        return dataclasses.replace(snapshot, params=params, state=state)
-
-    def back(self, snapshot: Snapshot, why: str) -> Snapshot | None:
-        """The last save, with rows that were not tried yet; None where the run has to end."""
-        self._saves.wait()
-        saved = agreement.from_first("back", self._saves.steps)
-        if self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not saved:
-            self.save_last(snapshot)
-            return None
-        self._times_back += 1
-        for leaf in jax.tree.leaves((snapshot.params, snapshot.state)):
-            leaf.delete()  # there may be no room for both
-        found = _resumed(self._run, self._saves, self._console)
-        self._saved = found.step
-        self._console.print(f"{why}; back to step {found.step}, and on with other rows", soft_wrap=True)
-        return dataclasses.replace(found, position=snapshot.position)
-
-
-_TIMES_BACK = 3
-
-
-def _resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
-    """The newest save that is whole, as this run has it."""
-    snapshot = reshaped(folders.restore(saves, run.saved_template), run.template)
-    if snapshot.position.text != run.template.position.text:
-        console.print("the text is another one: it is read from its beginning")
-    return dataclasses.replace(snapshot, position=snapshot.position.carried_over(run.template.position))
-
-
-def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
-    return tyro.cli(Arguments, args=arguments, default=default, prog="jaxshard train", description=_DESCRIPTION)
+    return snapshot, preemption.status if keeping.was_ended else 0
 
 
 def _dated_folder() -> Path:
     if jax.process_count() > 1:
         raise ValueError("several processes need --out DIR, the same for each and on a file system that all share")
     return Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-
-
-def _check_same_model(folder: RunFolder, config: Config) -> None:
-    """Refuses what would change the saved arrays or start chance anew; sums (precision.reduce) may change."""
-    taken = folder.latest_step() or 0
-    if config.train.steps < taken:
-        raise ValueError(
-            f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: give more"
-        )
-    saved, given = (_saved_as(each) for each in (toml.load(folder.config), config))
-    changes = ", ".join(
-        f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
-    )
-    if changes:
-        raise ValueError(f"--resume: the run saved in {folder.path} is another one: {changes}; leave these as saved")
-
-
-def _saved_as(config: Config) -> dict[str, Any]:
-    """The options that decide which arrays are saved, what they mean, and what chance brings."""
-    sections = {"model": dataclasses.asdict(config.model), "precision": dataclasses.asdict(config.precision)}
-    sections["train"] = {"seed": config.train.seed}
-    del sections["precision"]["reduce"]
-    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-
-
-def _introduce(console: Console, run: Run) -> None:
-    strategy = run.config.sharding.strategy
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(run.template.params))
-    mesh = " x ".join(f"{axis} {size}" for axis, size in run.opt.mesh.shape.items() if size > 1) or "one device"
-    kind = run.opt.mesh.devices.flat[0].device_kind
-    console.print(
-        f"{num_params:,} {run.config.precision.params} parameters, {strategy} on {run.opt.mesh.size} x {kind} ({mesh})"
-    )
-    console.print("\n".join(_marks(run)) + "\n", soft_wrap=True)
-    console.print(memory_table(strategy, *run.bytes_per_device()))
-
-
-def _marks(run: Run) -> Iterator[str]:
-    source = run.config.data.path or "pydoc_data.topics, the English text that every Python carries"
-    trained, heldout = len(run.batches.text), len(run.heldout)
-    yield f"text: {source}: {len(run.text):,} bytes, {trained:,} to train on, the next {heldout:,} held out"
-    yield f"zlib -9 on what is held out: {zlib_bits_per_byte(run.heldout):.2f} bits/byte"
-    if len(run.text) <= _ZLIB_BYTES:
-        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text):.2f} bits/byte"
-
-
-def _conclude(console: Console, job: Job, snapshot: Snapshot, status: int) -> None:
-    config, folder = job.run.config, job.folder
-    best, mark = bits(snapshot.stopping.best), zlib_bits_per_byte(job.run.heldout)
-    if status:
-        console.print(f"interrupted after step {snapshot.step}; the model is saved")
-    elif snapshot.stopping.stopped:
-        console.print(
-            f"stopped early after step {snapshot.step}: {snapshot.stopping.misses} evaluations without improvement"
-        )
-    if math.isfinite(best):
-        console.print(f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
-    console.print(f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
-    more = ""
-    if not status:
-        enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
-        more = f" --train.{enough} {2 * getattr(config.train, enough)}"
-    console.print(f"to go on: jaxshard train --resume --out {folder.path}{more}", soft_wrap=True)
 
 
 def _saved_so_far(folder: RunFolder) -> str:

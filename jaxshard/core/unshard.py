@@ -20,7 +20,7 @@ from jaxshard.base.axes import Dims
 from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split, unnamed
 from jaxshard.base.primitives import CASTS, INLINED, REMAT
 from jaxshard.base.tree import is_traced
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Var
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
 from jaxshard.core import collectives
 
 _MARK = "jaxshard.unshard"
@@ -158,7 +158,7 @@ def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims) -> st
     return why_not_lazy(inner_jaxpr(eqn), position, dims)
 
 
-def run(closed: Jaxpr, values: Sequence[Value]) -> list[Value]:
+def run(closed: Jaxpr, values: Sequence[Tree]) -> list[Value]:
     """Evaluates a traced program, of whose inputs some are `Sharded`, gathering those at their marks."""
     jaxpr = open_jaxpr(closed)
     if not any(isinstance(value, Sharded) for value in values):

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxshard.base.jaxprs import without_consts
 from jaxshard.base.tree import sum_dtype
-from jaxshard.base.types import Scalar, Tree
+from jaxshard.base.types import Jaxpr, Scalar, Tree
 from jaxshard.core import collectives, unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
@@ -150,7 +150,7 @@ class _Device:
         return self._call(self.pipe.last, values, work, self.consts[2])[0]
 
     def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
-        chunk = work.round * self.plan.num_stages + self.index
+        chunk: Tree = work.round * self.plan.num_stages + self.index
         return unshard.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
 
     # Forward alone.

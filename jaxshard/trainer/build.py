@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +15,22 @@ import optax
 from jax.sharding import NamedSharding
 
 import jaxshard
-from jaxshard.base.axes import axes_in, axes_of, canonical
-from jaxshard.base.tree import names_of, shape_of
+from jaxshard import ShardedOptimizer
+from jaxshard.base.axes import axes_of
+from jaxshard.base.tree import shape_of
+from jaxshard.base.types import AnyMesh, Tree
+from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
 from jaxshard.trainer import data
-from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig, ShardingConfig
+from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig
+from jaxshard.trainer.data import Rows
+from jaxshard.trainer.devices import make_mesh, start_devices
 from jaxshard.trainer.early_stopping import EarlyStopping
-from jaxshard.trainer.model import LanguageModel, Pipelined
+from jaxshard.trainer.layer_stack import in_one_stack
+from jaxshard.trainer.model import LanguageModel, Params, Pipelined
 from jaxshard.trainer.run_folder import Position, Snapshot
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
-_SIMULATED_DEVICES = 8
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
 
 
@@ -51,7 +55,7 @@ class Run:
     batches: data.TrainingBatches
     model: LanguageModel
     schedule: optax.Schedule
-    opt: Any
+    opt: ShardedOptimizer
     template: Snapshot
 
     def start(self) -> Snapshot:
@@ -64,13 +68,10 @@ class Run:
     @property
     def saved_template(self) -> Snapshot:
         """As the model is saved: its layers in one stack, however a pipeline has them, so that any run can go on."""
-        if self.model.virtual == 1:
-            return self.template
-        trees = jax.tree_util.tree_map_with_path(_in_one_stack, (self.template.params, self.template.state))
-        return dataclasses.replace(self.template, params=trees[0], state=trees[1])
+        return self.template if self.model.virtual == 1 else in_one_stack(self.template)
 
-    def batch(self, index: int) -> Any:
-        """The rows of one batch, each process making those of its devices."""
+    def batch(self, index: int) -> dict[str, jax.Array]:
+        """The rows of one batch, as global arrays; each process makes those of its own devices."""
         first, last = self._my_rows(self.batches.rows)
         return self._global(self.batches(index, first, last), first, self.batches.rows)
 
@@ -80,15 +81,16 @@ class Run:
 
     def _my_rows(self, rows: int) -> tuple[int, int]:
         """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
-        places: Any = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
-        parts = [index[0].indices(rows) for index in places]
+        places = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
+        parts = [index[0].indices(rows) for index in places if index is not None]
         return min(part[0] for part in parts), max(part[1] for part in parts)
 
-    def _global(self, batch: Any, first: int, rows: int) -> Any:
-        """Global arrays of so many rows, of those that this process has: from `first` on."""
+    def _global(self, batch: Rows, first: int, rows: int) -> dict[str, jax.Array]:
+        """Global arrays of `rows` rows; `batch` has those that this process needs, from row `first` on."""
 
         def made(x: np.ndarray) -> jax.Array:
-            def part(index: Any) -> np.ndarray:
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # this process asks for its own parts alone
                 start, stop, _ = index[0].indices(rows)
                 return x[start - first : stop - first]
 
@@ -103,16 +105,16 @@ class Run:
         stream = jax.random.fold_in(jax.random.key(self.config.train.seed), _DROPOUT_STREAM)
         return (jax.random.fold_in(stream, step),)
 
-    def make_step(self) -> Any:
+    def make_step(self) -> TrainStep:
         """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
         return make_step(self.config, self.model, self.opt)
 
-    def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Any], float]:
-        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is told of each batch."""
+    def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Params], float]:
+        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is called after each batch."""
         evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
         rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
 
-        def mean_loss(params: Any) -> float:
+        def mean_loss(params: Params) -> float:
             total = 0.0
             first, last = self._my_rows(rows)
             for batch, weight in data.heldout_batches(self.heldout, rows, length, first, last):
@@ -129,15 +131,15 @@ class Run:
         return held, {kind: _num_bytes(tree) for kind, (tree, _) in kinds.items()}
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Of each mesh axis: which part of the bytes of params, grads and state are cut over it, 0 to 1."""
+        """For each mesh axis the part of the bytes of params, grads and state that is cut over it, 0 to 1."""
         kinds = self._kinds()
         return {
             axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
             for axis in self.opt.mesh.axis_names
         }
 
-    def _kinds(self) -> dict[str, tuple[Any, Any]]:
-        """Params, grads (while they are summed) and state, and how they lie."""
+    def _kinds(self) -> dict[str, tuple[Tree, Tree]]:
+        """Params, grads (while they are summed) and state, each with its shardings."""
         params, reduce = self.template.params, self.config.precision.reduce
         shardings = self.opt.shardings(params)
         return {
@@ -169,14 +171,12 @@ def _prepared(config: Config) -> Run:
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
-    position = Position(
-        0, config.train.rows, config.train.seed, int(np.uint32(zlib.crc32(text.tobytes())).view(np.int32))
-    )
-    start = Snapshot(params, opt.init(params), 0, stopping, position)
+    crc = int(np.uint32(zlib.crc32(text.tobytes())).view(np.int32))
+    start = Snapshot(params, opt.init(params), 0, stopping, Position(0, config.train.rows, config.train.seed, crc))
     return Run(config, text, heldout, batches, model, schedule, opt, start)
 
 
-def make_parts(config: Config, mesh: Any) -> tuple[LanguageModel, optax.Schedule, Any, Any]:
+def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
     """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
     schedule, inner = make_optimizer(config.optimizer, config.train.steps)
     model = make_model(config)
@@ -185,7 +185,7 @@ def make_parts(config: Config, mesh: Any) -> tuple[LanguageModel, optax.Schedule
     return model, schedule, opt, jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
 
 
-def make_step(config: Config, model: LanguageModel, opt: Any) -> Any:
+def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
     """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
     microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
     return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
@@ -198,33 +198,15 @@ def make_model(config: Config) -> LanguageModel:
     return LanguageModel(config.model, how if sharding.pipeline > 1 else None, sharding.sequence_parallel)
 
 
-def make_strategy(config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: Any) -> Any:
+def make_strategy(
+    config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: AnyMesh
+) -> ShardedOptimizer:
     """The sharded optimizer that the configuration asks for."""
     sharding = config.sharding
     options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
     options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
-
-
-def start_devices(config: Config) -> None:
-    """Joins this process to the others of a run, and simulates devices where there is no accelerator."""
-    _simulate_cpus(config.sharding.devices)
-    _join_processes(config.train.heartbeat_seconds)
-
-
-def make_mesh(sharding: ShardingConfig) -> Any:
-    """The mesh of all devices, or with one process of so many."""
-    devices, wanted = jax.devices(), sharding.devices
-    if wanted is not None and jax.process_count() == 1:
-        if len(devices) < wanted:
-            raise ValueError(
-                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, "
-                f"or start anew (their number is fixed once JAX runs)"
-            )
-        devices = devices[:wanted]
-    sizes = {axis: getattr(sharding, axis) for axis in ("data", "replica", "tensor", "pipeline")}
-    return jaxshard.make_mesh(**sizes, devices=devices)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -241,7 +223,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
 
 
 def precision_options(config: PrecisionConfig) -> dict[str, Any]:
-    """What a strategy of jaxshard is to be told; nothing for the defaults."""
+    """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
     return (
         ({"master_dtype": jnp.float32} if config.masters else {})
         | ({"moment_dtype": jnp.bfloat16} if config.moments == "bfloat16" else {})
@@ -251,80 +233,14 @@ def precision_options(config: PrecisionConfig) -> dict[str, Any]:
     )
 
 
-def num_updates(state: Any) -> int:
+def num_updates(state: Tree) -> int:
     """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
     inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
     return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
 
 
-def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Any]:
-    """`init(key)`: fresh parameters in their type."""
-    return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
-
-
-def reshaped(snapshot: Snapshot, template: Snapshot) -> Snapshot:
-    """The snapshot, each leaf in the shape and sharding that the template has for it."""
-    trees, wanted = (snapshot.params, snapshot.state), (template.params, template.state)
-    params, state = jax.tree.map(_reshaped, trees, wanted)
-    return dataclasses.replace(snapshot, params=params, state=state)
-
-
-def _reshaped(leaf: Any, like: Any) -> Any:
-    """One leaf after the other, so that never more than one is whole along the stages, as XLA needs them to reshape."""
-    if leaf.shape == like.shape:
-        return leaf
-    num_stacked = 2 if leaf.ndim > like.ndim else 1
-    rest = (*leaf.sharding.spec, *(None,) * leaf.ndim)[num_stacked : leaf.ndim]
-    whole = NamedSharding(leaf.sharding.mesh, canonical([*(None,) * num_stacked, *rest]))
-    return jax.jit(lambda x: jax.device_put(x, whole).reshape(like.shape), out_shardings=like.sharding)(leaf)
-
-
-def _in_one_stack(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    """(v, L / v, ...), virtual stages first, as (L, ...), cut as it was."""
-    if "blocks" not in names_of(path):
-        return leaf
-    rounds, layers, *rest = (*leaf.sharding.spec, None, None)[: max(2, len(leaf.sharding.spec))]
-    spec = canonical([(*axes_in(rounds), *axes_in(layers)), *rest])
-    sharding = NamedSharding(leaf.sharding.mesh, spec)
-    return jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype, sharding=sharding)
-
-
-def _typed(tree: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
-
-
-def _kernels(params: Any) -> Any:
-    """True for the matrices that decay: not for norms and embeddings."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
-
-
-def _simulate_cpus(wanted: int | None) -> None:
-    """Simulates CPU devices, unless JAX runs already or (where nothing is `wanted`) the user chose their number.
-
-    What is wanted is wanted of all processes together, so that where there are several, each has its own number.
-    """
-    wanted = None if os.environ.get("JAX_NUM_PROCESSES", "1") != "1" else wanted
-    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
-        "XLA_FLAGS", ""
-    )
-    if wanted is None and chosen:
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", wanted or _SIMULATED_DEVICES)
-    except RuntimeError:  # JAX runs already: it has the devices it has
-        return
-
-
-def _join_processes(heartbeat_seconds: int) -> None:
-    try:
-        jaxshard.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
-    except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
-        if "must be called before" not in str(error) and "only be called once" not in str(error):
-            raise
-
-
-def check_rows(config: Config, mesh: Any) -> None:
-    """Every device gets the same number of rows in each microbatch, and every process too."""
+def check_rows(config: Config, mesh: AnyMesh) -> None:
+    """Raises ValueError unless all devices, and so all processes, get the same number of rows in each microbatch."""
     sharding = config.sharding
     sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
     sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
@@ -337,7 +253,21 @@ def check_rows(config: Config, mesh: Any) -> None:
         )
 
 
-def _num_bytes(tree: Any, shardings: Any = None) -> int:
+def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
+    """`init(key)`: fresh parameters in their type."""
+    return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
+
+
+def _typed(tree: Tree, dtype: str) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+
+def _kernels(params: Tree) -> Tree:
+    """True for the matrices that decay: not for norms and embeddings."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+def _num_bytes(tree: Tree, shardings: Tree = None) -> int:
     """Bytes on one device; without shardings, of the whole."""
     leaves = jax.tree.leaves(tree)
     shapes = [leaf.shape for leaf in leaves]
@@ -346,7 +276,7 @@ def _num_bytes(tree: Any, shardings: Any = None) -> int:
     return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
-def _part_cut(tree: Any, shardings: Any, axis: str) -> float:
+def _part_cut(tree: Tree, shardings: Tree, axis: str) -> float:
     """The part of the bytes that lies in leaves cut over `axis`."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return _num_bytes([leaf for leaf, sharding in pairs if axis in axes_of(sharding.spec)]) / _num_bytes(tree)

@@ -6,6 +6,7 @@ The sentence under each field is its help text.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +22,7 @@ class DataConfig:
     heldout: float = 0.1
     """The last part of the text, never trained on, that measures the model."""
     heldout_bytes: int = 2**18
-    """At most so many held-out bytes are used in each evaluation."""
+    """The most held-out bytes that an evaluation uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ModelConfig:
     heads: int = 6
     """Attention heads; they share the width."""
     kv_heads: int = 0
-    """Heads of keys and values, each shared by heads / kv_heads queries; 0: as many as heads."""
+    """Heads of keys and values, each shared by heads / kv_heads queries; 0: the same number as heads."""
     hidden: int = 512
     """Features between the two halves of each MLP."""
     sequence_length: int = 128
@@ -83,9 +84,9 @@ class PrecisionConfig:
     params: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the parameters and their gradients."""
     masters: bool = False
-    """Keep float32 masters in the state, of which narrower parameters are the roundings."""
+    """Keep float32 masters in the state; narrower parameters are rounded from them."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Type in which AdamW's moments are kept, if rounded stochastically; it computes with them in float32."""
+    """Type in which AdamW's moments are kept (bfloat16: rounded stochastically); it computes with them in float32."""
     reduce: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type in which gradients are summed over microbatches and devices; by default the parameters'."""
     stochastic_rounding: bool = False
@@ -101,10 +102,10 @@ class ShardingConfig:
     strategy: Literal[
         "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "pipeline_parallel", "hybrid"
     ] = "zero2"
-    """What is cut: nothing (ddp), state, gradients too, parameters too (zero3 = fsdp; hsdp within each replica); single
-    layers (tensor_parallel), the stack of layers (pipeline_parallel), or all of these (hybrid)."""
+    """ddp cuts nothing, zero1 the state, zero2 gradients too, zero3 (= fsdp) parameters too, hsdp these within each
+    replica, tensor_parallel single layers, pipeline_parallel the stack of layers, and hybrid all of these."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Devices to use: all by default; without an accelerator so many CPU devices are simulated, 8 by default."""
+    """Devices to use, by default all. Without an accelerator CPU devices are simulated, by default 8."""
     data: int = -1
     """Size of the mesh axis that shards are cut over; -1 takes the devices that are left."""
     replica: int = 1
@@ -146,29 +147,29 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between two evaluations on the held-out text."""
     patience: int = 0
-    """Stop after so many evaluations without improvement; 0 never stops early."""
+    """Evaluations without improvement after which the run stops; 0 never stops early."""
     min_improvement: float = 0.0
-    """An evaluation improves if it is better than the best by more than so many bits per byte."""
+    """Bits per byte by which an evaluation must be better than the best to count as an improvement."""
     save_every: int = 0
     """Steps between two saves of the model; 0 saves only at the end."""
     keep_last: int = 2
-    """So many of the newest saves are kept."""
+    """How many of the newest saves are kept."""
     keep_every: int = 0
-    """Saves of steps divisible by this are kept for ever; 0: none for that."""
+    """Saves of steps that are divisible by this are never deleted; 0: all may be."""
     keep_best: int = 0
-    """So many of the saves with the lowest held-out loss are kept; it counts where a save follows an evaluation."""
+    """How many saves of the lowest held-out loss are kept; only a save that follows an evaluation counts."""
     max_skips: int = 20
     """Steps in a row that may be skipped because loss or gradient is not finite; one more is a divergence."""
     on_divergence: Literal["end", "roll-back"] = "end"
-    """End the run, or go back to the last save and on from there with other rows (at most three times)."""
+    """End the run, or (at most three times) go back to the last save and go on with other rows."""
     check_every: int = 500
     """Steps between two checks that all copies of params and state are the same to the bit; 0 checks only saves."""
     mend_copies: bool = False
-    """Make copies that differ equal again, from the first, and go on; by default the run ends."""
-    hang_seconds: float = 1800
-    """A process in which no step ends for so long shows its stacks and exits with status 75; 0 waits for ever."""
+    """Where copies differ, overwrite all with the first and go on; by default the run ends."""
+    hang_seconds: float = 1800.0
+    """Seconds without the end of a step after which a process shows its stacks and exits with status 75; 0: never."""
     heartbeat_seconds: int = 60
-    """With several processes: one that is not heard of for so long counts as dead, and the others end."""
+    """With several processes: seconds of silence after which a process counts as dead, and the others end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Arguments(Config):
     resume_if_saved: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with what is saved in --out, if anything is, else start there: the same command starts and restarts."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Start so many processes here, the (simulated) devices dealt out among them, to try out what a cluster does."""
+    """Start this number of processes here and deal the (simulated) devices out to them, to try a cluster's ways."""
 
 
 def check(config: Config) -> None:
@@ -211,8 +212,8 @@ def check(config: Config) -> None:
         )
     if model.kv_heads and model.heads % model.kv_heads:
         raise ValueError(
-            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by as many "
-            "queries: change one of them, or set model.kv_heads = 0 for as many as heads"
+            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by the "
+            "same number of queries: change one of them, or set model.kv_heads = 0 for the number of heads"
         )
     if model.positions == "rotary" and (model.width // model.heads) % 2:
         raise ValueError(
@@ -324,7 +325,7 @@ def _check_ranges(config: Config) -> None:
     _require(config, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
 
 
-def _require(config: Config, name: str, is_right, needed: str) -> None:
+def _require(config: Config, name: str, is_right: Callable[..., bool], needed: str) -> None:
     section, field = name.split(".")
     value = getattr(getattr(config, section), field)
     if not is_right(value):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+Rows = dict[str, np.ndarray]
+
 BUILTIN = "pydoc_data.topics"
 
 
@@ -68,7 +70,7 @@ class TrainingBatches:
     length: int
     seed: int
 
-    def __call__(self, step: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
+    def __call__(self, step: int, first: int = 0, last: int | None = None) -> Rows:
         """Rows `first` to `last` of the batch for `step`: `{"tokens": (last - first, length + 1) int32}`."""
         rows = range(self.rows)[first:last]
         starts = [self._start(step * self.rows + row) for row in rows]
@@ -89,7 +91,7 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
 
 def heldout_batches(
     text: np.ndarray, rows: int, length: int, first: int = 0, last: int | None = None
-) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+) -> Iterator[tuple[Rows, int]]:
     """The text in order, each byte but the first predicted once; rows and positions beyond its end weigh nothing.
 
     Yields:
@@ -108,7 +110,7 @@ def heldout_batches(
 
 
 def zlib_bits_per_byte(text: np.ndarray) -> float:
-    """What zlib needs at its best (level 9): a mark for a language model."""
+    """The bits that zlib needs for a byte at its best (level 9): a mark for a language model."""
     return 8 * len(zlib.compress(text.tobytes(), 9)) / len(text)
 
 

@@ -1,46 +1,56 @@
-"""What the user sees: tables at the start, then a progress bar, or plain lines where no terminal is."""
+"""What the user sees: tables at the start, then a progress bar, or plain lines where no terminal is.
+
+No table cuts a number off: where a terminal is too narrow, cells take several lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+
+from jaxshard.base.units import size_in_words
+from jaxshard.inspect import Collective, Report
 
 _PLAIN_WIDTH = 120
 
 
 def make_console() -> Console:
-    """Standard output, in the first process; the others are silent."""
-    console = Console(quiet=jax.process_index() != 0, highlight=False)
-    return console if console.is_terminal else Console(quiet=console.quiet, highlight=False, width=_PLAIN_WIDTH)
+    """Standard output of the first process; the others are silent. Text is shown as it is: brackets are no markup."""
+    quiet, width = jax.process_index() != 0, None
+    if not Console().is_terminal:
+        width = _PLAIN_WIDTH
+    return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints lines whole, however long, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True)
 
 
 def bits(nats: float) -> float:
-    """Nats to bits."""
+    """Nats to bits.
+
+    >>> round(bits(math.log(256)), 6)
+    8.0
+    """
     return nats / math.log(2)
 
 
-def megabytes(num_bytes: float) -> str:
-    """`1234567` as `1.23 MB`."""
-    return f"{num_bytes / 1e6:,.2f} MB"
-
-
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
-    """Bytes per device, beside what DDP holds.
+    """Memory of each device, beside what DDP holds.
 
     Args:
       strategy: its name.
       held: bytes per device of each kind (params, grads, state) under the strategy.
       whole: the same under DDP.
     """
-    table = Table(title="bytes per device")
-    for heading in ("", strategy, "ddp", "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = _table("bytes per device", [""], [strategy, "ddp", "ratio"])
     for kind in held:
         table.add_row(kind, *_cells(held[kind], whole[kind]))
     table.add_section()
@@ -48,29 +58,74 @@ def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int
     return table
 
 
+def step_table(report: Report) -> Table:
+    """The collectives of a compiled step: a row for all of one kind, group size and dtype.
+
+    Columns: devices in a group, dtype, instructions, executions, bytes of their payloads, and bytes that each device
+    sends.
+    """
+    heads = ["group", "dtype", "count", "runs", "payload", "sent"]
+    table = _table("collectives in the compiled step", ["collective"], heads)
+    groups: dict[tuple[str, int, str], list[Collective]] = {}
+    for each in report.collectives:
+        groups.setdefault((each.kind, each.group_size, each.dtype), []).append(each)
+    for (kind, size, dtype), members in sorted(groups.items()):
+        runs, payload = sum(each.trips for each in members), sum(each.trips * each.bytes for each in members)
+        counts = (str(size), dtype, f"{len(members):,}", f"{runs:,}")
+        table.add_row(kind, *counts, size_in_words(payload), size_in_words(sum(each.wire_bytes for each in members)))
+    return table
+
+
+def step_totals(report: Report) -> str:
+    """What a compiled step sends and holds on each device, a line for each."""
+    sizes = {
+        "wire bytes sent per device and step": report.wire_bytes,
+        "peak memory per device": report.peak_bytes,
+        "  arguments": report.argument_bytes,
+        "  outputs": report.output_bytes,
+        "  outputs that reuse arguments": report.alias_bytes,
+        "  scratch": report.temp_bytes,
+    }
+    lines = [f"{what:<35}  {'unknown' if size is None else size_in_words(size)}" for what, size in sizes.items()]
+    overlapped = sum(bool(each.overlapped) for each in report.collectives)
+    lines.append(f"{'overlapped with compute':<35}  {overlapped} of {len(report.collectives)} collectives")
+    if not report.trips_known:
+        lines.append("some loops have no trip count that can be read: they count once, so less is shown than is sent")
+    return "\n".join(lines)
+
+
 def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float]], sent: Mapping[str, float]) -> Table:
-    """What each mesh axis does: which part of the bytes it cuts, and what is sent along it.
+    """For each mesh axis, the part of the bytes that is cut over it, and the bytes that are sent along it.
 
     Args:
       sizes: devices along each axis.
-      shares: by axis and kind (params, grads, state), the part of the bytes that is cut over it.
+      shares: by axis and kind (params, grads, state), the part of the bytes that is cut over it, 0 to 1.
       sent: bytes that each device sends per step, by axis; "data x tensor": along both at once.
     """
-    table = Table(title="each axis's share")
     kinds = list(next(iter(shares.values())))
-    for heading in ("axis", "devices", *(f"{kind} cut" for kind in kinds), "sent per step"):
-        table.add_column(heading, justify="left" if heading == "axis" else "right")
+    heads = ["devices", *(f"{kind}\ncut" for kind in kinds), "sent per\nstep"]
+    table = _table("each axis's share", ["axis"], heads)
     axes = [axis for axis, size in sizes.items() if size > 1]
     for axis in axes:
         parts = (f"{shares[axis][kind]:.0%}" for kind in kinds)
-        table.add_row(axis, str(sizes[axis]), *parts, megabytes(sent.get(axis, 0)))
+        table.add_row(axis, str(sizes[axis]), *parts, size_in_words(sent.get(axis, 0)))
     for several in sorted(set(sent) - set(axes)):
-        table.add_row(several, *[""] * (1 + len(kinds)), megabytes(sent[several]))
+        table.add_row(several, *[""] * (1 + len(kinds)), size_in_words(sent[several]))
+    return table
+
+
+def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table with columns of words and of numbers; in a narrow terminal a cell takes several lines."""
+    table = Table(title=title)
+    for head in words:
+        table.add_column(head, overflow="fold")
+    for head in numbers:
+        table.add_column(head, justify="right", overflow="fold")
     return table
 
 
 def _cells(ours: int, theirs: int) -> tuple[str, str, str]:
-    return megabytes(ours), megabytes(theirs), f"{ours / theirs:.3f}"
+    return size_in_words(ours), size_in_words(theirs), f"{ours / theirs:.3f}"
 
 
 class Display:
@@ -78,8 +133,8 @@ class Display:
 
     Args:
       console: where to print.
-      first: steps already taken.
-      last: steps in all.
+      first: the number of steps already taken.
+      last: the number of steps in all.
     """
 
     def __init__(self, console: Console, first: int, last: int):
@@ -87,8 +142,8 @@ class Display:
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[status]}"),
+            BarColumn(bar_width=24 if console.width >= 100 else 10),
+            TextColumn("{task.fields[status]}", markup=False, table_column=Column(overflow="fold")),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal or console.quiet,

@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """The rule, and where it stands.
+    """The rule, and the evaluations so far.
 
     Attributes:
       patience: evaluations in a row that may fail to improve; 0 never stops.
@@ -23,11 +23,12 @@ class EarlyStopping:
     misses: int = 0
 
     def after(self, loss: float) -> EarlyStopping:
-        """Where it stands once `loss` is known. NaN never improves."""
+        """The rule after one more evaluation. NaN never improves."""
         if loss < self.best - self.min_improvement:
             return dataclasses.replace(self, best=loss, misses=0)
         return dataclasses.replace(self, misses=self.misses + 1)
 
     @property
     def stopped(self) -> bool:
+        """Whether training is to stop now."""
         return 0 < self.patience <= self.misses

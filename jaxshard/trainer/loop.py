@@ -19,14 +19,15 @@ from jaxshard.trainer.run_folder import Snapshot
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hooks:
-    """What the loop calls.
+    """The functions that the loop calls.
 
     Attributes:
-      step, evaluate: compiled.
+      step: the compiled training step.
+      evaluate: parameters to the held-out loss, in nats.
       save: takes a snapshot and, after an evaluation, its loss.
-      checked: the snapshot, whose copies are all the same; asked every so many steps.
-      ended: whether something asks the run to end before this step.
-      alive: told that all is well.
+      checked: a snapshot to one whose copies are all the same; called every `train.check_every` steps.
+      ended: whether the run is to end before this step.
+      alive: called before each step.
       back: after a divergence, the snapshot to go on from; None ends the run.
     """
 
@@ -43,18 +44,21 @@ class Meter:
     """Metrics between two records. A step's are fetched once the next step is dispatched, so devices never wait.
 
     Args:
-      run, recorder, display: what is measured, and where that goes.
-      first: where the run starts from.
+      run: the run that is measured.
+      recorder: writes the metrics to files.
+      display: shows them.
+      first: the snapshot that the run starts from.
 
     Attributes:
-      skipped: steps of the whole run, from its first on, that changed nothing: loss or gradient was not finite.
+      skipped: steps of the whole run that changed nothing, as loss or gradient was not finite.
+      owes_save: whether a save was due while steps were being skipped.
+      skipping: whether the last step that was fetched was skipped.
     """
 
     def __init__(self, run: Run, recorder: Recorder, display: Display, first: Snapshot):
         self._run, self._recorder, self._display = run, recorder, display
         self.skipped = first.step - num_updates(first.state)
-        self.owes_save = False  # one was due while steps were being skipped
-        self.skipping = False  # whether the last step fetched was skipped
+        self.owes_save = self.skipping = False
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._losses: list[float] = []  # of the steps that were not skipped
         self._grad_norm = 0.0  # of the last of these
@@ -86,7 +90,7 @@ class Meter:
             self._record(step, {"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {})
 
     def restart_clock(self) -> None:
-        """What happened since the last fetch (an evaluation, a save) is no part of a step's time."""
+        """Leaves the time since the last fetch (of an evaluation, a save) out of the steps' time."""
         self._clock = time.perf_counter()
 
     def go_back(self, snapshot: Snapshot) -> None:
@@ -160,9 +164,9 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
 
 
 def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
-    """What is due after a step: a check, an evaluation, a save.
+    """Checks, evaluates and saves, where that is due after a step.
 
-    No save while steps are being skipped, whose params may be the cause: it would take the place of a good one.
+    Nothing is saved while steps are being skipped: the params may be the cause, and would replace a good save.
     """
     train, loss = run.config.train, None
     meter.owes_save |= bool(train.save_every) and snapshot.step % train.save_every == 0

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import tensor
+from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
 from jaxshard.trainer.config import ModelConfig
 
@@ -29,10 +30,14 @@ _ROTARY_BASE = 10_000.0
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """How the layers go through stages (`jaxshard.pipeline`), and how activations lie between them.
+    """How the layers go through the stages of `jaxshard.pipeline`.
 
-    `gather` says where stages ask for parameters that ZeRO has cut: once in the "step", or in each "microbatch";
-    `remat` what gpipe computes again: the whole "tick", or each "stage".
+    Attributes:
+      schedule: in which order the stages take the microbatches.
+      num_microbatches: parts of each device's rows that go from stage to stage.
+      virtual: stages on each device.
+      gather: when a stage asks for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
+      remat: what gpipe computes again in the backward pass: the whole "tick", or each "stage".
     """
 
     schedule: str = "1f1b"
@@ -103,10 +108,10 @@ class LanguageModel:
         return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
 
     def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
-        """Over microbatches, of what `reduce` makes of each one's losses (B, L)."""
+        """The mean over microbatches of `reduce(losses, batch)`, whose losses are (B, L)."""
         shared = {name: part for name, part in params.items() if name != "blocks"}
 
-        def stage(blocks: Any, x_BxLxD: jax.Array, info: Info) -> jax.Array:
+        def stage(blocks: Tree, x_BxLxD: jax.Array, info: Info) -> jax.Array:
             return self._layers(blocks, x_BxLxD, info, key)
 
         def last(shared: Params, x_BxLxD: jax.Array, batch: Batch, info: Info) -> jax.Array:
@@ -119,11 +124,11 @@ class LanguageModel:
         how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual", "remat")}
         return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
 
-    def _part(self, name: str, params: Any) -> Any:
-        """A part of the model, its parameters whole."""
+    def _part(self, name: str, params: Tree) -> Any:
+        """A part of the model with whole parameters."""
         return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
 
-    def _asked(self, params: Any) -> Any:
+    def _asked(self, params: T) -> T:
         early = self.pipelined is not None and self.pipelined.gather == "step"
         return params if early else jaxshard.unshard(params)
 
@@ -137,12 +142,12 @@ class LanguageModel:
         positions_LxD = self._part("positions", shared["positions"])(jnp.arange(tokens_BxL.shape[1]))
         return x_BxLxD + (positions_LxD if self._sequence is None else tensor.split_sequence(positions_LxD, 0))
 
-    def _layers(self, blocks: Any, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
+    def _layers(self, blocks: Tree, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
         """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
         count = jax.tree.leaves(blocks)[0].shape[0]
         numbers = info.chunk * count + jnp.arange(count)
 
-        def body(x_BxLxD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        def body(x_BxLxD: jax.Array, layer: tuple[Tree, jax.Array]) -> tuple[jax.Array, None]:
             state, number = layer
             block = self._part("blocks", state)  # one layer is whole, inside what is recomputed
             own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), info.microbatch)
@@ -165,7 +170,7 @@ class LanguageModel:
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, head: what parameters there are, and how they start."""
+    """Embedding, blocks, norm, head: the parameters, and their initial values."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -178,13 +183,14 @@ class Transformer(nnx.Module):
         if not config.tied:
             self.head = _linear(config, config.width, config.vocabulary, rngs)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, nnx.Module]:
+        """Its parts by name, those that this configuration has."""
         names = ("embedding", "positions", "blocks", "norm", "head")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to what came in. `sequence`: the dim along which activations are cut."""
+    """Pre-norm attention and MLP, each added to its input. `sequence`: the dim along which activations are cut."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.dropout = config.dropout
@@ -201,7 +207,7 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention of `heads` heads, of which each device of the tensor axis has its share.
+    """Causal attention, its heads shared out over the tensor axis.
 
     Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
     group, then its queries, its key and its value, so that a cut leaves groups whole.
@@ -273,7 +279,7 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
-    """Devices that hold different parts of a sequence drop as one that holds the whole."""
+    """Dropout. Devices that hold parts of a sequence drop the same elements as one device that holds all of it."""
     if key is None or rate == 0.0:
         return x_BxLxD
     shape = list(x_BxLxD.shape)

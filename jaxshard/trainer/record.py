@@ -1,4 +1,4 @@
-"""What is kept of a run's metrics: JSON lines, TensorBoard events, and a figure."""
+"""A run's metrics as JSON lines, TensorBoard events and a figure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Recorder:
 
     Args:
       folder: of the run.
-      first: steps already taken; TensorBoard drops what an earlier process recorded beyond them.
-      writes: whether this process writes at all; only the first one should.
+      first: the number of steps already taken; TensorBoard drops later steps that an earlier process recorded.
+      writes: whether this process writes; only the first one should.
     """
 
     def __init__(self, folder: RunFolder, first: int, writes: bool):
@@ -42,14 +42,14 @@ class Recorder:
             self._events.close()
 
     def rewind(self, step: int) -> None:
-        """Drops what is recorded beyond `step`, for those steps will be taken again."""
+        """Drops the records of steps beyond `step`, which will be taken again."""
         self.__exit__()
         if self._writes:
             self._folder.forget_after(step)
         self._open(step)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records `scalars` as known after `step` steps."""
+        """Records the values of `scalars` after `step` steps."""
         if not self._writes:
             return
         self._lines.write(json.dumps({"step": step, **scalars}, allow_nan=False) + "\n")

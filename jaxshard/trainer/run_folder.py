@@ -9,34 +9,44 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxshard.checkpoint.checkpointer import Best, Checkpointer
+from jaxshard.base.types import Tree
+from jaxshard.checkpoint import Best, Checkpointer
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on: what is saved."""
+    """All that a run needs to go on: what is saved.
 
-    params: Any
-    state: Any
-    step: int  # how many steps were taken
+    Attributes:
+      params: arrays, or shapes with shardings.
+      state: the optimizer's, in the same way.
+      step: how many steps were taken.
+      stopping: the rule of early stopping, and where it stands.
+      position: how far the text is read.
+    """
+
+    params: Tree
+    state: Tree
+    step: int
     stopping: EarlyStopping
     position: Position
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far the text is read, and what else decides the rows of a batch.
+    """How far the text is read, and all that decides the rows of a batch.
 
     Attributes:
-      drawn: batches.
-      rows: of each.
+      drawn: the number of batches drawn so far.
+      rows: the rows of each batch.
       seed: of their order, and of dropout.
-      text: its CRC-32, as a signed number.
+      text: the CRC-32 of the text, as a signed number.
     """
 
     drawn: int
@@ -45,7 +55,7 @@ class Position:
     text: int
 
     def carried_over(self, to: Position) -> Position:
-        """Where a run of other rows goes on, so that no row comes twice; at the beginning in another text."""
+        """The position in a run with other `rows`: no row comes twice. Another text is read from its beginning."""
         if self.text != to.text:
             return to
         return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
@@ -93,12 +103,12 @@ class RunFolder:
             raise ValueError(f"--out {self.path}: {nearest} is no folder that can be written to: name another one")
 
     def check_unsaved(self) -> None:
-        """Raises ValueError unless there is nothing here but what a run leaves that ended before its first save."""
+        """Raises ValueError if there is more here than a run leaves that ended before its first save."""
         if not self.config.is_file() and not self._is_begun():
             self.check_free()
 
     def _is_begun(self) -> bool:
-        """Whether all that is here is a lock for saves, which comes first, and a configuration not wholly written."""
+        """Whether there is only the lock of the saves, which comes first, and at most an unfinished configuration."""
         if not self.path.is_dir() or self.latest_step() is not None:
             return False
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{self.config.name}.")}
@@ -121,7 +131,7 @@ class RunFolder:
         replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def records(self) -> list[dict[str, Any]]:
-        """The metrics so far, without a last line that was cut off: by a full disk, say."""
+        """The metrics so far; a last line that was cut off (by a full disk, say) is left out."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -139,7 +149,7 @@ class RunFolder:
         self._write(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def replace(path: Path, write: Any) -> None:
+def replace(path: Path, write: Callable[[Path], object]) -> None:
     """`write(temporary)` makes the new file beside `path`, which it then becomes in one move."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -165,7 +175,7 @@ def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
     """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
 
     Args:
-      saves: of the run.
+      saves: the checkpoints of the run.
       template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
     """
     _, tree = saves.restore(_to_tree(template))
@@ -174,7 +184,7 @@ def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
 
 
 def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """The loss was a float32, so nothing is lost."""
+    """The snapshot as a checkpoint has it. The best loss is a number that float32 holds exactly."""
     return {
         "params": snapshot.params,
         "state": snapshot.state,

@@ -1,17 +1,23 @@
 """`jaxshard ckpt`, in this process: what it shows, what it finds, what it refuses, and what it leaves behind."""
 
+import errno
 import json
 import os
+import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import weakref
 
+import filelock
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, flax, safe_open
+from safetensors import numpy as safetensors_numpy
 
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import ckpt_diff, ckpt_export, main
@@ -50,6 +56,13 @@ def flip_largest(step_folder):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
+
+
+def parsed(file):
+    """(header, arrays' bytes); the library writes the notes in the header in any order."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
 
 
 def run_ckpt(capsys, *arguments):
@@ -124,6 +137,20 @@ def test_names_of_leaves_cannot_move_the_cursor(tmp_path, capsys):
         main(["ckpt", *command, str(tmp_path)])
         assert "\x1b" not in capsys.readouterr().out
     assert "a\\x1b[2Jb\\n  (2,)" in "\n".join(run_ckpt(capsys, "info", tmp_path)[1])
+
+
+def test_in_a_narrow_terminal_nothing_is_cut_off(run, capsys, monkeypatch):
+    """Cells take several lines; each figure has its own place on one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (["ls", run], ["info", run, "--step", 10]):
+        _, lines, _ = run_ckpt(capsys, *command)
+        table = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines if str(run) not in line]
+        assert max(map(len, table)) <= 80
+        assert "…" not in "".join(table)
+        text = "\n".join(table)
+        for figure in ("6,195", "18.6 kB", "10") if command[0] == "ls" else ("6,144", "12,288", "(64, 48)"):
+            assert figure in text
 
 
 # verify
@@ -276,13 +303,9 @@ def test_every_array_of_an_export_is_aligned(tmp_path, capsys):
         checkpoints.save(1, {"a": jnp.ones(3, jnp.int8), "b": jnp.arange(9.0), "c": jnp.ones(5, jnp.bfloat16)})
     file = tmp_path / "x.safetensors"
     assert run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file)[0] == 0
-    content = file.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    starts = {
-        path: leaf["data_offsets"][0] for path, leaf in json.loads(content[8 : 8 + size]).items() if path in "abc"
-    }
+    starts = {path: leaf["data_offsets"][0] for path, leaf in parsed(file)[0].items() if path in "abc"}
     assert starts == {"b": 0, "c": 36, "a": 46}
-    assert size % 8 == 0
+    assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
 def test_export_of_some(run, tmp_path, capsys):
@@ -300,7 +323,7 @@ def test_export_in_parts_of_any_size(run, tmp_path, capsys, monkeypatch, part):
     assert run_ckpt(capsys, "export", run, "--safetensors", files[0])[0] == 0
     monkeypatch.undo()
     assert run_ckpt(capsys, "export", run, "--safetensors", files[1])[0] == 0
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert parsed(files[0]) == parsed(files[1])
 
 
 def test_export_of_what_is_corrupt_leaves_nothing(copy, tmp_path, capsys):
@@ -325,13 +348,13 @@ def test_export_that_is_interrupted_leaves_nothing(run, tmp_path, capsys, monkey
 
 
 def test_export_does_not_overwrite_what_came_meanwhile(run, tmp_path, capsys, monkeypatch):
-    file, check = tmp_path / "x.safetensors", ckpt_export._check_opens
+    file, write = tmp_path / "x.safetensors", ckpt_export._write_shard
 
-    def come(part, leaves):
-        check(part, leaves)
+    def come(*arguments):
+        write(*arguments)
         file.write_text("mine")
 
-    monkeypatch.setattr(ckpt_export, "_check_opens", come)
+    monkeypatch.setattr(ckpt_export, "_write_shard", come)
     assert run_ckpt(capsys, "export", run, "--safetensors", file)[0] == 2
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert file.read_text() == "mine"
@@ -359,8 +382,165 @@ def test_export_without_space(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
     assert status == 2
-    assert "no space: the file takes 0.0 MB and 0.0 MB are free" in err
+    assert "no space: the arrays take 6.38 kB and 7 B are free" in err
     assert os.listdir(tmp_path) == []
+
+
+# export in shards
+
+
+def exported(folder, index):
+    """Path -> array, as a loader of Hugging Face finds them: by the index."""
+    places = json.loads((folder / index).read_text())["weight_map"]
+    arrays = {name: safetensors_numpy.load_file(folder / name) for name in set(places.values())}
+    assert {path for held in arrays.values() for path in held} == set(places)
+    return {path: arrays[name][path] for path, name in places.items()}
+
+
+@pytest.mark.parametrize(("size", "count"), [("13kB", 2), ("12288B", 3), ("12287B", 2), ("6.2 kB", 3), ("1B", 6)])
+def test_export_in_shards_is_the_same_bit_for_bit(run, tmp_path, capsys, size, count):
+    """The leaves, in bytes: empty 0, key 8, mu 12288, [red]b 192, w 6144, step 8."""
+    whole = tmp_path / "whole.safetensors"
+    assert run_ckpt(capsys, "export", run, "--safetensors", whole, "--step", 20)[0] == 0
+    file, folder = tmp_path / "out" / "model.safetensors", tmp_path / "out"
+    folder.mkdir()
+    status, lines, _ = run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20, "--shard-size", size)
+    shown = f"wrote {file}.index.json and {count} shards: step 20, leaves: 6, 18.6 kB; every digest is right"
+    assert (status, lines) == (0, [shown])
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert sorted(os.listdir(folder)) == sorted([*names, "model.safetensors.index.json"])
+    found, wanted = exported(folder, "model.safetensors.index.json"), safetensors_numpy.load_file(whole)
+    assert set(found) == set(wanted)
+    for path, x in wanted.items():
+        assert (found[path].dtype, found[path].shape, found[path].tobytes()) == (x.dtype, x.shape, x.tobytes())
+
+
+def test_the_index_is_as_hugging_face_writes_it(run, tmp_path, capsys):
+    """The keys, the sum of the arrays' bytes, two spaces, sorted, a newline at the end; "pt" opens every loader."""
+    file = tmp_path / "model.safetensors"
+    assert run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20, "--shard-size", "13kB")[0] == 0
+    text = (tmp_path / "model.safetensors.index.json").read_text()
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    places = dict.fromkeys(("empty", "key", "mu", "params/[red]b"), first) | {"params/w": second, "step": second}
+    assert json.loads(text) == {"metadata": {"total_size": 18_640}, "weight_map": places}
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+    for name in (first, second):
+        with safe_open(tmp_path / name, framework="numpy") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert opened.metadata()["step"] == "20"
+            assert set(opened.keys()) == {path for path, place in places.items() if place == name}
+
+
+def test_shards_are_dealt_out_in_the_leaves_order():
+    """As huggingface_hub's `split_torch_state_dict_into_shards` does: what is too large alone, at once."""
+    leaves = {
+        name: {"shape": [size], "dtype": "int8"} for name, size in zip("abcdefg", (3, 4, 9, 3, 8, 1, 0), strict=True)
+    }
+    dealt = ckpt_export.shards_of(pathlib.Path("x/m.safetensors"), leaves, 8)
+    assert list(dealt.values()) == [["c"], ["a", "b"], ["d"], ["e"], ["f", "g"]]
+    assert [str(path) for path in dealt][::4] == ["x/m-00001-of-00005.safetensors", "x/m-00005-of-00005.safetensors"]
+    assert ckpt_export.shards_of(pathlib.Path("x/m.safetensors"), leaves, 28) == {
+        pathlib.Path("x/m.safetensors"): list("abcdefg")
+    }
+
+
+def test_flax_reads_the_shards(run, tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    options = ["--step", 20, "--shard-size", "6kB", "--only", "params"]
+    assert run_ckpt(capsys, "export", run, "--safetensors", file, *options)[0] == 0
+    read = [flax.load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [set(held) for held in read] == [{"params/w"}, {"params/[red]b"}]
+    assert read[0]["params/w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(read[0]["params/w"], tree(2.0)["params"]["w"])
+
+
+def test_a_file_without_the_suffix_names_shards_that_have_it(run, tmp_path, capsys):
+    assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "v1.5", "--shard-size", "6kB")[0] == 0
+    names = {f"v1.5-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert set(os.listdir(tmp_path)) == {*names, "v1.5.safetensors.index.json"}
+
+
+def test_one_shard_is_held_at_a_time(run, tmp_path, capsys, monkeypatch):
+    read, held, most = Checkpointer.read, weakref.WeakSet(), []
+
+    def watched(self, step, paths):
+        for path, x in read(self, step, paths):
+            array = np.array(x).view(Array)
+            held.add(array)
+            most.append(sum(each.nbytes for each in held))
+            yield path, array
+
+    class Array(np.ndarray):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return self is other
+
+    monkeypatch.setattr(Checkpointer, "read", watched)
+    file = tmp_path / "model.safetensors"
+    assert run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20, "--shard-size", "13kB")[0] == 0
+    assert len(most) == 6
+    assert max(most) <= 13_000
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json", "x-00002-of-00002.safetensors"])
+def test_shards_do_not_overwrite_anything(run, tmp_path, capsys, name):
+    (tmp_path / name).write_text("mine")
+    options = ["--step", 20, "--shard-size", "13kB"]
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors", *options)
+    assert status == 2
+    assert f"{name} is there already: name a new file" in err
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_an_export_whose_last_file_cannot_be_moved_leaves_nothing(run, tmp_path, capsys, monkeypatch):
+    rename = pathlib.Path.rename
+
+    def failing(self, target):
+        if self.name.endswith(".json"):
+            raise OSError(errno.EIO, "the disk is gone", str(target))
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", failing)
+    options = ["--step", 20, "--shard-size", "13kB"]
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors", *options)
+    assert (status, os.listdir(tmp_path)) == (2, [])
+    assert "the disk is gone" in err
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(run, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(ckpt_export, "save_file", full)
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
+    assert (status, os.listdir(tmp_path)) == (2, [])
+    assert "No space left on device" in err
+
+
+def test_what_a_killed_export_left_is_deleted_by_the_next_one(run, tmp_path, capsys):
+    """Killed while it wrote: its folder, the lock that its end has freed, a shard, and the library's own temporary."""
+    left = tmp_path / ".x.safetensors.jaxshard-export"
+    left.mkdir()
+    for name in (".lock", "x-00001-of-00009.safetensors", ".tmpABC"):
+        (left / name).write_text("")
+    lock = filelock.FileLock(left / ".lock")
+    with lock:
+        status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
+        assert (status, len(os.listdir(left))) == (2, 3)
+        assert "another process is exporting to this file" in err
+    assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")[0] == 0
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_an_export_can_be_read_by_whom_the_umask_lets(run, tmp_path, capsys):
+    before = os.umask(0o027)
+    try:
+        assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")[0] == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 # bad input
@@ -380,6 +560,11 @@ def test_export_without_space(run, tmp_path, capsys, monkeypatch):
         (["export", "run", "--safetensors", "file"], "--safetensors file is there already: name a new file"),
         (["export", "run", "--safetensors", "link"], "--safetensors link is there already: name a new file"),
         (["export", "run", "--safetensors", "no/x"], "--safetensors no/x: there is no folder no: make it first"),
+        (
+            ["export", "run", "--safetensors", "x", "--shard-size", "5"],
+            "--shard-size: '5' is no size: write a number and",
+        ),
+        (["export", "run", "--safetensors", "x", "--shard-size", "0GB"], "--shard-size 0GB: it must be at least 1 B"),
         (["export", "run", "--safetensors", "x", "--only", "("], "--only (: no regular expression: "),
         (["export", "run", "--safetensors", "x", "--only", "W"], "--only W: none of 7 leaves matches; the first is "),
     ],

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
 import signal
 import struct
 
@@ -246,7 +248,7 @@ def test_a_run_over_all_axes_shows_their_shares_and_goes_on_in_other_stages(tiny
     printed = capsys.readouterr().out.replace("│", " ")
     assert "hybrid on 8 x cpu (pipeline 2 x data 2 x tensor 2)" in printed
     for axis, params in (("pipeline", r"[5-9]\d"), ("data", "0"), ("tensor", r"9\d")):
-        assert re.search(rf"{axis} +2 +{params}% +(100|[5-9]\d)% +(100|[5-9]\d)% +[\d.]+ MB", printed)
+        assert re.search(rf"{axis} +2 +{params}% +(100|[5-9]\d)% +(100|[5-9]\d)% +[\d.]+ [kM]B", printed)
     plain = ["--sharding.virtual", "1", "--sharding.schedule", "1f1b", "--sharding.zero", "3"]
     assert main(["train", "--resume", "--out", str(run), *plain]) == 0
     single = ["--sharding.strategy", "ddp", "--sharding.devices", "1", "--model.layers", "4"]
@@ -415,6 +417,7 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
         (["--out", "short.txt/run"], "is no folder that can be written to"),
         (["--out", "odd"], "this is a file; name a folder: "),
+        (["--out", "exp[lr=3]"], "orbax loses what is saved under a path with [, as "),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
         (["--resume-if-saved"], "--resume needs --out DIR"),
         (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
@@ -447,6 +450,49 @@ def test_unknown_option_is_refused_with_a_guess(tiny, capsys):
         main(["train", tiny, "--model.widht", "3"])
     assert raised.value.code == 2
     assert "--model.width" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--widht", "3"], "unknown option --widht; the nearest known one is --model.width"),
+        (["--train.step=3"], "unknown option --train.step; the nearest known one is --train.steps"),
+        (["--resume-if-save"], "the nearest known one is --resume-if-saved"),
+        (["--dta", "x"], "the nearest known one is --data"),
+        (["another.toml"], "unknown argument 'another.toml': give one CONFIG.toml"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(tiny, capsys, arguments, message):
+    with pytest.raises(SystemExit) as raised:
+        main(["train", tiny, *arguments])
+    assert raised.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_names_are_shown_as_they_are_and_the_command_to_go_on_is_quoted(tiny, tmp_path, monkeypatch, capsys):
+    """`[i]` in a name was taken for markup and left out, and a name with a space could not be copied."""
+    monkeypatch.chdir(tmp_path)
+    name, text = "it's my runs/😀 :smile: lr=3", tmp_path / "[i]\U0001f600 my text"
+    text.write_text("a quick brown fox " * 200)
+    assert main(["train", tiny, "--out", name, "--data", str(text)]) == 0
+    shown = capsys.readouterr().out
+    assert f"in {name}: model/6, metrics.jsonl" in shown
+    assert f"text: {text}: 3,600 bytes" in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("to go on: "))
+    command = shlex.split(line.removeprefix("to go on: "))
+    assert command == ["jaxshard", "train", "--resume", "--out", name, "--train.steps", "12"]
+    assert main(command[1:]) == 0
+    assert toml.load(RunFolder(tmp_path / name).config).data.path == str(text)
+
+
+@pytest.mark.parametrize("option", ["--data", "--out"])
+def test_a_name_that_is_not_utf8_is_refused(tiny, tmp_path, capsys, option):
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    path.write_text("a quick brown fox " * 200)
+    assert main(["train", tiny, option, str(path)]) == 2
+    assert "this name is not UTF-8: rename it" in capsys.readouterr().err
 
 
 def test_folder_of_another_run_is_not_touched(trained, tiny, capsys):

@@ -2,22 +2,26 @@
 
 import ast
 import dataclasses
+import math
+import typing
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxshard.cli import main
 from jaxshard.cli.train import parse
 from jaxshard.trainer import config as configs
 from jaxshard.trainer import toml
-from jaxshard.trainer.config import Config, ModelConfig, TrainConfig
+from jaxshard.trainer.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
 def written(tmp_path, text):
     path = tmp_path / "run.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -37,6 +41,53 @@ def test_dump_is_read_back_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text", ["\U0001f600", "\U0010ffff", "\ufeffé", "a\\b", '"', "'" * 3, '"' * 3, "\n", "\r\n\t\0\x7f"]
+)
+def test_dump_of_any_text_is_read_back(tmp_path, text):
+    """An emoji was written as two halves of UTF-16, which TOML refuses."""
+    config = Config(data=DataConfig(path=f"texts/{text}/here"))
+    assert toml.load(written(tmp_path, toml.dump(config))) == config
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e300, 5e-324, -0.0])
+def test_dump_of_any_number_is_read_back(tmp_path, number):
+    """`inf` was written as `Infinity`, which TOML refuses."""
+    config = Config(optimizer=OptimizerConfig(clip_norm=number))
+    assert repr(toml.load(written(tmp_path, toml.dump(config)))) == repr(config)
+
+
+def an_option(kind):
+    """Any value of an option's type."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return an_option(typing.get_args(kind)[0])
+    if typing.get_origin(kind) is typing.Literal:
+        return st.sampled_from(typing.get_args(kind))
+    if typing.get_args(kind):
+        return st.one_of(*map(an_option, typing.get_args(kind)))
+    kinds = {bool: st.booleans(), float: st.floats(), type(None): st.none()}
+    kinds |= {int: st.integers(-(2**63), 2**63 - 1), str: st.text(st.characters(codec="utf-8"))}
+    return kinds[kind]
+
+
+def a_section(kind):
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return st.builds(kind, **{name: an_option(hint) for name, hint in hints.items()})
+
+
+CONFIG_OF_ANYTHING = st.builds(
+    Config, **{name: a_section(kind) for name, kind in typing.get_type_hints(Config).items()}
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIG_OF_ANYTHING)
+def test_dump_of_any_configuration_is_read_back(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(toml.dump(config), encoding="utf-8")
+    assert repr(toml.load(path)) == repr(config)  # a nan equals nothing, but it is written as any other
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[model]\nwidht = 3", "unknown key 'model.widht'; the nearest known one is 'model.width'"),
@@ -52,6 +103,15 @@ def test_dump_is_read_back_as_it_was(tmp_path):
         ("[data]\npath = 1", "'data.path' is a str, not the int 1"),
         ("[sharding]\nstrategy = 'zero4'", "'sharding.strategy' is one of 'ddp', .*, not 'zero4'"),
         ("[sharding", "is no TOML: Expected"),
+        ("train = 'steps'", r"'train' is a section: write \[train\]"),
+        ("[[train]]\nsteps = 3", r"'train' is a section: write \[train\]"),
+        ("[train.stepz]\na = 3", "unknown section 'train.stepz'; the nearest known one is 'train'"),
+        ("[train]\nsteps = inf", "'train.steps' is an int, not the float inf"),
+        ("[optimizer]\nbeta1 = false", "'optimizer.beta1' is a float, not the bool False"),
+        ("[sharding]\nstrategy = ['zero2']", r"'sharding.strategy' is one of 'ddp', .*, not \['zero2'\]"),
+        ("[sharding]\ndevices = '8'", "'sharding.devices' is an int, not the str '8'"),
+        (f"[optimizer]\nbeta1 = {10**400}", "'optimizer.beta1' is a float, and this int is larger than any float"),
+        (f"[train]\nsteps = {'9' * 5000}", "is no TOML: "),
     ],
 )
 def test_mistake_in_the_file_is_named(tmp_path, text, message):
@@ -59,6 +119,17 @@ def test_mistake_in_the_file_is_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as raised:
         toml.load(path)
     assert str(path) in str(raised.value)
+
+
+def test_every_mistake_in_the_file_is_named(tmp_path):
+    path = written(tmp_path, "[model]\nwidht = 3\nlayers = 'two'\n[trian]\n[data]\nheldout = true\n")
+    with pytest.raises(ValueError, match="unknown section 'trian'") as raised:
+        toml.load(path)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    for key in ("'model.widht'", "'model.layers'", "'trian'", "'data.heldout'"):
+        assert sum(key in line for line in lines) == 1
 
 
 def test_missing_file_is_named(tmp_path):
@@ -124,6 +195,12 @@ def test_shipped_config_is_valid_and_tells_its_command_and_result(path):
     comment = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert f"jaxshard train configs/{path.name}" in comment
     assert "Expect" in comment
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config_is_written_and_read_back_the_same(tmp_path, path):
+    config = toml.load(path)
+    assert toml.load(written(tmp_path, toml.dump(config))) == config
 
 
 def test_shipped_configs_are_all_there_and_default_says_the_defaults():

@@ -1,0 +1,62 @@
+"""The devices that a run has: of this process or of several, simulated where there is no accelerator."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jax.sharding import Mesh
+
+import jaxshard
+from jaxshard.trainer.config import Config, ShardingConfig
+
+_SIMULATED_DEVICES = 8
+
+
+def start_devices(config: Config) -> None:
+    """Joins this process to the others of a run, and simulates devices where there is no accelerator."""
+    _simulate_cpus(config.sharding.devices)
+    _join_processes(config.train.heartbeat_seconds)
+
+
+def make_mesh(sharding: ShardingConfig) -> Mesh:
+    """The mesh of all devices; in a run of one process, of the first `sharding.devices`.
+
+    Raises:
+      ValueError: there are fewer devices, or the mesh's axes do not make their number.
+    """
+    devices, wanted = jax.devices(), sharding.devices
+    if wanted is not None and jax.process_count() == 1:
+        if len(devices) < wanted:
+            raise ValueError(
+                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, "
+                f"or start anew (their number is fixed once JAX runs)"
+            )
+        devices = devices[:wanted]
+    sizes = {axis: getattr(sharding, axis) for axis in ("data", "replica", "tensor", "pipeline")}
+    return jaxshard.make_mesh(**sizes, devices=devices)
+
+
+def _simulate_cpus(wanted: int | None) -> None:
+    """Simulates CPU devices, unless JAX runs already or, with None, the user chose how many there are.
+
+    `wanted` counts the devices of all processes. Where there are several, each one's environment says how many it has.
+    """
+    wanted = None if os.environ.get("JAX_NUM_PROCESSES", "1") != "1" else wanted
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if wanted is None and chosen:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted or _SIMULATED_DEVICES)
+    except RuntimeError:  # JAX runs already: it has the devices it has
+        return
+
+
+def _join_processes(heartbeat_seconds: int) -> None:
+    try:
+        jaxshard.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
+    except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
+        if "must be called before" not in str(error) and "only be called once" not in str(error):
+            raise

@@ -1,0 +1,67 @@
+"""Tells the user about a run before its first step and after its last one."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+
+import jax
+from rich.console import Console
+
+from jaxshard.inspect import Report
+from jaxshard.mesh import check_has_devices
+from jaxshard.trainer.build import Run
+from jaxshard.trainer.data import zlib_bits_per_byte
+from jaxshard.trainer.display import axis_table, bits, memory_table, say, step_table, step_totals
+from jaxshard.trainer.run_folder import RunFolder, Snapshot
+
+_ZLIB_BYTES = 2**24  # a second of work
+
+
+def introduce(console: Console, run: Run) -> None:
+    """Tells of model, devices and text, and shows how much memory each device needs."""
+    strategy, mesh = run.config.sharding.strategy, check_has_devices("jaxshard train", run.opt.mesh)
+    size = sum(leaf.size for leaf in jax.tree.leaves(run.template.params))
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    kind = mesh.devices.flat[0].device_kind
+    say(console, f"{size:,} {run.config.precision.params} parameters, {strategy} on {mesh.size} x {kind} ({axes})")
+    say(console, "\n".join(_marks(run)) + "\n")
+    console.print(memory_table(strategy, *run.bytes_per_device()))
+
+
+def show_step(console: Console, run: Run, report: Report) -> None:
+    """Shows what the compiled step sends and holds on each device."""
+    mesh = check_has_devices("jaxshard train", run.opt.mesh)
+    if report.collectives:
+        console.print(step_table(report))
+    say(console, step_totals(report) + "\n")
+    if any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
+        console.print(axis_table(mesh.shape, run.shares(), report.wire_bytes_by_axes(mesh)))
+
+
+def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> None:
+    """Tells how the run ended, where its files are, and by which command it goes on."""
+    best, mark = bits(snapshot.stopping.best), zlib_bits_per_byte(run.heldout)
+    if interrupted:
+        say(console, f"interrupted after step {snapshot.step}; the model is saved")
+    elif snapshot.stopping.stopped:
+        misses = snapshot.stopping.misses
+        say(console, f"stopped early after step {snapshot.step}: {misses} evaluations without improvement")
+    if math.isfinite(best):
+        say(console, f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
+    say(console, f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
+    command = ["jaxshard", "train", "--resume", "--out", str(folder.path)]
+    if not interrupted:
+        enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
+        command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
+    say(console, f"to go on: {shlex.join(command)}")
+
+
+def _marks(run: Run) -> Iterator[str]:
+    source = run.config.data.path or "pydoc_data.topics, the English text that every Python carries"
+    trained, heldout = len(run.batches.text), len(run.heldout)
+    yield f"text: {source}: {len(run.text):,} bytes, {trained:,} to train on, the next {heldout:,} held out"
+    yield f"zlib -9 on what is held out: {zlib_bits_per_byte(run.heldout):.2f} bits/byte"
+    if len(run.text) <= _ZLIB_BYTES:
+        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text):.2f} bits/byte"
