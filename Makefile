@@ -9,17 +9,21 @@ EXTRA := dev
 # lies beside the environment's packages, where only the tests find it.
 pytest = PYTHONPATH=$(CURDIR)/$(1)/compilers $(1)/bin/python -m pytest -n 2 $(2) $(ARGS)
 
+NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
+
 # The tests of `make quick`: under 3 minutes on 2 quiet cores.
 QUICK := tests/core/test_layout.py tests/test_mesh.py tests/trainer/test_config.py tests/docs/test_architecture.py
 
-.PHONY: train test test-newest lint quick nightly notebooks bench clean
+.PHONY: train test test-floor test-newest test-nightly-jax lint quick nightly notebooks bench clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/jaxshard train $(ARGS)
 
-test: lint
-	$(call pytest,$(VENV))
+test: test-floor
 	$(MAKE) test-newest
+
+test-floor: lint
+	$(call pytest,$(VENV))
 
 quick: $(VENV)/.test
 	$(call pytest,$(VENV),$(QUICK))
@@ -35,6 +39,12 @@ test-newest:
 	@newest=$$(sh scripts/newest_python.sh); \
 	if [ -z "$$newest" ]; then echo "NOTE: no Python 3.12 or 3.13 found: the newest JAX was NOT tested"; exit 0; fi; \
 	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$newest EXTRA=test && $(call pytest,$(VENV_NEWEST))
+
+# Once more, on what JAX's developers built last night (with Python 3.13); it may fail.
+test-nightly-jax:
+	$(MAKE) .venv-nightly/.test EXTRA=test
+	.venv-nightly/bin/python -m pip install --quiet --upgrade --pre --extra-index-url $(NIGHTLY_JAX) jax jaxlib
+	$(call pytest,.venv-nightly)
 
 nightly: $(VENV)/.test
 	$(call pytest,$(VENV),-m nightly --timeout=3600)
@@ -61,4 +71,4 @@ bench: $(VENV)/.train
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST)
+	rm -rf $(VENV) $(VENV_NEWEST) .venv-nightly

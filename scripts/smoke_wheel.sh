@@ -32,7 +32,7 @@ step "import jaxshard and jaxshard --version: $told; install [train]"
 "$work/empty/bin/python" -m pip install --quiet "${wheel}[train]"
 
 step "train 20 steps"
-"$work/empty/bin/jaxshard" train --train.steps 20 --out "$work/run" >"$work/train.log" 2>&1 ||
+"$work/empty/bin/jaxshard" train --train.steps 20 --optimizer.warmup-steps 5 --out "$work/run" >"$work/train.log" 2>&1 ||
   { cat "$work/train.log"; exit 1; }
 tail -n 3 "$work/train.log"
 [ -d "$work/run/model/20" ] || { echo "no checkpoint of step 20"; exit 1; }
