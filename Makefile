@@ -1,52 +1,74 @@
-# Each target does all of its own set-up in a virtual environment here, and uses it again afterwards.
+# Each target sets up what it needs in a virtual environment here, and uses it again afterwards.
 PYTHON ?= python3
 VENV := .venv
 VENV_NEWEST := .venv-newest
-STAMP := $(VENV)/.installed
 ARGS ?=
+EXTRA := dev
 
-.PHONY: train test test-newest lint notebooks bench nightly clean
+# JAX starts any libtpu that it can import, which prints lines of errors where there is no TPU. So the TPU's compiler
+# lies beside the environment's packages, where only the tests find it.
+pytest = PYTHONPATH=$(CURDIR)/$(1)/compilers $(1)/bin/python -m pytest -n 2 $(2) $(ARGS)
 
-train: $(STAMP)
+NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
+
+# The tests of `make quick`: under 3 minutes on 2 quiet cores.
+QUICK := tests/core/test_layout.py tests/test_mesh.py tests/trainer/test_config.py tests/docs/test_architecture.py
+
+.PHONY: train test test-floor test-newest test-nightly-jax lint quick nightly notebooks bench clean
+
+train: $(VENV)/.train
 	$(VENV)/bin/jaxshard train $(ARGS)
 
-test: lint $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+test: test-floor
 	$(MAKE) test-newest
 
-lint: $(STAMP)
+test-floor: lint
+	$(call pytest,$(VENV))
+
+quick: $(VENV)/.test
+	$(call pytest,$(VENV),$(QUICK))
+
+lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 # The suite again, on the newest JAX, which wants Python 3.12 or later.
 test-newest:
 	@newest=$$(sh scripts/newest_python.sh); \
 	if [ -z "$$newest" ]; then echo "NOTE: no Python 3.12 or 3.13 found: the newest JAX was NOT tested"; exit 0; fi; \
-	$(MAKE) $(VENV_NEWEST)/.installed NEWEST=$$newest && $(VENV_NEWEST)/bin/python -m pytest -n 2 $(ARGS)
+	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$newest EXTRA=test && $(call pytest,$(VENV_NEWEST))
 
-nightly: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m nightly --timeout=3600 $(ARGS)
+# Once more, on what JAX's developers built last night (with Python 3.13); it may fail.
+test-nightly-jax:
+	$(MAKE) .venv-nightly/.test EXTRA=test
+	.venv-nightly/bin/python -m pip install --quiet --upgrade --pre --extra-index-url $(NIGHTLY_JAX) jax jaxlib
+	$(call pytest,.venv-nightly)
+
+nightly: $(VENV)/.test
+	$(call pytest,$(VENV),-m nightly --timeout=3600)
 
 # Runs the notebooks again, from their .py halves, and keeps what they show.
-notebooks: $(STAMP)
+notebooks: $(VENV)/.test
 	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
-bench: $(STAMP)
+bench: $(VENV)/.train
 	$(VENV)/bin/python benchmarks/step_time.py $(ARGS)
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+# A stamp for what training needs, and one for the tests and linters.
+.SECONDARY:
+%/.train: pyproject.toml
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --upgrade pip
+	$*/bin/python -m pip install --quiet --editable ".[train]"
 	touch $@
 
-$(VENV_NEWEST)/.installed: pyproject.toml
-	$(NEWEST) -m venv $(VENV_NEWEST)
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --editable ".[test]"
+%/.test: %/.train
+	$*/bin/python -m pip install --quiet --editable ".[$(EXTRA)]"
+	$*/bin/python -m pip install --quiet --upgrade --no-deps --target $*/compilers libtpu
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST)
+	rm -rf $(VENV) $(VENV_NEWEST) .venv-nightly

@@ -397,21 +397,24 @@ def test_the_table_lists_every_optimizer():
 TABLE = Path(__file__).parents[2] / "docs" / "matrix.md"
 WORDS = """# The matrix
 
-Every gradient transformation of optax {optax}, through every strategy, on two meshes (8 data; 4 data x 2 tensor, some
-leaves cut over tensor; hsdp with 2 replicas) and hybrid, with ZeRO-3, on a third (2 pipeline x 2 data x 2 tensor, some
-leaves cut over one model axis, some over both): {steps} steps, different rows on every device; params, state and losses
-compared with those of jitted optax on one device, leaf by leaf, |a - b| / |b|. Written by `make nightly`, jax {jax}.
+Every gradient transformation of optax {optax} trains {steps} steps, with other rows on every device, under every
+strategy. Distances are those of params, state and losses from jitted optax on one device, leaf by leaf
+(|a - b| / |b|). There are three meshes: 8 data; 4 data x 2 tensor, with some leaves cut over tensor; and, for hybrid
+with ZeRO-3, 2 pipeline x 2 data x 2 tensor, with some leaves cut over one model axis and some over both. hsdp has 2
+replicas. `make nightly` writes this page; jax {jax}.
 
-* The strategies: the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
-* float32: the largest distance, all strategies and meshes, over the largest that {orders} other orders of the batch's
-  rows, and {orders} of the rows and of the leaves' elements, make on one device ({many} where these do not do: a single
-  number moves rarely). It must be at most 2 (a leaf may always be one rounding, 1.2e-7, off).
-* bits: for element-wise transformations, given equal gradients, all strategies and meshes. "equal": so compiled by
-  zero2 and zero3 on 8 devices, too. "equal, no FMA": only where the processor cannot make one rounding of a * b + c;
-  else LLVM does it where both are in one fusion, and sharding changes what is fused.
+* A strategy's column has the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
+* "float32" has the largest distance over all strategies and meshes, divided by a control's. The control is the
+  largest distance on one device between {orders} other orders of the batch's rows, and {orders} other orders of the
+  rows and of the leaves' elements ({many} where {orders} are too few, since a single number moves rarely). The ratio
+  must be at most 2; a leaf may always be one rounding, 1.2e-7, off.
+* "bits" is for element-wise transformations with equal gradients, over all strategies and meshes. "equal" means: the
+  same bits, also as zero2 and zero3 compile the step on 8 devices. "equal, no FMA" means: the same bits only where
+  the processor cannot round a * b + c once. Elsewhere LLVM rounds once where both operations are in one fusion, and
+  sharding changes fusions.
 
-Bare transformations stand in a chain with `scale`; `monitor` and the two of differential privacy in the adapters of
-`tests/matrix.py`.
+A bare transformation stands in a chain with `scale`. `monitor` and the two transformations of differential privacy
+use the adapters of `tests/matrix.py`.
 
 {left_out}
 """

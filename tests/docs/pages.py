@@ -1,0 +1,146 @@
+"""Runs one page's Python blocks, in their order and in one namespace, by sybil: `python -W error pages.py PAGE.md`.
+
+A page has a process of its own, since its first block may choose the number of simulated devices. Names that a page
+leaves to its reader come from `BEFORE`; what a page promises is asserted by `AFTER`.
+"""
+
+import io
+import os
+import pathlib
+import sys
+from contextlib import redirect_stdout
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+
+
+def blocks_of(path):
+    """The Python blocks of a page, as sybil finds them; they share a namespace."""
+    return list(Sybil(parsers=[PythonCodeBlockParser()]).parse(path).examples())
+
+
+def run(block):
+    """Evaluates a block; returns what it printed."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        block.evaluate()
+    return printed.getvalue()
+
+
+def simulate():
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def before_readme(names):
+    """Its first block names what the second imports; its third takes rows from `next_batch`."""
+    import optax
+
+    import jaxshard
+
+    def next_batch(i):
+        if i == names["told_at"]:
+            os.kill(os.getpid(), 15)
+        return jaxshard.shard_batch(names["batch"], names["opt"])
+
+    names.update(jaxshard=jaxshard, optax=optax, mesh=jaxshard.mesh.abstract_mesh(8))
+    names.update(next_batch=next_batch, told_at=249)
+
+
+def readme(blocks, names):
+    """Told to end within step 250, the run has saved that; started again, it goes on from there to the end."""
+    import jax
+    import numpy as np
+
+    _, twenty_lines, kept_run = blocks
+    assert len([line for line in twenty_lines.parsed.splitlines() if line.strip()]) <= 20
+    run(blocks[0])
+    printed = run(twenty_lines)
+    loss, _ = map(float, printed.splitlines()[0].split())
+    assert loss < 0.5, loss
+    assert "w1" in printed
+    run(kept_run)
+    assert names["i"] == 250, names["i"]
+    fresh = jax.tree.map(np.zeros_like, names["params"])
+    names.update(params=names["opt"].place(fresh), told_at=None)
+    names.update(state=names["opt"].init(names["params"]))
+    run(kept_run)
+    assert names["i"] == 1000, names["i"]
+
+
+def parallelism(blocks, names):
+    printed = "".join(map(run, blocks))
+    assert float(printed) < 0.1, printed
+
+
+def plan(blocks, names):
+    printed = "".join(map(run, blocks))
+    assert [line.split()[0] for line in printed.splitlines()[:5]] == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert "is the fastest that fits" in printed
+
+
+def before_checkpoints(names):
+    simulate()
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxshard
+
+    opt = jaxshard.zero1(optax.adam(1e-3), jaxshard.make_mesh(), min_shard_size=1)
+    params = opt.place({"w": jnp.ones((8, 16))})
+    state = opt.init(params)
+    template = {"params": params, "state": state, "step": 0}
+    names.update(step=700, params=params, state=state, template=template, jax=jax)
+
+
+def checkpoints(blocks, names):
+    for block in blocks:
+        run(block)
+    assert names["step"] == names["tree"]["step"] == 700
+    assert names["tree"]["params"]["w"].sharding == names["params"]["w"].sharding
+
+
+def before_multihost(names):
+    simulate()
+    import jaxshard
+
+    names.update(jaxshard=jaxshard)
+
+
+def multihost(blocks, names):
+    for block in blocks:
+        run(block)
+    assert names["mesh"].size == 8
+
+
+def other(blocks, names):
+    """A page that promises nothing more than that its blocks run."""
+    for block in blocks:
+        run(block)
+
+
+BEFORE = {
+    "README.md": before_readme,
+    "docs/checkpoints.md": before_checkpoints,
+    "docs/multihost.md": before_multihost,
+}
+AFTER = {
+    "README.md": readme,
+    "docs/parallelism.md": parallelism,
+    "docs/plan.md": plan,
+    "docs/checkpoints.md": checkpoints,
+    "docs/multihost.md": multihost,
+}
+
+if __name__ == "__main__":
+    (name,) = sys.argv[1:]
+    found = blocks_of(PAGES[name])
+    assert found, f"{name} has no Python block"
+    space = found[0].namespace
+    BEFORE.get(name, lambda _: None)(space)
+    AFTER.get(name, other)(found, space)

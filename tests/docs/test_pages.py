@@ -1,0 +1,69 @@
+"""README and docs: every Python block runs, every link leads somewhere, every file that is named is there."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import AFTER, BEFORE, PAGES, ROOT, blocks_of
+
+from jaxshard.pipelining.timetable import Plan, chart
+
+RUNNER = ROOT / "tests" / "docs" / "pages.py"
+WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path)]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = "configs|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
+NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./]+)`")
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_page_runs(name, tmp_path):
+    """In a process of its own, outside of the checkout, where any warning is an error."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", str(RUNNER), name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_pages_with_promises_have_blocks():
+    assert set(AFTER) | set(BEFORE) <= set(WITH_BLOCKS)
+
+
+def test_every_python_block_is_found():
+    for name, path in PAGES.items():
+        assert len(blocks_of(path)) == path.read_text().count("```python\n"), name
+
+
+def test_the_chart_in_the_guide_is_the_schedules():
+    assert chart(Plan(4, 6), "1f1b") in PAGES["docs/parallelism.md"].read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_exist(name):
+    for path in NAMED.findall(PAGES[name].read_text()):
+        assert (ROOT / path).exists() or list(ROOT.glob(path + "*")), path
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    """Of links within the repository; what is after a `#` must be a heading there."""
+    for link in LINK.findall(PAGES[name].read_text()):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (PAGES[name].parent / path).resolve() if path else PAGES[name]
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors_of(target.read_text()), link
+
+
+def anchors_of(text):
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_a_dead_link_would_be_seen():
+    assert LINK.findall("see [the\npage](docs/nothing.md#here) and ![a](b.png)") == ["docs/nothing.md#here", "b.png"]
+    assert anchors_of("# Which schedule?\n## F1, F2") == {"which-schedule", "f1-f2"}
