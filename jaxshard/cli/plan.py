@@ -98,6 +98,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
         raise ValueError(f"--compile {given.compile} and --machine {given.machine} are two machines: give one of them")
     if given.fit and (given.compile or given.strategies):
         raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
+    if given.chip is not None:
+        chips.chip(given.chip)  # an unknown one is told before all else that is wrong
     if given.devices is None and given.chip is not None:
         raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
     for name, value in (("--devices", given.devices), ("--memory", given.memory)):

@@ -1,5 +1,7 @@
 """What a training step will cost each device: memory, traffic and time, predicted from its traced program."""
 
+from jaxshard.hardware.chips import Chip as Chip
+from jaxshard.hardware.chips import chip as chip
 from jaxshard.plan.prediction import KINDS as KINDS
 from jaxshard.plan.prediction import AnyRows as AnyRows
 from jaxshard.plan.prediction import Prediction as Prediction

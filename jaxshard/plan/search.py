@@ -148,7 +148,7 @@ def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *
       options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
 
     >>> import jax, jax.numpy as jnp, optax
-    >>> from jaxshard import chips
+    >>> from jaxshard.hardware import chips
     >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
     >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
     >>> target = Target(chips.chip("h100"), 8, 80e9)
