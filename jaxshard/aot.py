@@ -21,11 +21,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxshard.base import rings
 from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
 from jaxshard.hardware.machines import Machine as Machine
 from jaxshard.hardware.machines import examples
 from jaxshard.hardware.machines import machine as machine
-from jaxshard.inspect import hlo, reports
+from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
 
@@ -170,7 +171,7 @@ def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, An
         sorted((options or {}).items()),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         [_version(package) for package in packages],
-        [inspect.getsource(reports), inspect.getsource(hlo)],
+        [inspect.getsource(module) for module in (reports, traffic, hlo, rings)],
     ]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxshard.inspect.reports import Collective
+from jaxshard.base.rings import ring_bytes
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
 
@@ -24,7 +24,7 @@ class Moved:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends per step."""
-        return Collective(self.kind, self.bytes, self.group_size, self.trips, (self.dtype,), "").wire_bytes
+        return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
 
 
 class Value:
