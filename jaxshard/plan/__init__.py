@@ -5,8 +5,8 @@ from jaxshard.hardware.chips import chip as chip
 from jaxshard.plan.prediction import KINDS as KINDS
 from jaxshard.plan.prediction import AnyRows as AnyRows
 from jaxshard.plan.prediction import Prediction as Prediction
-from jaxshard.plan.prediction import Seconds as Seconds
 from jaxshard.plan.prediction import predict as predict
+from jaxshard.plan.roofline import Seconds as Seconds
 from jaxshard.plan.search import Build as Build
 from jaxshard.plan.search import Candidate as Candidate
 from jaxshard.plan.search import Fit as Fit

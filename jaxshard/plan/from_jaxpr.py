@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.base.jaxprs import INLINED, REMAT, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.jaxprs import CALLS, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.primitives import COLLECTIVE_KINDS, VIEWS
 from jaxshard.core.specs import axes_in
 from jaxshard.plan.program import Block, Moved, Op, Value, pruned
 from jaxshard.plan.propagation import followed
@@ -36,19 +37,7 @@ def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], p
 
 # Writing out.
 
-_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
-_SAME = frozenset(
-    ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "copy_p"]
-)  # other views of the same memory
-_SUMS = {"psum", "psum_invariant", "psum2", "pmax", "pmin", "pmean"}
-_LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "ppermute": "collective-permute",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-}
+_CALLS = CALLS | {"custom_lin"}
 
 
 class _Writer:
@@ -196,8 +185,8 @@ class _Writer:
 
     def _local(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
-        kind = _LOCAL_KINDS.get(name)
-        if name in _SAME:
+        kind = COLLECTIVE_KINDS.get(name)
+        if name in VIEWS:
             return [Value(v.aval.shape, x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
         if kind is None:
             outs = [Value(getattr(v.aval, "shape", ()), getattr(v.aval, "dtype", None)) for v in eqn.outvars]
@@ -220,7 +209,7 @@ class _Writer:
         shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
         specs, summed = followed(name, eqn.params, ins, shapes)
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
-        if name in _SAME and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
+        if name in VIEWS and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
             pairs = zip(outs, ins, strict=False)
             return [Value(o.shape, o.dtype, o.spec, o.parts, x) for o, x in pairs]
         moved = tuple(self._moved("all-reduce", o.bytes, summed, o.dtype) for o in outs if summed)

@@ -1,15 +1,13 @@
 """What one training step will cost each device, before anything is compiled.
 
 A step is traced on an abstract mesh, so no device is needed and nothing is materialised, and its program is read
-(`flow`, `costs`). The compilers' own account of the same step is `aot.report`; `docs/plan.md` sets both side by side.
-
-The roofline: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
+(`from_jaxpr`, `costs`). What the compilers say of the same step is in `aot.report`; `docs/plan.md` sets both side by
+side.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,44 +19,13 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.precision import like
 from jaxshard.core.specs import local_shape
 from jaxshard.core.step import TrainStep
-from jaxshard.hardware.chips import PAGED_BYTES, Chip
+from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.plan import from_jaxpr, program, xla_tpu
 from jaxshard.plan.costs import Costs, costs_of
+from jaxshard.plan.roofline import Seconds, roofline
 
 KINDS = ("params", "grads", "state", "batch", "activations")
-
-
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """A roofline: how long each resource is busy at the least, in seconds per step.
-
-    Attributes:
-      products: matrix products, at the chip's peak, or as fast as their operands come.
-      memory: reading and writing for all else; on simulated devices also what the operating system hands out anew.
-      links: sending, inside the fast domain and between domains.
-      waits: starting collectives, however small.
-    """
-
-    products: float
-    memory: float
-    links: float
-    waits: float
-
-    @property
-    def overlapped(self) -> float:
-        """If all sending overlapped with computing: no step is faster."""
-        return max(self.products + self.memory, self.links)
-
-    @property
-    def total(self) -> float:
-        """If nothing that is sent overlapped with computing; what plans are ranked by."""
-        return self.products + self.memory + self.links + self.waits
-
-    @property
-    def bound(self) -> str:
-        """What takes longest: "products", "memory" or "links"."""
-        return max(("products", "memory", "links"), key=lambda name: getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +71,7 @@ class Prediction:
 
     def seconds(self, chip: Chip) -> Seconds:
         """The step's roofline on devices of this kind."""
-        products = sum(
-            count / chip.flops.get(dtype, chip.flops["float32"]) for dtype, count in self.costs.flops.items()
-        )
-        sent = {axes: num_bytes for axes, num_bytes in self.costs.wire_bytes_by_axes().items() if axes}
-        links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
-        waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
-        products = max(products, self.costs.product_bytes / chip.memory_bandwidth)
-        paged = self._temporary_bytes / chip.paging_bandwidth if self._temporary_bytes > PAGED_BYTES else 0.0
-        return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth + paged, links, waits)
+        return roofline(self.costs, self.axes, self._temporary_bytes, chip)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain dicts, lists, strings and numbers, for `json.dumps`."""
@@ -129,14 +88,6 @@ class Prediction:
             "trips_known": self.costs.trips_known,
             "leaves": [list(row) for row in self.layout.rows()],
         }
-
-
-def bandwidth_along(axes: str, sizes: Mapping[str, int], chip: Chip) -> float:
-    """Bytes per second that a device sends along axes ("data x tensor"): by the network, if they leave the domain."""
-    names = list(sizes)
-    outermost = min(names.index(axis) for axis in axes.split(" x "))
-    span = math.prod(list(sizes.values())[outermost:])
-    return chip.link_bandwidth if span <= chip.domain_size else chip.network_bandwidth
 
 
 def predict(step: TrainStep, params: Any, batch: Any, *args: Any) -> Prediction:

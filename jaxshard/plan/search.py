@@ -16,7 +16,8 @@ from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.core.step import TrainStep
 from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import abstract_mesh
-from jaxshard.plan.prediction import AnyRows, Prediction, Seconds, predict
+from jaxshard.plan.prediction import AnyRows, Prediction, predict
+from jaxshard.plan.roofline import Seconds
 
 
 @dataclasses.dataclass(frozen=True)

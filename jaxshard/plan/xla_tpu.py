@@ -14,10 +14,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.primitives import BENT_ON_TPU, GATHERS
 from jaxshard.plan.program import Block, Op, Value
 
-_BENT = frozenset(["transpose", "slice", "convert_element_type", "copy"])
-_GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 
 
@@ -63,7 +62,7 @@ def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
         return op.params.get("precision") in _DEFAULT
     if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
         return True
-    if op.name in _BENT or op.name in _GATHERS:
+    if op.name in BENT_ON_TPU or op.name in GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
     if op.name == "scan" and not consts <= i < consts + carries:
@@ -77,7 +76,7 @@ def _narrow(block: Block, only: set[Value]) -> None:
         for out in op.outs:
             if out in only and out not in given:
                 out.dtype = jnp.dtype(jnp.bfloat16)
-        if op.name in _GATHERS and op.outs[0] in only:
+        if op.name in GATHERS and op.outs[0] in only:
             op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // 2, dtype="bfloat16") for m in op.moved)
         for inner in op.blocks:
             _narrow(inner, only)

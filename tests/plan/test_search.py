@@ -20,7 +20,7 @@ from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target, from_jaxpr
 from jaxshard.plan.costs import costs_of
-from jaxshard.plan.prediction import bandwidth_along
+from jaxshard.plan.roofline import bandwidth_along
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 H100 = Target(chips.chip("h100"), 8, 80e9)
