@@ -8,15 +8,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import optax
 from jax.sharding import AbstractMesh
 
+from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.core.step import TrainStep
 from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import abstract_mesh
-from jaxshard.plan.prediction import AnyRows, Prediction, predict
+from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
 from jaxshard.plan.roofline import Seconds
 
 
@@ -75,7 +77,8 @@ class Candidate:
 # Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
 
 
-Build = Callable[[Candidate, Any], tuple[Any, ...]]
+Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
+Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,14 @@ def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> li
     return [Row(c, predict(*build(c, c.mesh(target))), target) for c in candidates]
 
 
-def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *args: Any, **options: Any) -> Build:
+def building(
+    loss_fn: Callable[..., Tree],
+    inner: optax.GradientTransformation,
+    params: Tree,
+    batch: Tree,
+    *args: Tree,
+    **options: Any,
+) -> Build:
     """`build` for any model: a loss, an optax optimizer, and params and batch as arrays or `ShapeDtypeStruct`s.
 
     Args:
@@ -161,7 +171,7 @@ def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *
 
     of_step = {k: options.pop(k) for k in ("has_aux", "weighted", "fold_keys", "extra", "max_skips") if k in options}
 
-    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         level = {} if candidate.zero is None else {"zero": candidate.zero}
         opt = getattr(jaxshard, candidate.strategy)(inner, mesh, **level, **options)
         step = jaxshard.train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
@@ -268,32 +278,32 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
       found: see `candidates`.
       target: the devices.
     """
-    rows, refused, too_large = [], [], []
+    rows: list[Row] = []
+    refused: list[tuple[Candidate, str]] = []
+    too_large: list[tuple[Candidate, LaidOut]] = []
     for candidate in found:
         try:
-            built = build(candidate, candidate.mesh(target))
-            held = at_rest(*built)
-            if held > target.memory_bytes:
-                too_large.append((candidate, built, held))
+            laid = LaidOut(*build(candidate, candidate.mesh(target)))
+            if laid.held_bytes > target.memory_bytes:
+                too_large.append((candidate, laid))
             else:
-                rows.append(Row(candidate, predict(*built), target))
+                rows.append(Row(candidate, laid.prediction(), target))
         except ValueError as error:
             refused.append((candidate, str(error)))
     if not any(row.fits for row in rows) and too_large:
-        least = min(held for *_, held in too_large)
-        traced = [(candidate, built) for candidate, built, held in too_large if held == least]
-        rows += [Row(candidate, predict(*built), target) for candidate, built in traced]
-        too_large = [one for one in too_large if one[2] > least]
-    for candidate, _, held in too_large:
-        refused.append((candidate, f"params and state alone are {size_in_words(held - target.memory_bytes)} too large"))
+        least = min(laid.held_bytes for _, laid in too_large)
+        rows += [Row(candidate, laid.prediction(), target) for candidate, laid in too_large if laid.held_bytes == least]
+        too_large = [(candidate, laid) for candidate, laid in too_large if laid.held_bytes > least]
+    for candidate, laid in too_large:
+        excess = size_in_words(laid.held_bytes - target.memory_bytes)
+        refused.append((candidate, f"params and state alone are {excess} too large"))
     order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
     return Fit(tuple(order), tuple(refused))
 
 
-def at_rest(step: TrainStep, params: Any, *_: Any) -> int:
+def at_rest(step: TrainStep, params: Tree, *_: Tree) -> int:
     """Bytes of params and state on each device, by shapes alone."""
-    held = step.loss.options.engine.layout(params, strict=True).bytes_per_device
-    return held["params"] + held["state"]
+    return LaidOut(step, params, None).held_bytes
 
 
 def largest_batch(found: AnyRows, target: Target) -> int:
@@ -333,8 +343,8 @@ def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | 
     larger = candidate
     while larger.num_devices <= 2**16:
         with contextlib.suppress(ValueError):
-            built = build(larger, larger.mesh(target))
-            if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
+            laid = LaidOut(*build(larger, larger.mesh(target)))
+            if laid.held_bytes <= target.memory_bytes and laid.prediction().peak_bytes <= target.memory_bytes:
                 return larger.num_devices
         larger = dataclasses.replace(larger, data=2 * larger.data)
     return None
