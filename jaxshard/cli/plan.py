@@ -305,11 +305,11 @@ def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
     if given.out is not None:
-        from jaxshard.plan import html, png
+        from jaxshard.plan import drawing, html
 
         given.out.mkdir(parents=True, exist_ok=True)
         title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
-        png.draw(rows, given.out / "plan.png", title=title)
+        drawing.draw(rows, given.out / "plan.png", title=title)
         html.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
