@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -93,9 +92,8 @@ def _check_compiler(machine: Machine) -> None:
 
 @contextlib.contextmanager
 def _libtpu_alone() -> Iterator[None]:
-    """While libtpu loads: it asks no cloud what machine this is, and other processes may have it loaded too.
-
-    It takes one process at a time (/tmp/libtpu_lockfile), for the sake of a TPU that is not used here.
+    """Sets libtpu's environment while it loads: it does not ask the cloud for this machine's TPU, and loads although
+    another process has it loaded. (It locks /tmp/libtpu_lockfile, as a TPU serves one process; no TPU is used here.)
     """
     wanted = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -112,11 +110,14 @@ def _libtpu_alone() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-# Reports, kept in files named by what they are of.
+# Reports, kept in files.
 
 
 def report(
-    lowered: jax.stages.Lowered, machine: Machine, *, compiler_options: Mapping[str, Any] | None = None
+    lowered: jax.stages.Lowered,
+    machine: Machine,
+    *,
+    compiler_options: Mapping[str, str | float | bool] | None = None,
 ) -> Report:
     """What a program costs each device of a machine: compiles it, or finds the report of an earlier compilation.
 
@@ -159,8 +160,11 @@ def _folder() -> Path:
     return Path(os.environ.get("JAXSHARD_CACHE") or Path.home() / ".cache" / "jaxshard" / "reports")
 
 
-def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, Any] | None) -> str:
-    """The text lacks the arguments that the program does not use, and the order of the devices."""
+def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, object]) -> str:
+    """The report's name: a digest of all that it depends on.
+
+    A program's text lacks its unused arguments and the order of the devices, so these are added.
+    """
     meshes = {_mesh_of(x) for x in jax.tree.leaves(lowered.out_info)} - {None}
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
     parts = [
@@ -168,7 +172,7 @@ def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, An
         str(lowered.in_avals),
         sorted(str([(d.platform, d.id) for d in mesh.devices.flat]) for mesh in meshes if mesh),
         machine.name,
-        sorted((options or {}).items()),
+        sorted(options.items()),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         [_version(package) for package in packages],
         [inspect.getsource(module) for module in (reports, traffic, hlo, rings)],
@@ -176,7 +180,7 @@ def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, An
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
-def _mesh_of(result: Any) -> jax.sharding.Mesh | None:
+def _mesh_of(result: object) -> jax.sharding.Mesh | None:
     mesh = getattr(getattr(result, "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, jax.sharding.Mesh) else None
 
@@ -189,7 +193,7 @@ def _version(package: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, whoever else writes it at the same time."""
+    """Writes a file whole or not at all, also while another process writes it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:

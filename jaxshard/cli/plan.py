@@ -21,8 +21,9 @@ from jaxshard.base.units import size_in_words
 from jaxshard.cli import plan_compiled, plan_tables
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
-from jaxshard.plan import search
-from jaxshard.plan.search import Build, Built, Candidate, Row, Target
+from jaxshard.plan import choices, search
+from jaxshard.plan.choices import Candidate, Target
+from jaxshard.plan.search import Build, Built, Row
 from jaxshard.trainer import toml
 from jaxshard.trainer.build import check_rows, make_parts, make_step
 from jaxshard.trainer.config import Config, check
@@ -171,7 +172,7 @@ def own(config: Config, target: Target) -> Candidate:
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:
     """The strategies that --strategies names; by default all that cut over data, and the configuration's own."""
-    all_data = search.side_by_side(target, given.sharding.microbatches)
+    all_data = choices.side_by_side(target, given.sharding.microbatches)
     if not given.strategies:
         mine = own(given, target)
         return all_data if mine in all_data else [*all_data, mine]
@@ -193,7 +194,7 @@ def to_try(given: Arguments, target: Target) -> list[Candidate]:
     pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
     rows = given.train.rows
     microbatches = [m for m in (1, 4, 16) if rows % m == 0]
-    return search.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
+    return choices.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
 
 
 def _planned(given: Arguments) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +18,7 @@ from jaxshard.mesh import make_mesh
 from jaxshard.plan import Build, Row
 
 
-def devices_of(machine: aot.Machine) -> list[jax.Device]:
+def devices_of(machine: aot.Machine) -> list[Any]:
     """The devices to compile for; CPU devices are made here, if JAX does not run yet."""
     if machine.chip.platform == "cpu":
         with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
@@ -26,7 +27,7 @@ def devices_of(machine: aot.Machine) -> list[jax.Device]:
 
 
 def compiled(
-    console: Console, build: Build, rows: Sequence[Row], machine: aot.Machine, devices: Sequence[jax.Device]
+    console: Console, build: Build, rows: Sequence[Row], machine: aot.Machine, devices: Sequence[Any]
 ) -> list[tuple[Row, Report]]:
     """Compiles each row's step and prints predicted beside compiled; returns the rows that the compiler takes."""
     found: list[tuple[Row, Report]] = []

@@ -78,8 +78,8 @@ def _misfit(chip: Chip, shape: tuple[int, ...]) -> str:
     elif chip.platform == "gpu":
         if len(shape) > 2:
             return f"has {len(shape)} dims; give nodes x GPUs of a node, or the GPUs of one node"
-        if shape[-1] > chip.domain_size:
-            return f"has {shape[-1]} GPUs in a node; a node has at most {chip.domain_size}"
+        if (size := shape[len(shape) - 1]) > chip.domain_size:
+            return f"has {size} GPUs in a node; a node has at most {chip.domain_size}"
     elif len(shape) > 1:
         return f"has {len(shape)} dims; give the number of simulated devices"
     return ""

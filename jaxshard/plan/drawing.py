@@ -1,3 +1,5 @@
+# pyright: standard
+# (matplotlib's types are partly unknown, which strict refuses)
 """A plan's charts, drawn by matplotlib: all of them as one PNG, or each one as SVG for the page."""
 
 import io
@@ -6,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxshard.base.units import size_in_words, unit_of
 from jaxshard.plan.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
@@ -50,7 +52,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
     for axes, chart, side in zip((left, right), charts, ("left", "right"), strict=True):
         _bars(axes, chart, panel / _CHAR)
         axes.set_title(chart.title, loc="left", fontsize=10, weight="bold")
-        _legend(axes, f"outside lower {side}")
+        _legend(axes, side)
     figure.suptitle(f"{title}\n{machine_in_words(rows)}", x=0.01, ha="left", fontsize=11, parse_math=False)
     figure.savefig(path, format="png")
 
@@ -69,7 +71,7 @@ def svg(chart: Chart) -> str:
         figure = Figure(figsize=(width, 1.2 + _ROW * len(chart.names)), layout="constrained")
         axes = figure.subplots()
         _bars(axes, chart, width / _CHAR - max(map(len, chart.names)))
-        _legend(axes, "outside lower left")
+        _legend(axes, "left")
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(written, format="svg", transparent=True, metadata=nothing)
     return _for_page(written.getvalue(), chart.title)
@@ -87,11 +89,11 @@ def _for_page(text: str, title: str) -> str:
     return f'<svg class="chart" viewBox="{box}" role="img" aria-label="{escape(title)}">{inside}'
 
 
-def _legend(axes: "Axes", where: str) -> None:
+def _legend(axes: "Axes", side: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure = axes.get_figure()
     assert figure is not None
-    figure.legend(handles, labels, loc=where, ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc=cast(Any, f"outside lower {side}"), ncols=3, frameon=False, fontsize=9)
 
 
 def _bars(axes: "Axes", chart: Chart, num_chars: float) -> None:
@@ -103,9 +105,9 @@ def _bars(axes: "Axes", chart: Chart, num_chars: float) -> None:
         _bar(axes, chart, part, values, [start / scale for start in left], scale, color=colour)
         left = [start + value for start, value in zip(left, values, strict=True)]
     for i, (total, end, excess) in enumerate(zip(chart.totals, chart.ends, chart.excess, strict=True)):
-        look = {"color": BAD, "weight": "bold"} if excess else {"color": _INK}
-        box = {"facecolor": _GROUND, "edgecolor": "none", "pad": 0.8}
-        axes.annotate(end, (total / scale, i), (4, 0), textcoords="offset points", va="center", bbox=box, **look)
+        look: dict[str, Any] = {"color": BAD, "weight": "bold"} if excess else {"color": _INK}
+        look["bbox"] = {"facecolor": _GROUND, "edgecolor": "none", "pad": 0.8}
+        axes.annotate(end, (total / scale, i), (4, 0), textcoords="offset points", va="center", **look)
     if chart.limit is not None:
         _limit_line(axes, chart, reach, scale)
     axes.set(xlim=(0, reach / scale), ylim=(count - 0.4, -1.1), yticks=range(count), yticklabels=chart.names)
@@ -133,7 +135,12 @@ def _limit_line(axes: "Axes", chart: Chart, reach: float, scale: float) -> None:
     if chart.line is not None:
         axes.axvline(line / scale, color=BAD, linewidth=1.2, linestyle="--", gid="limit")
     side = "right" if line > reach / 2 else "left"
-    where = {"xytext": (-4 if side == "right" else 4, 0), "textcoords": "offset points", "ha": side, "va": "center"}
+    where: dict[str, Any] = {
+        "xytext": (-4 if side == "right" else 4, 0),
+        "textcoords": "offset points",
+        "ha": side,
+        "va": "center",
+    }
     axes.annotate(chart.limit_in_words, (line / scale, -0.8), color=BAD, **where)
     if any(chart.excess):
         starts = [line / scale] * len(chart.excess)

@@ -174,7 +174,10 @@ class AnyRows:
 
 
 def _with_rows(batch: Tree, rows: int) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype), batch)
+    def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 class _Traced:

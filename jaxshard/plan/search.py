@@ -5,78 +5,19 @@ ZeRO's table of bytes at rest: Rajbhandari et al. 2020, section 5.
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import optax
-from jax.sharding import AbstractMesh
 
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.core.step import TrainStep
-from jaxshard.hardware.chips import Chip
-from jaxshard.mesh import abstract_mesh
+from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
 from jaxshard.plan.roofline import Seconds
 
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What there is to train on: so many devices of a kind, how much of their memory may be used, and a TPU's torus."""
-
-    chip: Chip
-    num_devices: int
-    memory_bytes: float
-    torus: tuple[int, ...] = ()
-
-    @property
-    def num_domains(self) -> int:
-        """Groups of devices that fast links join."""
-        return max(1, self.num_devices // self.chip.domain_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A way to train: a strategy, the sizes of the mesh's axes, and the parts of each device's rows."""
-
-    strategy: str
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    replica: int = 1
-    zero: int | None = None
-    microbatches: int = 1
-
-    @property
-    def name(self) -> str:
-        """Such as "zero2", or "hybrid zero3 8 x data, 4 x tensor, m 2"."""
-        level = f" zero{self.zero}" if self.zero is not None else ""
-        axes = ("replica", "data", "tensor", "pipeline")
-        cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
-        sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
-        return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each axis, as `make_mesh` takes them."""
-        return {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.sizes.values())
-
-    def mesh(self, target: Target) -> AbstractMesh:
-        """The mesh, without devices."""
-        chip, sides = target.chip, "x".join(map(str, target.torus))
-        kind = f"{chip.name}:{sides}" if sides else chip.name
-        return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
-
-
-# Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
-
-
+# What a candidate trains with, (step, params, batch, *args) as `predict` takes them; and what makes it on a mesh.
 Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
 Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
 
@@ -120,18 +61,6 @@ class Row:
         }
 
 
-def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
-    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
-    found = [
-        Candidate(strategy, data=target.num_devices, microbatches=microbatches)
-        for strategy in ("ddp", "zero1", "zero2", "zero3")
-    ]
-    domains = target.num_domains
-    if domains > 1 and target.num_devices % domains == 0:
-        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
-    return found
-
-
 def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:
     """Predicts each candidate.
 
@@ -159,10 +88,10 @@ def building(
       options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
 
     >>> import jax, jax.numpy as jnp, optax
-    >>> from jaxshard.hardware import chips
+    >>> from jaxshard.plan import chip, side_by_side
     >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
     >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
-    >>> target = Target(chips.chip("h100"), 8, 80e9)
+    >>> target = Target(chip("h100"), 8, 80e9)
     >>> rows = compare(building(loss, optax.adam(1e-3), *shapes), side_by_side(target), target)
     >>> [(row.candidate.name, row.prediction.at_rest["state"]) for row in rows][2]
     ('zero2', 262148)
@@ -238,33 +167,6 @@ def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]])
         f"Nothing fits in {size_in_words(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
         f"{size_in_words(least.peak_bytes)}, {size_in_words(least.excess_bytes)} too much."
     )
-
-
-def candidates(
-    target: Target,
-    *,
-    microbatches: Sequence[int] = (1, 4, 16),
-    tensors: Sequence[int] = (1,),
-    pipelines: Sequence[int] = (1,),
-) -> list[Candidate]:
-    """Strategy x mesh x microbatches, for `fit`.
-
-    Args:
-      target: the devices.
-      microbatches: parts of each device's rows to try.
-      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
-    """
-    found: list[Candidate] = []
-    for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):
-        if target.num_devices % (tensor * pipeline):
-            continue
-        if tensor == pipeline == 1:
-            found += side_by_side(target, m)
-            continue
-        data = target.num_devices // (tensor * pipeline)
-        levels = (1, 2, 3) if data > 1 else (0,)
-        found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
-    return found
 
 
 def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
