@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 
 import jaxshard
 from jaxshard import aot, inspect, plan
+from jaxshard.hardware.compilers import READABLE
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -99,7 +100,7 @@ def point(strategy: str, scaling: str, machine: aot.Machine, rows: int) -> Point
     step, params, batch = built(strategy, mesh_of(machine), rows)
     state = step.loss.options.engine.init(params)
     start = time.perf_counter(), time.process_time()
-    compiled = step.lower(params, state, batch).compile(compiler_options=aot.READABLE[machine.chip.name])
+    compiled = step.lower(params, state, batch).compile(compiler_options=dict(READABLE[machine.chip.name]))
     seconds, cpu_seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     prediction = plan.predict(step, params, batch)
     report = inspect.report(compiled)

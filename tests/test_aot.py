@@ -57,7 +57,12 @@ def test_names_of_machines(name, chip, shape, count):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("v9:2x2", r"'v9:2x2' is no chip and shape; there are: v4:4x4x4; v5e:2x4, .*h100:4x8 \(4 nodes of 8\).*cpu:8"),
+        (
+            "v9:2x2",
+            r"'v9:2x2' has an unknown chip, 'v9'; there are: v4:4x4x4; v5e:2x4, .*h100:4x8 \(4 nodes of 8\).*cpu:8",
+        ),
+        ("h300:8", r"'h300:8' has an unknown chip, 'h300' \(did you mean h[12]00\?\); there are: v4:4x4x4; .*cpu:8"),
+        ("V5E", r"'V5E' has an unknown chip, 'V5E' \(did you mean v5e\?\); there are: "),
         ("v5e", "is no chip and shape"),
         ("v5e:", "is no chip and shape"),
         ("v5e:2x", "is no chip and shape"),
@@ -91,6 +96,8 @@ def test_chips_are_known_by_name_and_their_figures_are_in_order():
         ValueError, match=r"'h300' is not known; there are v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu"
     ):
         chips.chip("h300")
+    with pytest.raises(ValueError, match=r"'h10' is not known; there are v4, .*; did you mean h100\?"):
+        chips.chip("h10")
     for name, chip in chips.CHIPS.items():
         assert chip is chips.chip(name)
         assert chip.name == name

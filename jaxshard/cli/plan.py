@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-import jaxshard
 from jaxshard import aot
-from jaxshard.base.units import seconds_in_words, size_in_words
-from jaxshard.core.state import init
+from jaxshard.base.types import AnyMesh
+from jaxshard.base.units import size_in_words
+from jaxshard.cli import plan_compiled, plan_tables
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
-from jaxshard.plan import search
-from jaxshard.plan.prediction import KINDS
-from jaxshard.plan.search import Build, Candidate, Row, Target
+from jaxshard.plan import choices, search
+from jaxshard.plan.choices import Candidate, Target
+from jaxshard.plan.search import Build, Built, Row
 from jaxshard.trainer import toml
 from jaxshard.trainer.build import check_rows, make_parts, make_step
 from jaxshard.trainer.config import Config, check
@@ -51,18 +48,18 @@ class Arguments(Config):
     """What to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16, v4:4x4x4,
     cpu:8 (simulated devices, the default)."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """In place of a machine: so many devices ..."""
+    """The number of devices, in place of a machine ..."""
     chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """... of this kind (by default h100) ..."""
+    """... the kind of them (by default h100) ..."""
     memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
-    """... with so many GB of memory each; by default the chip's."""
+    """... and the memory of each, in GB; by default the chip's."""
     strategies: tuple[_Strategy, ...] = ()
     """Only these; "own" is the configuration's. By default all that cut over data, and the configuration's own."""
     fit: tyro.conf.FlagCreatePairsOff[bool] = False
     """Rank strategy x mesh x microbatches, and say why the best is best."""
     compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Compile the step for this machine, none such present, and show predicted beside compiled: the configuration's own
-    strategy, or --strategies."""
+    """Compile the step for this machine, which need not be here, and show predicted beside compiled: the
+    configuration's own strategy, or --strategies."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all figures to this file."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -93,18 +90,25 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if given.config is not None:
         given = _from_command_line(arguments, Arguments(**toml.sections(given.config)))
     check(given)
+    _check(given)
+    return given
+
+
+def _check(given: Arguments) -> None:
+    """Raises a ValueError for options that exclude each other, or are out of range."""
     if given.devices is not None and (given.machine or given.compile):
         raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
     if given.compile and given.machine not in (None, given.compile):
         raise ValueError(f"--compile {given.compile} and --machine {given.machine} are two machines: give one of them")
     if given.fit and (given.compile or given.strategies):
         raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
+    if given.chip is not None:
+        chips.chip(given.chip)  # an unknown one is told before all else that is wrong
     if given.devices is None and given.chip is not None:
         raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
     for name, value in (("--devices", given.devices), ("--memory", given.memory)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} {value} must be above 0")
-    return given
 
 
 def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
@@ -135,7 +139,7 @@ def target_of(given: Arguments) -> Target:
 def building(config: Config) -> Build:
     """`build` for the configuration's model, as `plan.compare` takes it."""
 
-    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         chosen = sharded_as(config, candidate)
         check(chosen)
         check_rows(chosen, mesh)
@@ -167,8 +171,8 @@ def own(config: Config, target: Target) -> Candidate:
 
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:
-    """Those asked for, else all that cut over data, and the configuration's own."""
-    all_data = search.side_by_side(target, given.sharding.microbatches)
+    """The strategies that --strategies names; by default all that cut over data, and the configuration's own."""
+    all_data = choices.side_by_side(target, given.sharding.microbatches)
     if not given.strategies:
         mine = own(given, target)
         return all_data if mine in all_data else [*all_data, mine]
@@ -190,7 +194,7 @@ def to_try(given: Arguments, target: Target) -> list[Candidate]:
     pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
     rows = given.train.rows
     microbatches = [m for m in (1, 4, 16) if rows % m == 0]
-    return search.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
+    return choices.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
 
 
 def _planned(given: Arguments) -> int:
@@ -212,7 +216,7 @@ def _planned(given: Arguments) -> int:
 
 
 def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:
-    """Each candidate's figures, with the largest batch that fits, of one trace; and why others cannot be.
+    """A row for each candidate, with the largest batch that fits, from one trace each; and why others cannot be.
 
     Raises:
       ValueError: none can be.
@@ -231,11 +235,11 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
 
 
 def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
-    """By how much the least is too large, and the fewest devices that would do, with more rows where they need them."""
+    """A note: how much too large the smallest is, and the fewest devices that would do, with more rows if need be."""
     least = min(rows, key=lambda row: row.excess_bytes)
     text = (
         f"Too large for every strategy: {least.candidate.name} needs {size_in_words(least.peak_bytes)} on each device, "
-        f"{size_in_words(least.excess_bytes)} more than the {size_in_words(target.memory_bytes)} that there are."
+        f"{size_in_words(least.excess_bytes)} more than its {size_in_words(target.memory_bytes)}."
     )
     build = _with_enough_rows(given)
     counts = [search.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
@@ -245,15 +249,14 @@ def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
 
 
 def _with_enough_rows(config: Config) -> Build:
-    """`building`, each device having rows at least for its microbatches."""
+    """`building`, with rows enough for the microbatches of every device."""
 
-    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         stages = config.sharding.stage_microbatches if candidate.pipeline > 1 else 1
         unit = candidate.data * candidate.replica * candidate.microbatches * stages
         rows = max(1, -(-config.train.rows // unit)) * unit
-        return building(dataclasses.replace(config, train=dataclasses.replace(config.train, rows=rows)))(
-            candidate, mesh
-        )
+        wide = dataclasses.replace(config, train=dataclasses.replace(config.train, rows=rows))
+        return building(wide)(candidate, mesh)
 
     return build
 
@@ -269,47 +272,30 @@ def _cures(row: Row) -> str:
 
 
 def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
-    count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params) if rows else 0
+    count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params)
     console.print(
         f"{count / 1e6:,.1f} M parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
-        f"{target.num_devices} x {target.chip.name} of {target.memory_bytes / 1e9:,.2f} GB"
+        f"{target.num_devices} x {target.chip.name} of {size_in_words(target.memory_bytes)}",
+        soft_wrap=True,
     )
-    console.print(table_of(rows))
-
-
-def table_of(rows: Sequence[Row]) -> Table:
-    """All rows side by side."""
-    unit, name = (1e9, "GB") if any(row.prediction.peak_bytes >= 1e9 for row in rows) else (1e6, "MB")
-    batches = any(row.largest_batch is not None for row in rows)
-    title = f"{name} on each device, {name} sent by each per step, and the least time of a step"
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    heads = ("strategy", *KINDS[:-1], "working", "peak", "too much", "sent", "time", "bound by")
-    for head in (*heads, *(("largest batch",) if batches else ())):
-        left = head in ("strategy", "bound by")
-        table.add_column(head, justify="left" if left else "right", no_wrap=head == "strategy")
-    for row in rows:
-        memory, seconds = row.prediction.memory, row.seconds
-        sent = row.prediction.costs.wire_bytes_by_axes()
-        cells = [row.candidate.name, *(f"{memory[kind] / unit:,.2f}" for kind in KINDS)]
-        cells += [f"{row.prediction.peak_bytes / unit:,.2f}"]
-        cells += ["" if row.fits else f"{row.excess_bytes / unit:,.2f}"]
-        most = max(sent.values(), default=0)
-        cells += ["\n".join(f"{axes} {size / unit:,.2f}" for axes, size in sent.items() if size > 2e-3 * most) or "0"]
-        cells += [seconds_in_words(seconds.total), seconds.bound]
-        table.add_row(*cells, *([f"{row.largest_batch:,}"] if row.largest_batch is not None else []))
-    return table
+    plan_tables.show(console, rows)
 
 
 def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
-    if given.out is not None:
-        from jaxshard.plan import html, png
+    _write_pictures(given, rows, notes)
 
-        given.out.mkdir(parents=True, exist_ok=True)
-        title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
-        png.draw(rows, given.out / "plan.png", title=title)
-        html.page(rows, given.out / "plan.html", title=title, notes=notes)
+
+def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    if given.out is None:
+        return
+    from jaxshard.plan import drawing, html
+
+    given.out.mkdir(parents=True, exist_ok=True)
+    title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
+    drawing.draw(rows, given.out / "plan.png", title=title)
+    html.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
 # Predicted beside compiled.
@@ -317,66 +303,17 @@ def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
 
 def _compiled(given: Arguments) -> int:
     target, console = target_of(given), make_console()
-    machine = aot.machine(str(given.compile))
-    build = building(given)
+    machine, build = aot.machine(str(given.compile)), building(given)
     wanted = candidates(given, target) if given.strategies else [own(given, target)]
     rows = search.compare(build, wanted, target)
-    if target.chip.platform == "cpu":
-        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
-            jax.config.update("jax_num_cpu_devices", target.num_devices)
-    devices = aot.devices(machine)
+    devices = plan_compiled.devices_of(machine)
     _show(console, given, rows, target)
-    results, status = [], 1
-    for row in rows:
-        mesh = jaxshard.make_mesh(**row.candidate.sizes, devices=devices)
-        try:
-            report = aot.report(_lowered(build, row.candidate, mesh), machine)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            console.print(f"{row.candidate.name}: the compiler says that it does not fit: {str(error).splitlines()[0]}")
-            continue
-        console.print(beside_table(row, report, mesh))
-        excess = (report.peak_bytes or row.prediction.peak_bytes) - target.memory_bytes
-        if excess > 0:
-            console.print(f"{row.candidate.name} compiles, and is {excess / 1e9:,.2f} GB too large.")
-        else:
-            status = 0
-        results.append({"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()})
+    found = plan_compiled.compiled(console, build, rows, machine, devices)
     if given.json is not None:
+        results = [
+            {"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()}
+            for row, report in found
+        ]
         given.json.write_text(json.dumps({"machine": machine.name, "rows": results}, indent=1))
-    _write(dataclasses.replace(given, json=None), rows, [])
-    return status
-
-
-def _lowered(build: Build, candidate: Candidate, mesh: Any) -> Any:
-    step, params, *rest = build(candidate, mesh)
-    return step.lower(params, init(step.setup, params), *rest)
-
-
-def beside(row: Row, report: Any, mesh: Any) -> Iterator[tuple[str, float, float]]:
-    """(what, predicted, compiled), in bytes and operations per device."""
-    predicted = row.prediction
-    params, state, *_ = report.arguments
-    yield "params at rest, bytes", predicted.at_rest["params"], params
-    yield "state at rest, bytes", predicted.at_rest["state"], state
-    yield "peak memory, bytes", predicted.peak_bytes, report.peak_bytes or math.nan
-    yield "sent, bytes", predicted.wire_bytes, report.wire_bytes
-    compiled = report.wire_bytes_by_axes(mesh)
-    for axes, size in predicted.costs.wire_bytes_by_axes().items():
-        if axes and size > 1e-3 * predicted.wire_bytes:
-            yield f"sent along {axes}, bytes", size, compiled.get(axes, 0.0)
-    executed = sum(m.trips for m in predicted.costs.collectives)
-    yield "collectives executed", executed, sum(c.trips for c in report.collectives)
-    if report.flops:
-        yield "operations (compiled: loops count once)", sum(predicted.costs.flops.values()), report.flops
-
-
-def beside_table(row: Row, report: Any, mesh: Any) -> Table:
-    """Predicted beside compiled, of one row."""
-    table = Table(title=row.candidate.name)
-    for head in ("per device and step", "predicted", "compiled", "ratio"):
-        table.add_column(head, justify="left" if head.startswith("per") else "right")
-    for what, predicted, compiled in beside(row, report, mesh):
-        table.add_row(what, f"{predicted:,.0f}", f"{compiled:,.0f}", f"{predicted / compiled:.4f}" if compiled else "")
-    return table
+    _write_pictures(given, rows, [])
+    return 0 if any(plan_compiled.excess_bytes(row, report) <= 0 for row, report in found) else 1

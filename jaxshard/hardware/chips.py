@@ -4,6 +4,7 @@ They are peaks, dense: a real step reaches a part of each, never more.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,7 +19,7 @@ class Chip:
     """One device, as JAX counts devices: a GPU, or a TPU chip (v4 and v5p with their two cores as one).
 
     Attributes:
-        name: as in `aot.machine`, such as "v5e".
+        name: as in `machines.machine`, such as "v5e".
         platform: JAX's name: "tpu", "gpu" or "cpu".
         memory_bytes: size of its memory (HBM), in bytes. The runtime keeps some of it for itself.
         flops: peak floating-point operations per second of matrix products, by the dtype of the operands, dense
@@ -33,6 +34,8 @@ class Chip:
             host's network cards.
         collective_seconds: what starting a collective takes, however small: nobody documents it, so this is rough.
         source: where the figures come from.
+        torus_dims: in how many dims TPU chips are joined, 2 or 3; 0 for others.
+        machines: names of machines with it (`machines.machine`), for messages; () where they follow from its name.
         paging_bandwidth: bytes per second at which the operating system hands memory out, where a step asks for it
             anew: on simulated devices, for all that comes and goes, if it is more than `PAGED_BYTES`.
     """
@@ -47,6 +50,8 @@ class Chip:
     network_bandwidth: float
     collective_seconds: float
     source: str
+    torus_dims: int = 0
+    machines: tuple[str, ...] = ()
     paging_bandwidth: float = math.inf
 
 
@@ -54,11 +59,18 @@ def _peak(half: float, single: float) -> Mapping[str, float]:
     return MappingProxyType({"bfloat16": half, "float16": half, "float32": single})
 
 
-def _tpu(name: str, flops: float, memory: int, memory_bandwidth: float, ici: float, pod: int, dcn: float, source: str):
-    return Chip(name, "tpu", memory, _peak(flops, flops), memory_bandwidth, ici, pod, dcn, 5e-6, source)
+def _tpu(
+    name: str, flops: float, memory: int, bandwidth: float, ici: float, pod: int, dcn: float, source: str, *toruses: str
+) -> Chip:
+    """`toruses` are examples, such as "2x4"."""
+    machines = tuple(f"{name}:{torus}" for torus in toruses)
+    dims = toruses[0].count("x") + 1
+    return Chip(name, "tpu", memory, _peak(flops, flops), bandwidth, ici, pod, dcn, 5e-6, source, dims, machines)
 
 
-def _gpu(name: str, half: float, tf32: float, memory: float, bandwidth: float, link: float, nic: float, source: str):
+def _gpu(
+    name: str, half: float, tf32: float, memory: float, bandwidth: float, link: float, nic: float, source: str
+) -> Chip:
     return Chip(name, "gpu", int(memory), _peak(half, tf32), bandwidth, link, 8, nic, 20e-6, source)
 
 
@@ -70,18 +82,22 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 *("v4", 275e12, 32 * 2**30, 1200e9, 300e9, 4096, 3.125e9),
                 "cloud.google.com/tpu/docs/v4; ICI, 6 links of 50 GB/s: Jouppi et al. 2023, 'TPU v4', table 4; "
                 "network: no figure is documented, taken as v5e's 25 Gb/s per chip",
+                "4x4x4",
             ),
             _tpu(
                 *("v5e", 197e12, 16 * 10**9, 819e9, 200e9, 256, 3.125e9),
                 "cloud.google.com/tpu/docs/v5e (ICI 400 GB/s in both directions; network 6.4 Tb/s per pod of 256)",
+                *("2x4", "16x16"),
             ),
             _tpu(
                 *("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, 8960, 6.25e9),
                 "cloud.google.com/tpu/docs/v5p (ICI 1200 GB/s in both directions; network 50 Gb/s per chip)",
+                *("2x2x1", "8x8x8"),
             ),
             _tpu(
                 *("v6e", 918e12, 32 * 10**9, 1600e9, 400e9, 256, 12.5e9),
                 "cloud.google.com/tpu/docs/v6e (ICI 800 GB/s in both directions; network 25.6 Tb/s per pod of 256)",
+                *("2x4", "16x16"),
             ),
             _gpu(
                 *("a100", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9),
@@ -106,7 +122,8 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 *("cpu", "cpu", 4 * 2**30, _peak(23.5e9, 23.5e9), 1.52e9, 1.1e9, 1024, 1.1e9, 3e-4),
                 "no datasheet: for one of 8 simulated devices on two cores, fitted to the measured steps of "
                 "benchmarks/fit_cases.py, so that plans for them rank",
-                282e6,
+                machines=("cpu:8",),
+                paging_bandwidth=282e6,
             ),
         )
     }
@@ -120,11 +137,22 @@ def chip(name: str) -> Chip:
         name: one of `CHIPS`: "v4", "v5e", "v5p", "v6e", "a100", "h100", "h200", "b200", "cpu".
 
     Raises:
-        ValueError: if there is no such chip; the message lists those that there are.
+        ValueError: if there is no such chip; the message has the nearest name, and lists all.
 
     >>> chip("v5e").flops["bfloat16"]
     197000000000000.0
     """
     if name not in CHIPS:
-        raise ValueError(f"chip: {name!r} is not known; there are {', '.join(CHIPS)}")
+        likely = nearest(name)
+        hint = f"; did you mean {likely}?" if likely else ""
+        raise ValueError(f"chip: {name!r} is not known; there are {', '.join(CHIPS)}{hint}")
     return CHIPS[name]
+
+
+def nearest(name: str) -> str | None:
+    """The chip whose name is nearest to a wrong one, if one is near.
+
+    >>> nearest("H10")
+    'h100'
+    """
+    return next(iter(difflib.get_close_matches(name.lower(), CHIPS, n=1, cutoff=0.7)), None)

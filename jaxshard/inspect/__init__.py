@@ -1,8 +1,8 @@
 """What a compiled program says: its collectives, the bytes on the wire, its memory; and pictures of layouts."""
 
 from jaxshard.inspect.placement import picture as picture
-from jaxshard.inspect.reports import Collective as Collective
 from jaxshard.inspect.reports import Report as Report
-from jaxshard.inspect.reports import collectives as collectives
 from jaxshard.inspect.reports import report as report
-from jaxshard.inspect.reports import wire_bytes as wire_bytes
+from jaxshard.inspect.traffic import Collective as Collective
+from jaxshard.inspect.traffic import collectives as collectives
+from jaxshard.inspect.traffic import wire_bytes as wire_bytes

@@ -121,22 +121,25 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
     sizes = {name.strip("' "): int(size) for name, size in (axis.rsplit("=", 1) for axis in mesh.split(","))}
     iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids or f"[{math.prod(sizes.values())}]")
     devices = _iota(iota[1], iota[2]) if iota else np.array(_ints(ids))
-    spans = []  # (axis, where in it the span starts, where it ends), as products of the factors so far
-    for axis, before, size in re.findall(r"'?([^',: ]+)'?(?::\((\d+)\)(\d+))?", axes):
-        spans.append((axis, int(before or 1), int(before or 1) * int(size or sizes[axis])))
-    factors = []
+    spans = _spans(axes, sizes)
+    factors = []  # (axis, where in it the factor starts, its size)
     for name, size in sizes.items():
         edges = sorted({1, size}.union(*(span[1:] for span in spans if span[0] == name)))
-        factors += [(name, start, stop) for start, stop in itertools.pairwise(edges)]
-    inside = [
-        i
-        for axis, lo, hi in spans
-        for i, (name, start, stop) in enumerate(factors)
-        if axis == name and lo <= start < hi
-    ]
+        factors += [(name, start, stop // start) for start, stop in itertools.pairwise(edges)]
+    named = [(axis, start) for axis, start, _ in factors]
+    inside = [i for axis, lo, hi in spans for i, (name, at) in enumerate(named) if axis == name and lo <= at < hi]
     outside = [i for i in range(len(factors)) if i not in inside]
-    shape = [stop // start for _, start, stop in factors]
+    shape = [size for *_, size in factors]
     return devices.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(shape[i] for i in inside))
+
+
+def _spans(axes: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """(axis, where in it the span starts, where it ends) of each axis in `axes`, as products of the factors so far."""
+    found = []
+    for axis, before, size in re.findall(r"'?([^',: ]+)'?(?::\((\d+)\)(\d+))?", axes):
+        start = int(before or 1)
+        found.append((axis, start, start * int(size or sizes[axis])))
+    return found
 
 
 @functools.cache

@@ -1,20 +1,22 @@
 """What a training step will cost each device: memory, traffic and time, predicted from its traced program."""
 
+from jaxshard.hardware.chips import Chip as Chip
+from jaxshard.hardware.chips import chip as chip
+from jaxshard.plan.choices import Candidate as Candidate
+from jaxshard.plan.choices import Target as Target
+from jaxshard.plan.choices import candidates as candidates
+from jaxshard.plan.choices import side_by_side as side_by_side
 from jaxshard.plan.prediction import KINDS as KINDS
 from jaxshard.plan.prediction import AnyRows as AnyRows
 from jaxshard.plan.prediction import Prediction as Prediction
-from jaxshard.plan.prediction import Seconds as Seconds
 from jaxshard.plan.prediction import predict as predict
+from jaxshard.plan.roofline import Seconds as Seconds
 from jaxshard.plan.search import Build as Build
-from jaxshard.plan.search import Candidate as Candidate
 from jaxshard.plan.search import Fit as Fit
 from jaxshard.plan.search import Row as Row
-from jaxshard.plan.search import Target as Target
 from jaxshard.plan.search import at_rest as at_rest
 from jaxshard.plan.search import building as building
-from jaxshard.plan.search import candidates as candidates
 from jaxshard.plan.search import compare as compare
 from jaxshard.plan.search import fewest_devices as fewest_devices
 from jaxshard.plan.search import fit as fit
 from jaxshard.plan.search import largest_batch as largest_batch
-from jaxshard.plan.search import side_by_side as side_by_side

@@ -1,24 +1,27 @@
 """A traced step written out: calls opened, dead work dropped, each value with its size on one device.
 
-Inside `jax.shard_map` shapes are one device's already. In the global view around it, where the inner optimizer runs and
-XLA partitions, how values are cut is followed from operation to operation, as its partitioner does for these.
+Inside `jax.shard_map` shapes are one device's already. In the global view around it the inner optimizer runs, and XLA
+partitions: the specs of values are followed from operation to operation, as its partitioner follows them.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
 from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.base.primitives import INLINED, REMAT
+from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
+from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
 from jaxshard.plan.program import Block, Moved, Op, Value, pruned
 from jaxshard.plan.propagation import followed
 
 
-def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], platform: str) -> Block:
+def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform: str) -> Block:
     """The program that `jaxpr` is on each device.
 
     Args:
@@ -37,26 +40,14 @@ def written_out(jaxpr: Any, in_specs: Sequence[Any], sizes: Mapping[str, int], p
 
 # Writing out.
 
-_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
-_SAME = frozenset(
-    ["reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "name", "copy_p"]
-)  # other views of the same memory
-_SUMS = {"psum", "psum_invariant", "psum2", "pmax", "pmin", "pmean"}
-_LOCAL_KINDS = dict.fromkeys(_SUMS, "all-reduce") | {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "ppermute": "collective-permute",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-}
+_CALLS = CALLS | {"custom_lin"}
 
 
 class _Writer:
-    def __init__(self, sizes: Mapping[str, int], platform: str):
+    def __init__(self, sizes: AxisSizes, platform: str):
         self.sizes, self.platform = sizes, platform
 
-    def value(self, aval: Any, spec: Any = (), root: Value | None = None) -> Value:
+    def value(self, aval: Any, spec: Iterable[Any] = (), root: Value | None = None) -> Value:
         shape = getattr(aval, "shape", ())
         cut = tuple(tuple(a for a in axes_in(e) if self.sizes.get(a, 1) > 1) for e in spec)
         cut += ((),) * (len(shape) - len(cut))
@@ -64,10 +55,10 @@ class _Writer:
             shape, getattr(aval, "dtype", np.dtype(np.int32)), cut, self._size(a for e in cut for a in e), root
         )
 
-    def _size(self, axes: Any) -> int:
+    def _size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def inline(self, jaxpr: Any, ins: Sequence[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
+    def inline(self, jaxpr: Jaxpr, ins: Sequence[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         """Appends the operations of `jaxpr` to `ops`; returns its outputs."""
         opened = open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(opened.invars, ins, strict=True))
@@ -79,10 +70,10 @@ class _Writer:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [self._read(env, v) for v in opened.outvars]
 
-    def _read(self, env: dict[Any, Any], v: Any) -> Any:
+    def _read(self, env: dict[Any, Any], v: Var) -> Any:
         return self.value(v.aval) if is_literal(v) else env[v]
 
-    def _eqn(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
+    def _eqn(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name == "platform_index":
             return [_Known(_platform_index(params["platforms"], self.platform))]
@@ -99,7 +90,7 @@ class _Writer:
         if any(isinstance(x, _Known) for x in ins):  # cast, clamped, reshaped on its way to the branches
             return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
         if name in ("sharding_constraint", "reshard", "mesh_cast"):
-            sharding = params.get("sharding", params.get("dst_sharding"))
+            sharding: NamedSharding = params["sharding" if "sharding" in params else "dst_sharding"]
             return [self._resharded(ins[0], sharding.spec, ops)]
         if in_global_view:
             return self._global(eqn, ins, ops)
@@ -107,7 +98,7 @@ class _Writer:
 
     # Control flow.
 
-    def _cond(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
+    def _cond(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
         branches = eqn.params["branches"]
         if isinstance(ins[0], _Known):
             return self.inline(branches[min(ins[0].index, len(branches) - 1)], ins[1:], ops, in_global_view)
@@ -117,7 +108,7 @@ class _Writer:
         ops.append(Op("cond", list(ins[1:]), outs, blocks=blocks, in_global_view=in_global_view))
         return outs
 
-    def _block(self, jaxpr: Any, like: Sequence[Value], in_global_view: bool) -> Block:
+    def _block(self, jaxpr: Jaxpr, like: Sequence[Value], in_global_view: bool) -> Block:
         """A program of its own, whose inputs are cut as those of `like`."""
         avals = [v.aval for v in open_jaxpr(jaxpr).invars]
         pairs = zip(avals, like, strict=True)
@@ -126,14 +117,14 @@ class _Writer:
         outs = self.inline(jaxpr, ins, ops, in_global_view)
         return Block([x for x in ins if not isinstance(x, _Known)], ops, outs)
 
-    def _scan(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
+    def _scan(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
         jaxpr, length = inner_jaxpr(eqn), eqn.params["length"]
         consts, carries = scan_split(eqn)
         rows = [self._row(x) for x in ins[consts + carries :]]
         if length == 1:
             outs = self.inline(jaxpr, [*ins[: consts + carries], *rows], ops, in_global_view)
             stacked = zip(outs[carries:], eqn.outvars[carries:], strict=True)
-            return [*outs[:carries], *(Value(v.aval.shape, x.dtype, ((), *x.spec), x.parts, x) for x, v in stacked)]
+            return [*outs[:carries], *(Value(_shape(v), x.dtype, ((), *x.spec), x.parts, x) for x, v in stacked)]
         block = self._block(jaxpr, [*ins[: consts + carries], *rows], in_global_view)
         specs = [x.spec for x in block.outs[:carries]] + [((), *x.spec) for x in block.outs[carries:]]
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
@@ -147,8 +138,8 @@ class _Writer:
     def _row(self, x: Value) -> Value:
         return Value(x.shape[1:], x.dtype, x.spec[1:], self._size(a for e in x.spec[1:] for a in e), x)
 
-    def _while(self, eqn: Any, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
-        """How often it runs is not known: counted once."""
+    def _while(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
+        """A while loop. How often it runs is not known, so it counts once."""
         skip = eqn.params["cond_nconsts"]
         block = self._block(eqn.params["body_jaxpr"], ins[skip:], in_global_view)
         outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
@@ -160,27 +151,27 @@ class _Writer:
 
     # Into and out of the local view.
 
-    def _shard_map(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+    def _shard_map(self, eqn: Equation, ins: list[Value], ops: list[Op]) -> list[Value]:
         inner = open_jaxpr(inner_jaxpr(eqn))
-        local = []
+        local: list[Value | _Known] = []
         for x, var, spec in zip(ins, inner.invars, eqn.params["in_specs"], strict=True):
             placed = x if isinstance(x, _Known) else self._resharded(x, spec, ops)
-            local.append(x if isinstance(x, _Known) else Value(var.aval.shape, x.dtype, root=placed))
+            local.append(x if isinstance(x, _Known) else Value(_shape(var), x.dtype, root=placed))
         outs = self.inline(inner, local, ops, False)
-        whole = []
+        whole: list[Any] = []
         for x, var, spec in zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True):
             cut = self.value(var.aval, spec)
             whole.append(x if isinstance(x, _Known) else Value(cut.shape, x.dtype, cut.spec, cut.parts, x))
         return whole
 
-    def _resharded(self, x: Value, spec: Any, ops: list[Op]) -> Value:
-        """`x` cut otherwise: nothing moves where axes are only added."""
+    def _resharded(self, x: Value, spec: P, ops: list[Op]) -> Value:
+        """`x` with another spec. Nothing moves where axes are only added."""
         wanted = self.value(x, spec)
         if wanted.spec == x.spec:
             return x
         lost = tuple(a for e in x.spec for a in e if not any(a in f for f in wanted.spec))
         elsewhere = {a for e, f in zip(x.spec, wanted.spec, strict=True) for a in e if a not in f and a not in lost}
-        moved = []
+        moved: list[Moved] = []
         if elsewhere:
             axes = tuple(a for a in self.sizes if a in elsewhere)
             moved.append(self._moved("all-to-all", x.bytes, axes, x.dtype))
@@ -189,39 +180,39 @@ class _Writer:
         ops.append(Op("reshard", [x], [wanted], moved=tuple(moved), in_global_view=True))
         return wanted
 
-    def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: Any) -> Moved:
+    def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: DType) -> Moved:
         ordered = tuple(axis for axis in self.sizes if axis in axes)
         return Moved(kind, num_bytes, ordered, self._size(axes), str(dtype))
 
     # Single operations.
 
-    def _local(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+    def _local(self, eqn: Equation, ins: list[Value], ops: list[Op]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
-        kind = _LOCAL_KINDS.get(name)
-        if name in _SAME:
-            return [Value(v.aval.shape, x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
+        kind = COLLECTIVE_KINDS.get(name)
+        if name in VIEWS:
+            return [Value(_shape(v), x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
         if kind is None:
-            outs = [Value(getattr(v.aval, "shape", ()), getattr(v.aval, "dtype", None)) for v in eqn.outvars]
+            outs = [Value(_shape(v), _dtype(v)) for v in eqn.outvars]
             ops.append(Op(name, list(ins), outs, params))
             return outs
-        axes = params.get("axes", params.get("axis_name"))
+        axes: str | Sequence[str] = params["axes" if "axes" in params else "axis_name"]
         axes = tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if self.sizes.get(a, 1) > 1)
         if not axes or (kind == "collective-permute" and not params["perm"]):
             return list(ins)
-        results = []
+        results: list[Value] = []
         for x, var in zip(ins, eqn.outvars, strict=False):
-            out = Value(var.aval.shape, var.aval.dtype)
+            out = Value(_shape(var), _dtype(var))
             payload = out.bytes if kind == "all-gather" else x.bytes
             ops.append(Op(name, [x], [out], params, moved=(self._moved(kind, payload, axes, x.dtype),)))
             results.append(out)
         return results
 
-    def _global(self, eqn: Any, ins: list[Value], ops: list[Op]) -> list[Value]:
+    def _global(self, eqn: Equation, ins: list[Value], ops: list[Op]) -> list[Value]:
         name = eqn.primitive.name
-        shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+        shapes = [_shape(v) for v in eqn.outvars]
         specs, summed = followed(name, eqn.params, ins, shapes)
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
-        if name in _SAME and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
+        if name in VIEWS and all(o.parts == x.parts for o, x in zip(outs, ins, strict=False)):
             pairs = zip(outs, ins, strict=False)
             return [Value(o.shape, o.dtype, o.spec, o.parts, x) for o, x in pairs]
         moved = tuple(self._moved("all-reduce", o.bytes, summed, o.dtype) for o in outs if summed)
@@ -229,14 +220,22 @@ class _Writer:
         return outs
 
 
+def _shape(v: Var) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _dtype(v: Var) -> np.dtype | None:
+    return getattr(v.aval, "dtype", None)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """Which branch of `platform_dependent` is taken."""
+    """The number of the branch of `platform_dependent` that is taken."""
 
     index: int
 
 
-def _platform_index(platforms: Any, platform: str) -> int:
+def _platform_index(platforms: Sequence[Sequence[str] | None], platform: str) -> int:
     names = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
     for i, group in enumerate(platforms):
         if group is None or any(name in group for name in names):

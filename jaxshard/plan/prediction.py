@@ -1,15 +1,13 @@
 """What one training step will cost each device, before anything is compiled.
 
 A step is traced on an abstract mesh, so no device is needed and nothing is materialised, and its program is read
-(`flow`, `costs`). The compilers' own account of the same step is `aot.report`; `docs/plan.md` sets both side by side.
-
-The roofline: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
+(`from_jaxpr`, `costs`). What the compilers say of the same step is in `aot.report`; `docs/plan.md` sets both side by
+side.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,47 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import local_shape
 from jaxshard.base.tree import shape_of
+from jaxshard.base.types import Tree
 from jaxshard.core.layout import Layout
 from jaxshard.core.precision import like
 from jaxshard.core.step import TrainStep
-from jaxshard.hardware.chips import PAGED_BYTES, Chip
+from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.plan import from_jaxpr, program, xla_tpu
 from jaxshard.plan.costs import Costs, costs_of
+from jaxshard.plan.roofline import Seconds, roofline
 
 KINDS = ("params", "grads", "state", "batch", "activations")
-
-
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """A roofline: how long each resource is busy at the least, in seconds per step.
-
-    Attributes:
-      products: matrix products, at the chip's peak, or as fast as their operands come.
-      memory: reading and writing for all else; on simulated devices also what the operating system hands out anew.
-      links: sending, inside the fast domain and between domains.
-      waits: starting collectives, however small.
-    """
-
-    products: float
-    memory: float
-    links: float
-    waits: float
-
-    @property
-    def overlapped(self) -> float:
-        """If all sending overlapped with computing: no step is faster."""
-        return max(self.products + self.memory, self.links)
-
-    @property
-    def total(self) -> float:
-        """If nothing that is sent overlapped with computing; what plans are ranked by."""
-        return self.products + self.memory + self.links + self.waits
-
-    @property
-    def bound(self) -> str:
-        """What takes longest: "products", "memory" or "links"."""
-        return max(("products", "memory", "links"), key=lambda name: getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +36,7 @@ class Prediction:
     Attributes:
       axes: devices along each axis of the mesh.
       platform: "cpu", "gpu" or "tpu".
-      at_rest: bytes of params, grads (while they are summed), state and batch.
+      at_rest: bytes on each device of params, grads (while they are summed), state and batch.
       costs: arithmetic, traffic and the peak.
       layout: where each leaf lies, and why.
     """
@@ -81,17 +49,17 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory at once."""
+        """The most memory at once, in bytes."""
         return self.costs.peak_bytes
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes sent per step."""
+        """Bytes that a device sends per step."""
         return self.costs.wire_bytes
 
     @property
     def memory(self) -> dict[str, int]:
-        """The peak in parts: what is at rest, and the rest of it, "activations" (and all else that comes and goes)."""
+        """The peak in parts, in bytes: those at rest, and "activations", which is all else that comes and goes."""
         held = dict(self.at_rest)
         left = self._temporary_bytes
         held["grads"] = max(0, min(held["grads"], left))
@@ -99,20 +67,12 @@ class Prediction:
 
     @property
     def _temporary_bytes(self) -> int:
-        """Of the peak, what comes and goes in a step."""
+        """Bytes of the peak that come and go in a step."""
         return self.peak_bytes - sum(self.at_rest[kind] for kind in ("params", "state", "batch"))
 
     def seconds(self, chip: Chip) -> Seconds:
         """The step's roofline on devices of this kind."""
-        products = sum(
-            count / chip.flops.get(dtype, chip.flops["float32"]) for dtype, count in self.costs.flops.items()
-        )
-        sent = {axes: num_bytes for axes, num_bytes in self.costs.wire_bytes_by_axes().items() if axes}
-        links = sum(num_bytes / bandwidth_along(axes, self.axes, chip) for axes, num_bytes in sent.items())
-        waits = chip.collective_seconds * sum(m.trips for m in self.costs.collectives)
-        products = max(products, self.costs.product_bytes / chip.memory_bandwidth)
-        paged = self._temporary_bytes / chip.paging_bandwidth if self._temporary_bytes > PAGED_BYTES else 0.0
-        return Seconds(products, self.costs.memory_bytes / chip.memory_bandwidth + paged, links, waits)
+        return roofline(self.costs, self.axes, self._temporary_bytes, chip)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain dicts, lists, strings and numbers, for `json.dumps`."""
@@ -131,15 +91,7 @@ class Prediction:
         }
 
 
-def bandwidth_along(axes: str, sizes: Mapping[str, int], chip: Chip) -> float:
-    """Bytes per second that a device sends along axes ("data x tensor"): by the network, if they leave the domain."""
-    names = list(sizes)
-    outermost = min(names.index(axis) for axis in axes.split(" x "))
-    span = math.prod(list(sizes.values())[outermost:])
-    return chip.link_bandwidth if span <= chip.domain_size else chip.network_bandwidth
-
-
-def predict(step: TrainStep, params: Any, batch: Any, *args: Any) -> Prediction:
+def predict(step: TrainStep, params: Tree, batch: Tree, *args: Tree) -> Prediction:
     """What `step(params, opt.init(params), batch, *args)` costs each device. Nothing is compiled or allocated.
 
     Args:
@@ -152,7 +104,40 @@ def predict(step: TrainStep, params: Any, batch: Any, *args: Any) -> Prediction:
     Raises:
       ValueError: the optimizer leaves axes to XLA (`auto_axes`), whose choices only compiling shows.
     """
-    return _Traced(step, params, batch, args).prediction()
+    return LaidOut(step, params, batch, *args).prediction()
+
+
+class LaidOut:
+    """A step's params and state laid out, before its program is traced.
+
+    Args:
+      step, params, batch, args: as for `predict`.
+    """
+
+    def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree):
+        self.step, self.batch, self.args = step, batch, args
+        self.setup = step.setup
+        self.params = jax.tree.map(shape_of, params)
+        self.state = self.setup.abstract_state(self.params)
+        self.setup.strictly(self.params)
+        self.layout = self.setup.with_state(self.params)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of params and state on each device."""
+        held = self.layout.bytes_per_device
+        return held["params"] + held["state"]
+
+    @property
+    def specs(self) -> list[P]:
+        """The PartitionSpecs of all leaves of params, then of the state."""
+        found, cuts = self.layout, self.layout.config.cuts
+        params = [found.spec(leaf, cut=cuts.params) for leaf in found.params]
+        return params + [found.spec(leaf, cut=cuts.state) for leaf in found.state]
+
+    def prediction(self) -> Prediction:
+        """See `predict`."""
+        return _Traced(self).prediction()
 
 
 class AnyRows:
@@ -160,78 +145,80 @@ class AnyRows:
 
     Args:
       step, params, batch, args: as for `predict`.
-      unit: what each device's rows of a microbatch are a multiple of; a pipeline's `num_microbatches`, say.
+      unit: each device's rows of a microbatch are a multiple of it: a pipeline's `num_microbatches`, say.
+
+    Attributes:
+      parts: rows per step are a multiple of it: devices x microbatches x `unit`.
     """
 
     _PRIMES = (1009, 2003, 4001, 8009)
 
-    def __init__(self, step: TrainStep, params: Any, batch: Any, *args: Any, unit: int = 1):
-        self._given = (step, params, batch, args)
+    def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
         options = step.loss.options
-        self.parts = options.setup.num_batch_shards * options.microbatches * unit
+        self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
         sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
         sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
         self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
-        self._traced = _Traced(step, params, _with_rows(batch, self._prime * self.parts), args)
+        self._batch = batch
+        self._traced = _Traced(LaidOut(step, params, _with_rows(batch, self._prime * self.parts), *args))
 
     def at(self, rows: int) -> Prediction:
-        """With so many rows a step, over all devices and microbatches.
+        """The prediction for `rows` rows a step, over all devices and microbatches.
 
         Raises:
           ValueError: `rows` is no multiple of `parts`.
         """
         if rows % self.parts or rows < 1:
             raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
-        batch = _with_rows(self._given[2], rows)
+        batch = _with_rows(self._batch, rows)
         return self._traced.rescaled(self._prime, rows // self.parts, batch).prediction()
 
 
-def _with_rows(batch: Any, rows: int) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype), batch)
+def _with_rows(batch: Tree, rows: int) -> Tree:
+    def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 class _Traced:
     """A step as it runs on each device of its platform."""
 
-    def __init__(self, step: TrainStep, params: Any, batch: Any, args: Any):
-        engine = step.setup
-        if engine.config.auto_axes:
+    def __init__(self, given: LaidOut):
+        setup = given.setup
+        if setup.config.auto_axes:
             raise ValueError(
-                f"plan: auto_axes={engine.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
+                f"plan: auto_axes={setup.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
                 "compiling: read the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
             )
-        self.engine, self.batch = engine, batch
-        self.platform = platform_of(engine.mesh)
-        params = jax.tree.map(shape_of, params)
-        state = engine.abstract_state(params)
-        engine.strictly(params)
-        self.layout = engine.with_state(params)
-        held = jax.tree.leaves((self.layout.param_specs, self.layout.state_specs), is_leaf=lambda x: isinstance(x, P))
-        specs = held + [P(engine.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
-        traced = step.trace(params, state, batch, *args)
-        block = from_jaxpr.written_out(traced.jaxpr, specs, engine.sizes, self.platform)
-        self.block = (
-            xla_tpu.as_on_tpu(block, engine.mesh.size, torus_dims(engine.mesh)) if self.platform == "tpu" else block
-        )
-        self.donated = [step.donate] * len(held) + [False] * (len(specs) - len(held))
+        self.setup, self.batch, self.layout = setup, given.batch, given.layout
+        self.platform = platform_of(setup.mesh)
+        held, num_args = given.specs, len(jax.tree.leaves(given.args))
+        specs = held + [P(setup.batch_axes)] * len(jax.tree.leaves(given.batch)) + [P()] * num_args
+        traced = given.step.trace(given.params, given.state, given.batch, *given.args)
+        block = from_jaxpr.written_out(traced.jaxpr, specs, setup.sizes, self.platform)
+        if self.platform == "tpu":
+            block = xla_tpu.as_on_tpu(block, setup.mesh.size, torus_dims(setup.mesh))
+        self.block = block
+        self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
 
-    def rescaled(self, old: int, new: int, batch: Any) -> "_Traced":
-        """For a batch of other rows."""
+    def rescaled(self, old: int, new: int, batch: Tree) -> "_Traced":
+        """The same for a batch of other rows: `new` on each device in place of `old`."""
         other = copy.copy(self)
         other.block, other.batch = program.rescaled(self.block, old, new), batch
         return other
 
     def prediction(self) -> Prediction:
         costs = costs_of(self.block, self.donated, self.platform)
-        at_rest = _at_rest(self.layout, self.batch, self.engine)
-        return Prediction(self.engine.sizes, self.platform, at_rest, costs, self.layout)
+        return Prediction(self.setup.sizes, self.platform, self._at_rest(), costs, self.layout)
 
-
-def _at_rest(found: Layout, batch: Any, engine: Any) -> dict[str, int]:
-    cuts, held = found.config.cuts, found.bytes_per_device
-    grads = 0
-    for leaf in found.params:
-        shape = local_shape(leaf.shape, found.spec(leaf, cut=cuts.accumulators), found.sizes)
-        grads += math.prod(shape) * np.dtype(like(found.config.reduce_dtype, leaf.dtype)).itemsize
-    rows = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(batch))
-    return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows // engine.num_batch_shards}
+    def _at_rest(self) -> dict[str, int]:
+        """Bytes on each device, by kind; gradients while they are summed."""
+        layout, cuts, held = self.layout, self.layout.config.cuts, self.layout.bytes_per_device
+        grads = 0
+        for leaf in layout.params:
+            shape = local_shape(leaf.shape, layout.spec(leaf, cut=cuts.accumulators), layout.sizes)
+            grads += math.prod(shape) * np.dtype(like(layout.config.reduce_dtype, leaf.dtype)).itemsize
+        batch = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(self.batch))
+        rows = batch // self.setup.num_batch_shards
+        return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows}

@@ -5,14 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxshard.inspect.reports import Collective
+from jaxshard.base.rings import ring_bytes
+from jaxshard.base.types import T
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
 
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A collective as predicted: its kind, bytes, and axes of the mesh; see `inspect.Collective`."""
+    """A collective as predicted: its kind, payload in bytes, and axes of the mesh; see `inspect.Collective`."""
 
     kind: str
     bytes: int
@@ -24,7 +25,7 @@ class Moved:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends per step."""
-        return Collective(self.kind, self.bytes, self.group_size, self.trips, (self.dtype,), "").wire_bytes
+        return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
 
 
 class Value:
@@ -56,12 +57,12 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One operation; a loop has its body in `blocks`, and `split`, the numbers of its constants and carries."""
+    """One operation. A loop has its body in `blocks`, and in `split` how many constants and carries it takes."""
 
     name: str
     ins: list[Value]
     outs: list[Value]
-    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     blocks: tuple["Block", ...] = ()
     trips: int = 1
     split: tuple[int, int] = (0, 0)
@@ -71,20 +72,21 @@ class Op:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """A program: what goes in, what is done in which order, what comes out."""
+    """A program: its inputs, its operations in their order, its outputs."""
 
     ins: list[Value]
     ops: list[Op]
     outs: list[Value]
 
 
-# What is never used.
+# Dead code elimination.
 
 
 def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
-    """The block without what its wanted outputs do not need; and which inputs are."""
+    """The block without the operations that its wanted outputs do not need; and for each input, whether it is used."""
     outs = [out for out, yes in zip(block.outs, wanted, strict=True) if yes]
-    live, ops = {out.root for out in outs}, []
+    live = {out.root for out in outs}
+    ops: list[Op] = []
     for op in reversed(block.ops):
         asked = [out.root in live for out in op.outs]
         if any(asked):
@@ -113,7 +115,7 @@ def _pruned_op(op: Op, asked: list[bool]) -> Op:
     return dataclasses.replace(op, ins=_only(op.ins, kept), outs=_only(op.outs, asked), blocks=(block,), split=split)
 
 
-def _only(items: Sequence[Any], kept: Sequence[bool]) -> list[Any]:
+def _only(items: Sequence[T], kept: Sequence[bool]) -> list[T]:
     return [item for item, yes in zip(items, kept, strict=True) if yes]
 
 
@@ -121,7 +123,7 @@ def _only(items: Sequence[Any], kept: Sequence[bool]) -> list[Any]:
 
 
 def rescaled(block: Block, old: int, new: int) -> Block:
-    """The block, each dim that `old` divides being so much larger or smaller; `old` should divide no other."""
+    """The block with `new` rows in place of `old`: all dims that `old` divides are scaled."""
     return _Rescaler(old, new).block(block)
 
 
@@ -157,12 +159,12 @@ class _Rescaler:
 def product_flops(op: Op) -> float:
     """Multiplications and additions of a matrix product or convolution on one device; 0 for other operations."""
     if op.name == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
+        contracted: Sequence[int] = op.params["dimension_numbers"][0][0]
         deep = math.prod(op.ins[0].shape[d] for d in contracted)
         cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
         return 2.0 * op.outs[0].size * deep / max(1, cut)
     if op.name == "conv_general_dilated":
         kernel = op.ins[1]
-        out_features = kernel.shape[op.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * op.outs[0].size * math.prod(kernel.shape) / out_features
+        out_dim: int = op.params["dimension_numbers"].rhs_spec[0]
+        return 2.0 * op.outs[0].size * math.prod(kernel.shape) / kernel.shape[out_dim]
     return 0.0

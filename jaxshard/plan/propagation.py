@@ -1,8 +1,8 @@
 """How cuts go from operation to operation in the global view, where XLA partitions."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jaxshard.plan.program import Spec, Value
 
@@ -10,7 +10,14 @@ from jaxshard.plan.program import Spec, Value
 def followed(
     name: str, params: Mapping[str, Any], ins: list[Value], shapes: list[tuple[int, ...]]
 ) -> tuple[list[Spec], tuple[str, ...]]:
-    """(how each output is cut, axes over which it is summed)."""
+    """(the spec of each output, the axes over which it is summed).
+
+    Args:
+      name: of the primitive.
+      params: of the equation.
+      ins: its inputs.
+      shapes: of its outputs.
+    """
     if name == "dot_general":
         return _followed_product(params, ins, shapes[0])
     if name.startswith(("reduce_", "arg")) and "axes" in params and ins:
@@ -19,7 +26,8 @@ def followed(
         summed = tuple(a for i, e in enumerate(ins[0].spec) if i in gone for a in e)
         return [kept for _ in shapes], summed
     if name == "transpose":
-        return [tuple(ins[0].spec[i] for i in params["permutation"])], ()
+        permutation: Sequence[int] = params["permutation"]
+        return [tuple(ins[0].spec[i] for i in permutation)], ()
     if name == "broadcast_in_dim":
         spec: list[tuple[str, ...]] = [()] * len(shapes[0])
         for i, dim in enumerate(params["broadcast_dimensions"]):
@@ -30,14 +38,17 @@ def followed(
     return [_widest(ins, shape) for shape in shapes], ()
 
 
+_ProductDims: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
 def _followed_product(
     params: Mapping[str, Any], ins: list[Value], shape: tuple[int, ...]
 ) -> tuple[list[Spec], tuple[str, ...]]:
-    (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
+    numbers: _ProductDims = params["dimension_numbers"]
+    (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = ins
-    summed = tuple(
-        dict.fromkeys(a for x, dims in ((left, left_sum), (right, right_sum)) for d in dims for a in x.spec[d])
-    )
+    twice = [a for d in left_sum for a in left.spec[d]] + [a for d in right_sum for a in right.spec[d]]
+    summed = tuple(dict.fromkeys(twice))
     spec = [left.spec[i] or right.spec[j] for i, j in zip(left_batch, right_batch, strict=True)]
     for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
         spec += [x.spec[d] for d in range(len(x.shape)) if d not in used]
@@ -50,7 +61,7 @@ def _followed_product(
 
 
 def _widest(ins: list[Value], shape: tuple[int, ...]) -> Spec:
-    """As the most cut of the inputs of this rank, in the dims that keep their sizes."""
+    """The spec of the input of this rank that is cut most, in the dims whose size stays."""
     alike = [x for x in ins if len(x.shape) == len(shape)]
     best = max(alike, key=lambda x: x.parts, default=None)
     if best is None:

@@ -5,76 +5,22 @@ ZeRO's table of bytes at rest: Rajbhandari et al. 2020, section 5.
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from jax.sharding import AbstractMesh
+import optax
 
+from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.base.units import seconds_in_words, size_in_words
-from jaxshard.core.step import TrainStep
-from jaxshard.hardware.chips import Chip
-from jaxshard.mesh import abstract_mesh
-from jaxshard.plan.prediction import AnyRows, Prediction, Seconds, predict
+from jaxshard.core import optimizer
+from jaxshard.core.step import TrainStep, train_step
+from jaxshard.plan.choices import Candidate, Target
+from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
+from jaxshard.plan.roofline import Seconds
 
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What there is to train on: so many devices of a kind, how much of their memory may be used, and a TPU's torus."""
-
-    chip: Chip
-    num_devices: int
-    memory_bytes: float
-    torus: tuple[int, ...] = ()
-
-    @property
-    def num_domains(self) -> int:
-        """Groups of devices that fast links join."""
-        return max(1, self.num_devices // self.chip.domain_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A way to train: a strategy, the sizes of the mesh's axes, and the parts of each device's rows."""
-
-    strategy: str
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    replica: int = 1
-    zero: int | None = None
-    microbatches: int = 1
-
-    @property
-    def name(self) -> str:
-        """Such as "zero2", or "hybrid zero3 8 x data, 4 x tensor, m 2"."""
-        level = f" zero{self.zero}" if self.zero is not None else ""
-        axes = ("replica", "data", "tensor", "pipeline")
-        cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
-        sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
-        return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each axis, as `make_mesh` takes them."""
-        return {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.sizes.values())
-
-    def mesh(self, target: Target) -> AbstractMesh:
-        """The mesh, without devices."""
-        chip, sides = target.chip, "x".join(map(str, target.torus))
-        kind = f"{chip.name}:{sides}" if sides else chip.name
-        return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
-
-
-# Builds what a candidate trains with: (its mesh) -> (step, params, batch, *args), as `predict` takes them.
-
-
-Build = Callable[[Candidate, Any], tuple[Any, ...]]
+# What a candidate trains with, (step, params, batch, *args) as `predict` takes them; and what makes it on a mesh.
+Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
+Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,18 +62,6 @@ class Row:
         }
 
 
-def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
-    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
-    found = [
-        Candidate(strategy, data=target.num_devices, microbatches=microbatches)
-        for strategy in ("ddp", "zero1", "zero2", "zero3")
-    ]
-    domains = target.num_domains
-    if domains > 1 and target.num_devices % domains == 0:
-        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
-    return found
-
-
 def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:
     """Predicts each candidate.
 
@@ -139,7 +73,14 @@ def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> li
     return [Row(c, predict(*build(c, c.mesh(target))), target) for c in candidates]
 
 
-def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *args: Any, **options: Any) -> Build:
+def building(
+    loss_fn: Callable[..., Tree],
+    inner: optax.GradientTransformation,
+    params: Tree,
+    batch: Tree,
+    *args: Tree,
+    **options: Any,
+) -> Build:
     """`build` for any model: a loss, an optax optimizer, and params and batch as arrays or `ShapeDtypeStruct`s.
 
     Args:
@@ -148,22 +89,20 @@ def building(loss_fn: Callable[..., Any], inner: Any, params: Any, batch: Any, *
       options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
 
     >>> import jax, jax.numpy as jnp, optax
-    >>> from jaxshard.hardware import chips
+    >>> from jaxshard.plan import chip, side_by_side
     >>> loss = lambda p, batch: jnp.mean((batch @ p) ** 2)
     >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (64, 512))]
-    >>> target = Target(chips.chip("h100"), 8, 80e9)
+    >>> target = Target(chip("h100"), 8, 80e9)
     >>> rows = compare(building(loss, optax.adam(1e-3), *shapes), side_by_side(target), target)
     >>> [(row.candidate.name, row.prediction.at_rest["state"]) for row in rows][2]
     ('zero2', 262148)
     """
-    import jaxshard
-
     of_step = {k: options.pop(k) for k in ("has_aux", "weighted", "fold_keys", "extra", "max_skips") if k in options}
 
-    def build(candidate: Candidate, mesh: Any) -> tuple[Any, ...]:
+    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         level = {} if candidate.zero is None else {"zero": candidate.zero}
-        opt = getattr(jaxshard, candidate.strategy)(inner, mesh, **level, **options)
-        step = jaxshard.train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
+        opt = getattr(optimizer, candidate.strategy)(inner, mesh, **level, **options)
+        step = train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
         return (step, params, batch, *args)
 
     return build
@@ -229,33 +168,6 @@ def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]])
     )
 
 
-def candidates(
-    target: Target,
-    *,
-    microbatches: Sequence[int] = (1, 4, 16),
-    tensors: Sequence[int] = (1,),
-    pipelines: Sequence[int] = (1,),
-) -> list[Candidate]:
-    """Strategy x mesh x microbatches, for `fit`.
-
-    Args:
-      target: the devices.
-      microbatches: parts of each device's rows to try.
-      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
-    """
-    found: list[Candidate] = []
-    for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):
-        if target.num_devices % (tensor * pipeline):
-            continue
-        if tensor == pipeline == 1:
-            found += side_by_side(target, m)
-            continue
-        data = target.num_devices // (tensor * pipeline)
-        levels = (1, 2, 3) if data > 1 else (0,)
-        found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
-    return found
-
-
 def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
     """Ranks candidates: strategy x mesh x microbatches.
 
@@ -267,33 +179,32 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
       found: see `candidates`.
       target: the devices.
     """
-    rows, refused, too_large = [], [], []
+    rows: list[Row] = []
+    refused: list[tuple[Candidate, str]] = []
+    too_large: list[tuple[Candidate, LaidOut]] = []
     for candidate in found:
         try:
-            built = build(candidate, candidate.mesh(target))
-            held = at_rest(*built)
-            if held > target.memory_bytes:
-                too_large.append((candidate, built, held))
+            laid = LaidOut(*build(candidate, candidate.mesh(target)))
+            if laid.held_bytes > target.memory_bytes:
+                too_large.append((candidate, laid))
             else:
-                rows.append(Row(candidate, predict(*built), target))
+                rows.append(Row(candidate, laid.prediction(), target))
         except ValueError as error:
             refused.append((candidate, str(error)))
     if not any(row.fits for row in rows) and too_large:
-        least = min(held for *_, held in too_large)
-        traced = [(candidate, built) for candidate, built, held in too_large if held == least]
-        rows += [Row(candidate, predict(*built), target) for candidate, built in traced]
-        too_large = [one for one in too_large if one[2] > least]
-    for candidate, _, held in too_large:
-        refused.append((candidate, f"params and state alone are {size_in_words(held - target.memory_bytes)} too large"))
+        least = min(laid.held_bytes for _, laid in too_large)
+        rows += [Row(candidate, laid.prediction(), target) for candidate, laid in too_large if laid.held_bytes == least]
+        too_large = [(candidate, laid) for candidate, laid in too_large if laid.held_bytes > least]
+    for candidate, laid in too_large:
+        excess = size_in_words(laid.held_bytes - target.memory_bytes)
+        refused.append((candidate, f"params and state alone are {excess} too large"))
     order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
     return Fit(tuple(order), tuple(refused))
 
 
-def at_rest(step: TrainStep, params: Any, *_: Any) -> int:
+def at_rest(step: TrainStep, params: Tree, *_: Tree) -> int:
     """Bytes of params and state on each device, by shapes alone."""
-    step.setup.strictly(params)
-    held = step.setup.with_state(params).bytes_per_device
-    return held["params"] + held["state"]
+    return LaidOut(step, params, None).held_bytes
 
 
 def largest_batch(found: AnyRows, target: Target) -> int:
@@ -333,8 +244,8 @@ def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | 
     larger = candidate
     while larger.num_devices <= 2**16:
         with contextlib.suppress(ValueError):
-            built = build(larger, larger.mesh(target))
-            if at_rest(*built) <= target.memory_bytes and predict(*built).peak_bytes <= target.memory_bytes:
+            laid = LaidOut(*build(larger, larger.mesh(target)))
+            if laid.held_bytes <= target.memory_bytes and laid.prediction().peak_bytes <= target.memory_bytes:
                 return larger.num_devices
         larger = dataclasses.replace(larger, data=2 * larger.data)
     return None

@@ -14,15 +14,20 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.primitives import BENT_ON_TPU, GATHERS
 from jaxshard.plan.program import Block, Op, Value
 
-_BENT = frozenset(["transpose", "slice", "convert_element_type", "copy"])
-_GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 
 
 def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
-    """The block as a TPU runs it, on so many devices in a torus of so many dims; its values are changed in place."""
+    """The block as a TPU runs it; its values are changed in place.
+
+    Args:
+      block: the program on each device.
+      num_devices: of the mesh.
+      torus_dims: in how many dims they are joined; 0 where that is not known.
+    """
     only = _only_products(block, frozenset())
     _narrow(block, only)
     _reduce_otherwise(block, num_devices)
@@ -32,7 +37,12 @@ def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
 
 
 def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
-    """The values that products alone read, those of loops' bodies too; outputs in `fine` may be so."""
+    """The values that only products read, in the bodies of loops too.
+
+    Args:
+      block: the program.
+      fine: its outputs that only products read outside of it.
+    """
     outs = {x.root for x in block.outs} - fine
     bad: set[Value] = set(outs)
     read: set[Value] = set()
@@ -59,11 +69,12 @@ def _is_single(x: Value) -> bool:
 
 
 def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
+    """Whether the operation reads its input `i` as products do, or hands it on to products alone."""
     if op.name == "dot_general":
         return op.params.get("precision") in _DEFAULT
     if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
         return True
-    if op.name in _BENT or op.name in _GATHERS:
+    if op.name in BENT_ON_TPU or op.name in GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
     if op.name == "scan" and not consts <= i < consts + carries:
@@ -72,19 +83,20 @@ def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
 
 
 def _narrow(block: Block, only: set[Value]) -> None:
+    """Makes the values in `only` bfloat16, in place, and halves what gathers of them move."""
     given = {x.root for x in block.ins}
     for op in block.ops:
         for out in op.outs:
             if out in only and out not in given:
                 out.dtype = jnp.dtype(jnp.bfloat16)
-        if op.name in _GATHERS and op.outs[0] in only:
+        if op.name in GATHERS and op.outs[0] in only:
             op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // 2, dtype="bfloat16") for m in op.moved)
         for inner in op.blocks:
             _narrow(inner, only)
 
 
 def _reduce_otherwise(block: Block, num_devices: int) -> None:
-    """Sets what reductions move."""
+    """Changes reductions, in place, to those that XLA makes of them."""
     read_by: dict[Value, list[Op]] = {}
     for op in block.ops:
         for x in op.ins:
@@ -125,12 +137,13 @@ def _as_all_reduce(op: Op) -> list[Op]:
 
 def _misses_tiles(op: Op) -> bool:
     """Columns in odd multiples of 128, of a dtype of two bytes."""
-    part, dim = op.outs[0], op.params["scatter_dimension"]
+    part = op.outs[0]
+    dim: int = op.params["scatter_dimension"]
     return dim == len(part.shape) - 1 and part.itemsize == 2 and part.shape[dim] % 256 == 128
 
 
 def _with_copies(block: Block, only: set[Value]) -> Block:
-    """The block with bfloat16 copies of what loops run over and products alone read there."""
+    """The block with bfloat16 copies, ahead of loops, of arrays that they scan and only products read there."""
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
     for op in block.ops:

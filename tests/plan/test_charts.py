@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from jaxshard import plan
 from jaxshard.base import units
 from jaxshard.hardware import chips
-from jaxshard.plan import charts, png
+from jaxshard.plan import charts, drawing
 from jaxshard.plan import html as pages
 
 MB = 1e6
@@ -55,7 +55,7 @@ def with_memory(rows, memory_bytes):
 
 
 def drawn(rows, path, **options):
-    png.draw(rows, path, **{"title": "a title", **options})
+    drawing.draw(rows, path, **{"title": "a title", **options})
     return imread(path)[..., :3]
 
 
@@ -262,15 +262,43 @@ def test_the_largest_batch_is_shown_where_it_is_known(rows, tmp_path):
     assert (head[-1][0], first[-1][0], second[-1][0]) == ("largest batch", "12,288 rows", "")
 
 
+def bars(page):
+    """(row's name, part) -> (tooltip's size, start, width) of each bar of the page's charts."""
+    written = re.findall(r"<g><title>([^<]*), ([^,<]*): ([^<]*)</title>\s*<path d=\"([^\"]*)\"", page)
+    found = {}
+    for name, part, size, path in written:
+        across = [float(x) for x, _ in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
+        assert (name, part) not in found
+        found[name, part] = (size, min(across), max(across) - min(across))
+    return found
+
+
 def test_bars_of_the_page_are_to_scale(rows, tmp_path):
-    page = written(rows, tmp_path / "plan.html")
-    rects = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="22" fill="#', page)
-    memory = np.array(rects[: len(rows) * len(plan.KINDS)], float).reshape(len(rows), len(plan.KINDS), 2)
-    starts, widths = memory[..., 0], memory[..., 1]
+    found = bars(written(rows, tmp_path / "plan.html"))
+    keys = [[(row.candidate.name, kind) for kind in plan.KINDS] for row in rows]
+    starts, widths = (np.array([[found[key][i] for key in line] for line in keys]) for i in (1, 2))
     expected = np.array([[row.prediction.memory[kind] for kind in plan.KINDS] for row in rows], float)
     np.testing.assert_allclose(widths / widths[0, 0], expected / expected[0, 0], atol=1e-3)
     np.testing.assert_allclose(starts[:, 1:], (starts + widths)[:, :-1], atol=0.02)
     assert len(set(starts[:, 0])) == 1
+    assert [found[key][0] for key in keys[0]] == [units.size_in_words(num_bytes) for num_bytes in expected[0]]
+    sent = [found[row.candidate.name, "along data"][2] for row in rows]
+    expected = [row.prediction.costs.wire_bytes_by_axes()["data"] for row in rows]
+    np.testing.assert_allclose(np.array(sent) / sent[0], np.array(expected) / expected[0], atol=1e-3)
+
+
+def test_the_charts_of_a_page_share_no_ids_and_name_none_that_is_not_there(rows, tmp_path):
+    page = written(rows, tmp_path / "plan.html")
+    ids = [value for _, name, value in Parsed(page).attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 10
+    assert set(re.findall(r"url\(#([^)]*)\)", page)) <= set(ids)
+
+
+def test_the_charts_follow_the_pages_colours(rows, tmp_path):
+    charted = "".join(re.findall(r"<svg class=\"chart\".*?</svg>", written(rows, tmp_path / "plan.html"), re.S))
+    colours = {*charts.OF_MEMORY.values(), *charts.OF_TRAFFIC, charts.OTHERS}
+    assert set(re.findall(r"#[0-9a-f]{6}", charted)) <= colours
+    assert {"var(--ink)", "var(--bad)"} <= set(re.findall(r"var\(--\w+\)", charted))
 
 
 @pytest.mark.parametrize(
@@ -285,8 +313,10 @@ def test_the_limit_and_what_fits(rows, tmp_path, memory, fitting, line):
     assert sum(text.endswith(" too large") for text in fits) == len(rows) - fitting
     assert any(line in text for text in found.texts)
     assert ("beyond the limit" in page) == (fitting < len(rows))
-    assert ('class="limit"' in page) == (memory < 1e9)
-    assert page.count('height="22" fill="url(#beyond)"') == len(rows) - fitting
+    assert ('-limit"' in page) == (memory < 1e9)
+    beyond = {name for name, part in bars(page) if part == "beyond the limit"}
+    assert beyond == {row.candidate.name for row in rows if row.prediction.peak_bytes > memory}
+    assert len(beyond) == len(rows) - fitting
 
 
 def test_one_row_on_one_device(tmp_path):
@@ -310,7 +340,7 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
 # What cannot be drawn.
 
 
-@pytest.mark.parametrize("show", [png.draw, pages.page])
+@pytest.mark.parametrize("show", [drawing.draw, pages.page])
 def test_rows_of_one_target(rows, tmp_path, show):
     with pytest.raises(ValueError, match="rows: there are none"):
         show([], tmp_path / "plan", title="")

@@ -1,6 +1,7 @@
 """Plans: what is predicted against what is compiled for simulated devices, against formulas, and against itself."""
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -9,18 +10,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from rich.console import Console
 from test_costs import BLOCK, LAYERS, PARAMS, TABLES, VOCABULARY, batch, loss, params
 
 import jaxshard
 from jaxshard import inspect, plan
-from jaxshard.base.units import size_in_words
-from jaxshard.cli import main
+from jaxshard.base.units import seconds_in_words, size_in_words
+from jaxshard.cli import main, plan_tables
 from jaxshard.cli import plan as command
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target, from_jaxpr
 from jaxshard.plan.costs import costs_of
-from jaxshard.plan.prediction import bandwidth_along
+from jaxshard.plan.program import Moved
+from jaxshard.plan.roofline import bandwidth_along
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 H100 = Target(chips.chip("h100"), 8, 80e9)
@@ -418,7 +421,9 @@ def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path)
     [
         (("--machine", "h100"), ("h100:8",)),
         (("--machine", "v9:2x2"), ("v5p:8x8x8", "h100:8")),
-        (("--devices", "8", "--chip", "tpu"), ("v5e", "h100", "b200")),
+        (("--machine", "h10:8"), ("unknown chip, 'h10' (did you mean h100?)", "v5p:8x8x8", "b200:8")),
+        (("--devices", "8", "--chip", "tpu"), ("'tpu' is not known", "v5e", "h100", "b200")),
+        (("--chip", "v5"), ("'v5' is not known; there are v4, v5e, ", "did you mean v5", "cpu")),
         (("--devices", "8", "--machine", "h100:8"), ("--devices", "--machine")),
         (("--devices", "0"), ("--devices 0",)),
         (("--chip", "h200"), ("--chip h200", "--devices N")),
@@ -443,6 +448,53 @@ def test_predicted_stands_beside_compiled(capsys, tmp_path):
     (row,) = json.loads(file.read_text())["rows"]
     assert row["predicted"]["wire_bytes"] == pytest.approx(row["compiled"]["wire_bytes"], rel=1e-2)
     assert "params at rest, bytes" in out
+
+
+def wide_rows():
+    """Rows with long names and large numbers."""
+    rows = plan.compare(build_of(), plan.side_by_side(H100), H100)
+    names = [row.candidate for row in rows[1:]] + [Candidate("hybrid", 16, 8, 4, 2, zero=3, microbatches=16)]
+    sent = [Moved(kind, 10**12, axes, 8, "float32") for kind, axes in MOVED]
+    found = []
+    for row, name, peak in zip(rows, names, (1_468_349_000_000, 184.94e9, 45.2e9, 999.4e6), strict=True):
+        costs = dataclasses.replace(row.prediction.costs, peak_bytes=int(peak), collectives=tuple(sent))
+        prediction = dataclasses.replace(row.prediction, costs=costs, axes={"replica": 2, "data": 16, "tensor": 8})
+        found.append(dataclasses.replace(row, candidate=name, prediction=prediction, largest_batch=1_048_576))
+    return found
+
+
+MOVED = (("all-reduce", ("data",)), ("all-gather", ("replica", "data")), ("all-reduce", ("tensor",)))
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 80, 100, 120, 160, 240])
+def test_no_number_of_the_table_is_cut_off(width):
+    """At 120 columns the peak was "1,46…", and at 80 there was little else."""
+    rows, file = wide_rows(), io.StringIO()
+    plan_tables.show(Console(file=file, width=width), rows)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in file.getvalue()
+    for row in rows:
+        sizes = [*(row.prediction.memory[kind] for kind in plan.KINDS), row.peak_bytes]
+        sizes += [row.excess_bytes] if not row.fits else []
+        texts = [size_in_words(num_bytes) for num_bytes in sizes]
+        texts += [seconds_in_words(row.seconds.total), "1,048,576 rows", "replica x data 875 GB", "tensor 1,750 GB"]
+        assert all(any(text in line for line in lines) for text in texts), (width, texts, file.getvalue())
+
+
+@pytest.mark.parametrize(("width", "tables"), [(240, 1), (80, 2), (40, 0)])
+def test_a_narrower_screen_gets_more_tables_and_then_lines(width, tables):
+    file = io.StringIO()
+    plan_tables.show(Console(file=file, width=width), wide_rows())
+    assert file.getvalue().count("strategy") == tables
+
+
+def test_the_printed_plan_has_no_number_cut_off_in_a_pipe(capsys):
+    status, out, _ = run_plan(capsys, "configs/llama3_8b.toml", "--machine", "h100:8x8")
+    assert status == 0
+    assert "\u2026" not in out
+    for name, peak in (("ddp", "185 GB"), ("zero1", "90.1 GB"), ("zero2", "45.2 GB")):
+        assert re.search(rf"^{name}.* 16\.1 GB .* {re.escape(peak)} ", out, re.MULTILINE)
 
 
 def test_precision_is_planned_too():

@@ -1,0 +1,209 @@
+"""The collectives of a compiled program, read from its HLO text."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxshard.base.rings import ring_bytes
+from jaxshard.inspect import hlo
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a compiled program, as one device sees it.
+
+    Attributes:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+            "collective-permute" or "collective-broadcast". A TPU `all-reduce-scatter` fusion is a "reduce-scatter".
+        bytes: payload of one execution, in bytes per device: the whole output of an all-gather, the whole input of
+            a reduce-scatter, and the operands of every other kind (of an all-reduce in the type that is summed in; of
+            a ragged all-to-all, the whole operand: an upper bound). Several arrays in one operation are added up.
+            Types are those the compiler chose, which may be wider (CPU) or narrower than the program's.
+        group_size: number of devices that work together, the largest if groups differ. For a permute: the number
+            of devices linked by its source-target pairs.
+        trips: executions per step: the product of the trip counts of the loops around it.
+        dtypes: HLO element types of the payload, each once, such as `("f32",)`.
+        name: the instruction's name in the HLO text.
+        op_name: JAX's path to the operation (`metadata` in the HLO text), "" where there is none.
+        replica_groups: the device ids of each group. For a permute: of each set of linked devices.
+        trips_known: False if a loop around it has no trip count that can be read; it then counts as one trip.
+        overlapped: the names of the compute instructions (fusions, matrix products, loops; not copies) that the
+            schedule places between its start and its done: what can hide its time. () where there are none; None if
+            the operation is synchronous. That they overlap is the compiler's plan, not a measurement.
+    """
+
+    kind: str
+    bytes: int
+    group_size: int
+    trips: int
+    dtypes: tuple[str, ...]
+    name: str
+    op_name: str = ""
+    replica_groups: tuple[tuple[int, ...], ...] = ()
+    trips_known: bool = True
+    overlapped: tuple[str, ...] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The element types in one word, such as "f32" or "f32+bf16"."""
+        return "+".join(self.dtypes)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends per step: by the rings of `base.rings`, times `trips`."""
+        return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
+
+    def axes(self, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+        """The axes of the program's mesh along which it moves data: in which the devices of a group differ."""
+        where = [np.unravel_index(group, mesh.devices.shape) for group in self.replica_groups if group]
+        return tuple(axis for d, axis in enumerate(mesh.axis_names) if any(len(set(at[d])) > 1 for at in where))
+
+
+def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective, ...]:
+    """Lists the collectives of a compiled program, in program order.
+
+    A collective in a loop body appears once, with its `trips`; in a loop's condition too, with one more. Every
+    branch of a conditional is listed, though only one runs: an upper bound. An operation that is split into a
+    start and a done (or, on TPU, spread over several fusions) is listed once. Where the compiler names no trip
+    count (TPU), it is worked out from the loop's counter: where it starts, its step, and the constant that the
+    condition compares it with. Transfers by `send` and `recv` and through the host are not collectives.
+
+    Args:
+        compiled_or_text: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+
+    Returns:
+        A tuple of `Collective`.
+
+    Raises:
+        TypeError: if given neither a compiled program nor HLO text.
+        ValueError: if the HLO text is incomplete, or writes its replica groups in a form not known here.
+
+    >>> collectives("HloModule m\\n\\nENTRY e {\\n  ROOT p = f32[8]{0} parameter(0)\\n}")
+    ()
+    """
+    module = hlo.parse(_text(compiled_or_text))
+    return tuple(_walk(module, module.entry, _Around()))
+
+
+def wire_bytes(compiled_or_text: jax.stages.Compiled | str) -> float:
+    """Bytes that each device sends per step through the collectives of a compiled program.
+
+    Args:
+        compiled_or_text: as for `collectives`.
+
+    Returns:
+        The sum of `Collective.wire_bytes`, in bytes per device and step.
+
+    Raises:
+        TypeError, ValueError: as `collectives`.
+    """
+    return sum(c.wire_bytes for c in collectives(compiled_or_text))
+
+
+def needed(what: str, got: object) -> str:
+    hint = ": call `.compile()` on it first" if isinstance(got, jax.stages.Lowered) else ""
+    shown = repr(got if len(got) <= 40 else got[:40] + "...") if isinstance(got, str) else type(got).__name__
+    return f"jaxshard.inspect needs {what}, got {shown}{hint}."
+
+
+def _text(compiled_or_text: jax.stages.Compiled | str) -> str:
+    """The optimized HLO text, checked to be one."""
+    what = "a compiled program, `jax.jit(f).lower(...).compile()`, or its HLO text, `compiled.as_text()`"
+    is_compiled = isinstance(compiled_or_text, jax.stages.Compiled)
+    text = compiled_or_text.as_text() if is_compiled else compiled_or_text
+    if not isinstance(text, str) or not re.search(r"^HloModule ", text, re.M) or not re.search(r"^ENTRY ", text, re.M):
+        raise TypeError(needed(what, text if is_compiled else compiled_or_text))
+    return text
+
+
+# The walk: every collective under a computation, with the trips of the loops around it.
+
+_CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
+
+
+class _Around(NamedTuple):
+    """What is around a computation: its runs a step, whether they are known, whether it is a TPU `all-reduce-scatter`,
+    and what overlaps the asynchronous operation that it is the inside of."""
+
+    trips: int = 1
+    known: bool = True
+    scatters: bool = False
+    overlapped: tuple[str, ...] | None = None
+
+
+def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective]:
+    """Yields the collectives under computation `name`."""
+    if name not in module.computations:
+        raise ValueError(f"HLO text is incomplete: computation {name} is not defined.")
+    for instruction in module.computations[name].values():
+        opcode = instruction.opcode
+        if opcode.endswith(("-done", "-update")):
+            continue
+        if opcode.removesuffix("-start") in hlo.COLLECTIVES:
+            if not _is_continuation(module, name, instruction):
+                yield _collective(module, name, instruction, around)
+        elif opcode == "while":
+            count = hlo.trip_count(module, name, instruction)
+            body, condition = (1, 1) if count is None else (count, count + 1)
+            for key, times in (("condition", condition), ("body", body)):
+                inside = _Around(around.trips * times, around.known and count is not None)
+                for callee in instruction.called(key):
+                    yield from _walk(module, callee, inside)
+        elif callees := instruction.called(*_CALLS):
+            window = hlo.overlapped(module, name, instruction)
+            for callee in callees:
+                scatters = around.scatters or any("all-reduce-scatter" in n for n in (callee, instruction.name))
+                inside = around._replace(scatters=scatters)
+                yield from _walk(module, callee, inside if window is None else inside._replace(overlapped=window))
+
+
+def _is_continuation(module: hlo.Module, name: str, instruction: hlo.Instruction) -> bool:
+    """TPU spreads an async collective over several fusions, and repeats it in each. Only the start's counts."""
+    if "async_collective_fusion_config" not in instruction.attributes:
+        return False
+    starts = (i for i in module.computations[name].values() if '"AsyncCollectiveStart"' in i.attributes)
+    return not any(instruction.name in start.operand_names for start in starts)
+
+
+def _collective(module: hlo.Module, computation: str, instruction: hlo.Instruction, around: _Around) -> Collective:
+    kind = instruction.opcode.removesuffix("-start")
+    kind = "reduce-scatter" if around.scatters and kind == "all-reduce" else kind
+    size, dtypes = _operand_bytes(module, computation, instruction)
+    groups = hlo.groups_of(instruction, module.num_devices)
+    group_size = max(map(len, groups), default=1)
+    window = hlo.overlapped(module, computation, instruction)
+    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return Collective(
+        kind=kind,
+        bytes=size * group_size if kind == "all-gather" else size,
+        group_size=group_size,
+        trips=around.trips,
+        dtypes=tuple(dtypes),
+        name=instruction.name,
+        op_name=op_name[1] if op_name else "",
+        replica_groups=groups,
+        trips_known=around.known,
+        overlapped=around.overlapped if window is None else window,
+    )
+
+
+def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> tuple[int, list[str]]:
+    """Bytes and element types of what a collective is given; results differ in form between compilers."""
+    names, made = instruction.operand_names, module.computations[computation]
+    if instruction.opcode.startswith("ragged"):  # the rest are an output buffer, offsets and sizes
+        names = names[:1]
+    missing = [name for name in names if name not in made]
+    if missing or not names:
+        raise ValueError(f"HLO text is incomplete: {instruction.name} takes {missing}, not defined in {computation}.")
+    sliced = re.search(r"slice_sizes=\{(\{[\d,{}]*\})\}", instruction.attributes)
+    if sliced and instruction.opcode.startswith("collective-permute"):  # sends slices of its first operand
+        dtype = made[names[0]].shape.split("[")[0]
+        return hlo.bytes_of(" ".join(f"{dtype}[{dims}]" for dims in re.findall(r"\{([\d,]*)\}", sliced[1])))
+    given = hlo.bytes_of(" ".join(made[name].shape for name in names))
+    if instruction.opcode == "all-reduce":  # TPU: may take bfloat16 and sum in float32; its partial sums travel
+        return max(given, hlo.bytes_of(instruction.shape), key=lambda found: found[0])
+    return given

@@ -1,0 +1,116 @@
+"""What there is to train on, and the ways to train that are worth comparing on it."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh
+
+from jaxshard.hardware.chips import Chip
+from jaxshard.mesh import abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What there is to train on.
+
+    Attributes:
+      chip: the kind of each device.
+      num_devices: how many there are.
+      memory_bytes: how much memory of each may be used, in bytes.
+      torus: the sides of a TPU's torus; () where they are not known, or there is none.
+    """
+
+    chip: Chip
+    num_devices: int
+    memory_bytes: float
+    torus: tuple[int, ...] = ()
+
+    @property
+    def num_domains(self) -> int:
+        """Groups of devices that fast links join."""
+        return max(1, self.num_devices // self.chip.domain_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+      strategy: "ddp", "zero1", ..., or "hybrid".
+      data, tensor, pipeline, replica: devices along each axis of the mesh.
+      zero: the ZeRO level of "hybrid".
+      microbatches: parts of each device's rows.
+    """
+
+    strategy: str
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replica: int = 1
+    zero: int | None = None
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "zero2", or "hybrid zero3 8 x data, 4 x tensor, m 2"."""
+        level = f" zero{self.zero}" if self.zero is not None else ""
+        axes = ("replica", "data", "tensor", "pipeline")
+        cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
+        sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
+        return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, as `make_mesh` takes them."""
+        return {axis: getattr(self, axis) for axis in ("data", "tensor", "pipeline", "replica")}
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def mesh(self, target: Target) -> AbstractMesh:
+        """The mesh, without devices."""
+        chip, sides = target.chip, "x".join(map(str, target.torus))
+        kind = f"{chip.name}:{sides}" if sides else chip.name
+        return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
+
+
+def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
+    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
+    found = [
+        Candidate(strategy, data=target.num_devices, microbatches=microbatches)
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    domains = target.num_domains
+    if domains > 1 and target.num_devices % domains == 0:
+        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
+    return found
+
+
+def candidates(
+    target: Target,
+    *,
+    microbatches: Sequence[int] = (1, 4, 16),
+    tensors: Sequence[int] = (1,),
+    pipelines: Sequence[int] = (1,),
+) -> list[Candidate]:
+    """Strategy x mesh x microbatches, for `fit`.
+
+    Args:
+      target: the devices.
+      microbatches: parts of each device's rows to try.
+      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
+    """
+    found: list[Candidate] = []
+    for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):
+        if target.num_devices % (tensor * pipeline):
+            continue
+        if tensor == pipeline == 1:
+            found += side_by_side(target, m)
+            continue
+        data = target.num_devices // (tensor * pipeline)
+        levels = (1, 2, 3) if data > 1 else (0,)
+        found += [Candidate("hybrid", data, tensor, pipeline, zero=level, microbatches=m) for level in levels]
+    return found

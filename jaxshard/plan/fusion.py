@@ -1,0 +1,96 @@
+"""What is in memory, and what is not: element-wise work is done where its result is read."""
+
+from collections.abc import Sequence
+
+from jaxshard.base.primitives import BENT, FROM_NOTHING, FUSED, REDUCTIONS, UPDATES
+from jaxshard.plan.program import Block, Op, Value
+
+
+def distinct(values: Sequence[Value]) -> list[Value]:
+    """The arrays in memory behind values, each once."""
+    return list(dict.fromkeys(x.root for x in values))
+
+
+class Fusion:
+    """One block, as a compiler that fuses runs it.
+
+    An operation is virtual if its result is never in memory, because all that read it make it themselves.
+
+    Attributes:
+      block: the block.
+      platform: "cpu", "gpu" or "tpu".
+      made: the operation that makes each value.
+      readers: the operations that read each array.
+      kept: the arrays that the block's results are read from.
+    """
+
+    def __init__(self, block: Block, platform: str):
+        self.block, self.platform = block, platform
+        self.made: dict[Value, Op] = {out: op for op in block.ops for out in op.outs}
+        self.readers: dict[Value, list[Op]] = {}
+        for op in block.ops:
+            for root in {x.root for x in op.ins}:
+                self.readers.setdefault(root, []).append(op)
+        self._outs = {x.root for x in block.outs}
+        self._virtual: dict[Op, bool] = {}
+        self._sources: dict[Value, frozenset[Value]] = {}
+        self.kept = {s for x in block.outs for s in self.sources(x)}
+
+    def is_virtual(self, op: Op) -> bool:
+        """Whether the operation's result is never in memory."""
+        if op not in self._virtual:
+            self._virtual[op] = self._is_virtual(op)
+        return self._virtual[op]
+
+    def _is_virtual(self, op: Op) -> bool:
+        if op.name not in FUSED or len(op.outs) != 1 or op.outs[0] in self._outs:
+            return False
+        readers = self.readers.get(op.outs[0], [])
+        return op.name in FROM_NOTHING or all(self._takes(reader, op) for reader in readers)
+
+    def _takes(self, reader: Op, op: Op) -> bool:
+        """Whether `reader` makes the result of `op` itself, as it goes."""
+        if reader.name in FUSED or reader.name in REDUCTIONS:
+            return True
+        if reader.name == "dot_general":
+            return self.platform == "tpu" or op.name in BENT
+        return reader.name in UPDATES and op.outs[0] is not reader.ins[0].root
+
+    def sources(self, x: Value) -> frozenset[Value]:
+        """The arrays that are read from memory to make `x`."""
+        root = x.root
+        if root not in self._sources:
+            op = self.made.get(root)
+            if op is None or not self.is_virtual(op):
+                self._sources[root] = frozenset((root,))
+            else:
+                self._sources[root] = frozenset(s for i in op.ins for s in self.sources(i))
+        return self._sources[root]
+
+    def read_by(self, op: Op) -> frozenset[Value]:
+        """The arrays that an operation reads from memory."""
+        return frozenset(s for x in op.ins for s in self.sources(x))
+
+    def touched(self, op: Op) -> int:
+        """Bytes that an operation reads and writes. If it slices or updates an array, that part counts alone."""
+        written = sum(x.bytes for x in op.outs)
+        if op.name in ("gather", "dynamic_slice"):
+            return 2 * written
+        if op.name == "dynamic_update_slice":
+            return 2 * op.ins[1].bytes
+        ins = op.ins
+        if op.name in UPDATES:
+            ins, written = op.ins[1:], op.ins[-1].bytes
+        reads: dict[Value, int] = {}
+        for x in ins:
+            reads |= self._read_bytes(x)
+        return written + sum(reads.values())
+
+    def _read_bytes(self, x: Value) -> dict[Value, int]:
+        op = self.made.get(x.root)
+        if op is None or not self.is_virtual(op) or op.name in ("slice", "dynamic_slice"):
+            return {x.root: x.root.bytes}
+        found: dict[Value, int] = {}
+        for i in op.ins:
+            found |= self._read_bytes(i)
+        return found

@@ -1,0 +1,143 @@
+"""The most memory that a program needs at once, and what it reads and writes.
+
+Memory is that of a compiler that fuses (`fusion`): an array makes room after its last use, and is updated in place.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from jaxshard.base.primitives import FUSED, UPDATES
+from jaxshard.plan import xla_gpu
+from jaxshard.plan.fusion import Fusion, distinct
+from jaxshard.plan.program import Block, Op, Value, product_flops
+
+
+def peak_bytes(block: Block, freed: Sequence[Value], platform: str) -> int:
+    """The most bytes at once: of the `freed` inputs, which end with their last use, and of all that the block makes."""
+    return _Lives(Fusion(block, platform), freed).peak()
+
+
+def traffic(block: Block, platform: str) -> tuple[float, float]:
+    """Bytes that are read and written by products, and by all else."""
+    fusion = Fusion(block, platform)
+    products = rest = 0.0
+    for op in block.ops:
+        if op.blocks:
+            inner = max((traffic(b, platform) for b in op.blocks), key=sum)
+            products, rest = products + op.trips * inner[0], rest + op.trips * inner[1]
+        elif fusion.is_virtual(op):
+            continue
+        elif product_flops(op):
+            products += fusion.touched(op)
+        else:
+            rest += fusion.touched(op)
+    return products, rest
+
+
+class _Lives:
+    """When the arrays of a block begin and end."""
+
+    def __init__(self, fusion: Fusion, freed: Sequence[Value]):
+        self.fusion, self.freed = fusion, {x.root for x in freed}
+        self.is_gpu = fusion.platform == "gpu"
+
+    def ends(self, s: Value) -> bool:
+        """Whether an array makes room after its last use."""
+        return s not in self.fusion.kept and (s in self.fusion.made or s in self.freed)
+
+    def peak(self) -> int:
+        ops, read_by = self.ordered(), self.fusion.read_by
+        last = {source: i for i, op in enumerate(ops) for source in read_by(op)}
+        live = most = sum(x.bytes for x in self.freed)
+        early = xla_gpu.held_early(ops, self._inside) if self.is_gpu else {}
+        for i, op in enumerate(ops):
+            dying = [s for s in read_by(op) if last[s] == i and self.ends(s)]
+            made = sum(out.bytes for out in op.outs)
+            needed = max(made - self._reused(op, dying), 0) + self._inside(op) + early.get(op, 0)
+            most = max(most, live + needed)
+            unread = sum(out.bytes for out in op.outs if out not in last and out not in self.fusion.kept)
+            live += made - sum(s.bytes for s in dying) - unread
+        return most
+
+    def ordered(self) -> list[Op]:
+        """The operations that are not virtual, in the order in which they run.
+
+        What comes after the last loop (the update) compilers order so that memory is freed first; XLA for CPU keeps
+        the program's order.
+        """
+        ops = [op for op in self.fusion.block.ops if not self.fusion.is_virtual(op)]
+        if self.fusion.platform == "cpu":
+            return ops
+        start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if ops[i].blocks), 0)
+        late = xla_gpu.put_off(self.fusion, ops, start - 1) if self.is_gpu and start else []
+        return [op for op in ops[:start] if op not in late] + _Thrift(self, late + ops[start:]).ordered()
+
+    def _reused(self, op: Op, dying: list[Value]) -> int:
+        """Bytes of the operation's results that take the place of arrays that it is the last to read."""
+        if op.name in FUSED:
+            size = op.outs[0].bytes
+            beside = self.is_gpu and xla_gpu.normalises(self.fusion, op)
+            return size if any(s.bytes == size for s in dying) and not beside else 0
+        if op.name in UPDATES:
+            return op.outs[0].bytes if op.ins[0].root in dying else 0
+        if op.name in ("scan", "while"):
+            consts, carries = op.split
+            starts = {x.root for x in op.ins[consts : consts + carries]}
+            return sum(s.bytes for s in dying if s in starts)
+        return 0
+
+    def _inside(self, op: Op) -> int:
+        """Bytes that a loop or conditional needs beside its inputs and results."""
+        consts, carries = op.split
+        peaks = [0]
+        for block in op.blocks:
+            carried = block.ins[consts : consts + carries]
+            held = sum(x.bytes for x in distinct(carried))
+            peaks.append(peak_bytes(block, carried, self.fusion.platform) - held)
+        return max(peaks)
+
+
+class _Thrift:
+    """A topological order of operations: of those that are ready, always the one that adds least to what is held."""
+
+    def __init__(self, lives: _Lives, ops: list[Op]):
+        self.lives, self.ops = lives, ops
+        self.reads = {op: lives.fusion.read_by(op) for op in ops}
+        self.readers: dict[Value, set[Op]] = {}  # still to come
+        for op in ops:
+            for s in self.reads[op]:
+                self.readers.setdefault(s, set()).add(op)
+        made = {out: op for op in ops for out in op.outs}
+        self.waits = {op: len({made[s] for s in self.reads[op] if s in made}) for op in ops}
+        self.places = {op: i for i, op in enumerate(ops)}
+        self.heap: list[tuple[int, int, Op]] = []
+
+    def ordered(self) -> list[Op]:
+        for op in self.ops:
+            self._offer(op)
+        done: dict[Op, None] = {}
+        while self.heap:
+            *_, op = heapq.heappop(self.heap)
+            if op not in done:  # else it was offered again, when it had come to free more
+                done[op] = None
+                self._follow(op)
+        return list(done)
+
+    def _offer(self, op: Op) -> None:
+        if not self.waits[op]:
+            heapq.heappush(self.heap, (self._net(op), self.places[op], op))
+
+    def _follow(self, op: Op) -> None:
+        """Offers the operations that are ready, or free more, now that `op` is done."""
+        for s in self.reads[op]:
+            self.readers[s].discard(op)
+            for last in self.readers[s] if len(self.readers[s]) == 1 else ():
+                self._offer(last)
+        for reader in {r for out in op.outs for r in self.readers.get(out, ())}:
+            self.waits[reader] -= 1
+            self._offer(reader)
+
+    def _net(self, op: Op) -> int:
+        """Bytes that the operation adds to what is held."""
+        ended = [s for s in self.reads[op] if len(self.readers[s]) == 1 and self.lives.ends(s)]
+        return sum(out.bytes for out in op.outs) - sum(s.bytes for s in ended)
