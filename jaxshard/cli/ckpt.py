@@ -236,9 +236,9 @@ def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
 
 
 def _row(checkpoints: Checkpointer, step: int) -> list[str]:
-    folder = checkpoints.path / str(step)
+    folder, cells = checkpoints.path / str(step), [str(step)]
     try:
-        cells = [str(step), _saved(folder), size_in_words(_size(folder))]
+        cells += [_saved(folder), size_in_words(_size(folder))]
         found = checkpoints.info(step)
     except CorruptCheckpointError:
         return [*cells, "", "", "", "unreadable", ""]
