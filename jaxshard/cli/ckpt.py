@@ -30,6 +30,9 @@ DIR is a folder of checkpoints, a run's folder (which has them in model/), or th
 Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 _NUMBERS = ("step", "on disk", "leaves", "elements", "in arrays", "bytes", "digest or number")
 
+_File = Annotated[Path, tyro.conf.arg(metavar="FILE")]
+_Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
+_Regex = Annotated[str | None, tyro.conf.arg(metavar="REGEX")]
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 _Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
@@ -60,7 +63,7 @@ def ls(folder: _Dir) -> int:
     """List checkpoints, and folders beside them that are none.
 
     Args:
-      folder: of checkpoints, of a run or of a step.
+      folder: a folder of checkpoints, of a run, or of one step.
     """
     checkpoints, step = _opened(folder)
     steps = checkpoints.steps() if step is None else [step]
@@ -82,8 +85,8 @@ def info(folder: _Dir, step: _Step = None) -> int:
     """Show a checkpoint's leaves: path, shape, dtype, bytes and digest (of numbers, themselves). No array is read.
 
     Args:
-      folder: of checkpoints, of a run or of a step.
-      step: which one; the newest by default.
+      folder: a folder of checkpoints, of a run, or of one step.
+      step: the step to take; by default the newest.
     """
     checkpoints, step = _chosen(folder, step)
     found, console = checkpoints.info(step), _console()
@@ -104,8 +107,8 @@ def verify(folder: _Dir, step: _Step = None) -> int:
     """Read every array, and compare its digest with the one that was saved.
 
     Args:
-      folder: of checkpoints, of a run or of a step.
-      step: which one; all by default.
+      folder: a folder of checkpoints, of a run, or of one step.
+      step: the step to take; by default all.
     """
     checkpoints, steps = _asked(folder, step)
     corrupt, console = False, _console()
@@ -143,20 +146,18 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     return int(num_apart > 0)
 
 
-def export(
-    folder: _Dir, safetensors: Path, shard_size: str = "5GB", step: _Step = None, only: str | None = None
-) -> int:
-    """Write a checkpoint's arrays to a .safetensors file, named by their paths as `info` shows them, with their
-    slashes. A typed key is its uint32 data. Every digest is checked before a file appears.
+def export(folder: _Dir, safetensors: _File, shard_size: _Size = "5GB", step: _Step = None, only: _Regex = None) -> int:
+    """Write a checkpoint's arrays to a .safetensors file. An array's name is its path as `info` shows it; a typed key
+    is written as its uint32 data. Every digest is checked before a file appears.
 
-    Where the arrays take more than --shard-size, FILE.safetensors stands for FILE-00001-of-00003.safetensors and so on,
-    and FILE.safetensors.index.json tells which array is in which of them, as Hugging Face's loaders expect.
+    Arrays that take more than --shard-size are written to several files: in place of model.safetensors there are
+    model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as Hugging Face's loaders expect them.
 
     Args:
-      folder: of checkpoints, of a run or of a step.
+      folder: a folder of checkpoints, of a run, or of one step.
       safetensors: the file to write; it must not be there yet.
-      shard_size: the most that one file holds, in MB or GB, and what is held in memory at once.
-      step: which one; the newest by default.
+      shard_size: the most that one file holds, such as 500MB, and about what is held in memory.
+      step: the step to take; by default the newest.
       only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
     """
     most = _shard_bytes(shard_size)
@@ -235,9 +236,9 @@ def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
 
 
 def _row(checkpoints: Checkpointer, step: int) -> list[str]:
-    folder = checkpoints.path / str(step)
+    folder, cells = checkpoints.path / str(step), [str(step)]
     try:
-        cells = [str(step), _saved(folder), size_in_words(_size(folder))]
+        cells += [_saved(folder), size_in_words(_size(folder))]
         found = checkpoints.info(step)
     except CorruptCheckpointError:
         return [*cells, "", "", "", "unreadable", ""]

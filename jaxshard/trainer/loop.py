@@ -6,11 +6,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from jaxshard import NonFiniteError
+from jaxshard.base.types import Metrics, Tree
 from jaxshard.trainer.build import Run, num_updates
 from jaxshard.trainer.display import Display, bits
 from jaxshard.trainer.record import Recorder
@@ -31,8 +31,8 @@ class Hooks:
       back: after a divergence, the snapshot to go on from; None ends the run.
     """
 
-    step: Callable[..., tuple[Any, Any, dict[str, Any]]]
-    evaluate: Callable[[Any], float]
+    step: Callable[..., tuple[Tree, Tree, Metrics]]
+    evaluate: Callable[[Tree], float]
     save: Callable[[Snapshot, float | None], None]
     checked: Callable[[Snapshot], Snapshot]
     ended: Callable[[int], bool]
@@ -59,14 +59,14 @@ class Meter:
         self._run, self._recorder, self._display = run, recorder, display
         self.skipped = first.step - num_updates(first.state)
         self.owes_save = self.skipping = False
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []  # of the steps that were not skipped
         self._grad_norm = 0.0  # of the last of these
         self._num_steps = 0
         self._clock = time.perf_counter()
         self._seconds = 0.0
 
-    def dispatched(self, step: int, metrics: dict[str, Any]) -> None:
+    def dispatched(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics, still being computed, of the step just dispatched; fetches those of the one before."""
         self.fetch()
         self._pending = step, metrics

@@ -69,22 +69,27 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The options of the run, in TOML."""
         return self.path / "config.toml"
 
     @property
     def metrics(self) -> Path:
+        """The metrics, a JSON object on each line."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """The folder of TensorBoard's events."""
         return self.path / "tensorboard"
 
     @property
     def figure(self) -> Path:
+        """The curves of loss, a PNG."""
         return self.path / "loss.png"
 
     @property
     def model(self) -> Path:
+        """The folder of the saved models."""
         return self.path / "model"
 
     def check_free(self) -> None:
