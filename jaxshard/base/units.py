@@ -4,7 +4,10 @@ import re
 
 
 def size_in_words(num_bytes: float) -> str:
-    """Bytes.
+    """A size, to three digits, in the unit that suits it.
+
+    Args:
+      num_bytes: in bytes.
 
     >>> size_in_words(16_100_000_000)
     '16.1 GB'
@@ -14,7 +17,10 @@ def size_in_words(num_bytes: float) -> str:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Seconds.
+    """A time, to three digits, in seconds or milliseconds.
+
+    Args:
+      seconds: in seconds.
 
     >>> seconds_in_words(0.0153)
     '15.3 ms'
@@ -23,14 +29,22 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def unit_of(num_bytes: float) -> tuple[str, float]:
-    """The unit that suits so many bytes, and how many it is."""
+    """(the unit that suits a size, its bytes): 1 kB is 1000 B.
+
+    >>> unit_of(262_144)
+    ('kB', 1000.0)
+    """
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
     return next((pair for pair in units if abs(num_bytes) >= 0.9995 * pair[1]), units[-1])
 
 
 def digits(value: float) -> str:
-    """Three, or all before the point."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+    """A number to three digits; one of more than three before the point has all of these.
+
+    >>> digits(1344.5), digits(0.01534)
+    ('1,344', '0.0153')
+    """
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def size_from_words(words: str) -> int:

@@ -13,6 +13,8 @@ import numpy as np
 
 
 class Instruction(NamedTuple):
+    """One line of HLO text."""
+
     name: str
     shape: str
     opcode: str
@@ -32,6 +34,8 @@ class Instruction(NamedTuple):
 
 
 class Module(NamedTuple):
+    """A parsed program."""
+
     computations: dict[str, dict[str, Instruction]]  # in the order of execution
     roots: dict[str, str]  # computation -> the name of its root instruction
     entry: str
@@ -44,6 +48,7 @@ _INSTRUCTION = re.compile(rf"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(({_
 
 
 def parse(text: str) -> Module:
+    """The module that HLO text describes."""
     computations, roots, entry, current = {}, {}, "", ""
     for line in text.splitlines():
         if line[:1].isspace() and current and (found := _INSTRUCTION.match(line)):
@@ -84,6 +89,7 @@ def _ints(text: str | None) -> list[int]:
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
+    """The device ids of each group that a collective works in; for a permute, of each set of linked devices."""
     pairs = re.search(r"source_target_pairs=(\{[\d,{}]*\})", instruction.attributes)
     if pairs:
         return _linked(pairs[1])

@@ -105,6 +105,7 @@ def wire_bytes(compiled_or_text: jax.stages.Compiled | str) -> float:
 
 
 def needed(what: str, got: object) -> str:
+    """The message of the error for an argument that is of another kind than needed."""
     hint = ": call `.compile()` on it first" if isinstance(got, jax.stages.Lowered) else ""
     shown = repr(got if len(got) <= 40 else got[:40] + "...") if isinstance(got, str) else type(got).__name__
     return f"jaxshard.inspect needs {what}, got {shown}{hint}."
@@ -126,13 +127,12 @@ _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false
 
 
 class _Around(NamedTuple):
-    """What is around a computation: its runs a step, whether they are known, whether it is a TPU `all-reduce-scatter`,
-    and what overlaps the asynchronous operation that it is the inside of."""
+    """The instructions around a computation: loops, fusions, asynchronous operations."""
 
-    trips: int = 1
-    known: bool = True
-    scatters: bool = False
-    overlapped: tuple[str, ...] | None = None
+    trips: int = 1  # how often it runs per step
+    known: bool = True  # whether all loops around it have trip counts that can be read
+    scatters: bool = False  # whether it is inside a TPU `all-reduce-scatter`
+    overlapped: tuple[str, ...] | None = None  # as in `Collective`, if it is inside an asynchronous operation
 
 
 def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective]:

@@ -1,4 +1,4 @@
-"""What plans are drawn of, in either format: bars of memory and of traffic, and numbers in words."""
+"""The data of a plan's charts: bars of memory and of traffic, and numbers in words."""
 
 import dataclasses
 import itertools
@@ -12,10 +12,11 @@ OF_MEMORY = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e
 OF_TRAFFIC = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
 OTHERS = "#999999"
 BAD = "#b3261e"
-FAR = 3  # a limit so many times longer than the longest bar is told, not drawn: the bars would be dots
+FAR = 3  # a limit that is more than 3 times the longest bar is told, not drawn: the bars would be dots
 
 
 def check(rows: Sequence[Row]) -> None:
+    """Raises a ValueError if there are no rows, or they are for different targets."""
     if not rows:
         raise ValueError("rows: there are none to show; give those of plan.compare or plan.fit")
     for row in rows:
@@ -28,7 +29,16 @@ def check(rows: Sequence[Row]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Stacked bars, one per row: `parts` has the bytes of each row by part, `ends` what is written after each bar."""
+    """Stacked bars, one per row.
+
+    Attributes:
+      title: of the chart.
+      names: of the rows.
+      parts: the bytes of each row, by part.
+      colours: of the parts.
+      ends: the texts after the bars.
+      limit: in bytes, if there is one.
+    """
 
     title: str
     names: list[str]
@@ -39,11 +49,12 @@ class Chart:
 
     @property
     def totals(self) -> list[float]:
+        """The length of each bar, in bytes."""
         return [sum(values) for values in zip(*self.parts.values(), strict=True)] or [0.0] * len(self.names)
 
     @property
     def excess(self) -> list[float]:
-        """By how much each bar is longer than the limit."""
+        """By how many bytes each bar is longer than the limit."""
         return [0.0 if self.limit is None else max(0.0, total - self.limit) for total in self.totals]
 
     @property
@@ -54,18 +65,20 @@ class Chart:
 
     @property
     def limit_in_words(self) -> str:
+        """The text at the limit."""
         if self.limit is None:
             return ""
         return f"limit {size_in_words(self.limit)}" + ("" if self.line is not None else ", far beyond the bars")
 
     def reach(self, num_chars: float) -> float:
-        """The scale's end, in bytes, so that each bar and its text fit in a panel that so many characters fill."""
+        """The scale's end, in bytes: each bar and its text fit in a panel that is `num_chars` characters wide."""
         bars = zip(self.totals, self.ends, self.excess, strict=True)
         ends = (total / (1 - (len(end) + 2) * (1.15 if bold else 1) / num_chars) for total, end, bold in bars)
         return max(*ends, 1.02 * (self.line or 0.0), 1.0)
 
 
 def memory_chart(rows: Sequence[Row]) -> Chart:
+    """The peak of each row by kind, against the memory of the target."""
     parts = {kind: [float(row.prediction.memory[kind]) for row in rows] for kind in KINDS}
     ends = [size_in_words(row.prediction.peak_bytes) + ("" if row.fits else f", {fits_in_words(row)}") for row in rows]
     title = "Memory at the peak, per device"
@@ -73,7 +86,7 @@ def memory_chart(rows: Sequence[Row]) -> Chart:
 
 
 def traffic_chart(rows: Sequence[Row]) -> Chart:
-    """Axes that carry too little to be seen, or are more than there are colours, share the last colour."""
+    """Bytes sent, by axes. Axes that carry too little to be seen, or for which no colour is left, share the last."""
     sent = [row.prediction.costs.wire_bytes_by_axes() for row in rows]
     parts = {axes: [found.get(axes, 0.0) for found in sent] for axes in axes_sent_along(rows)}
     most = max(row.prediction.wire_bytes for row in rows)
@@ -94,16 +107,19 @@ def axes_sent_along(rows: Sequence[Row]) -> list[str]:
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:
+    """The rows' names."""
     return [row.candidate.name for row in rows]
 
 
 def machine_in_words(rows: Sequence[Row]) -> str:
+    """The target of the rows, such as "8 x h100, at most 80 GB of memory on each device"."""
     target = rows[0].target
     most = size_in_words(target.memory_bytes)
     return f"{target.num_devices} x {target.chip.name}, at most {most} of memory on each device"
 
 
 def fits_in_words(row: Row) -> str:
+    """How much is free, or too much, such as "34.8 GB free"."""
     return (
         f"{size_in_words(row.excess_bytes)} too large" if not row.fits else f"{size_in_words(-row.excess_bytes)} free"
     )

@@ -68,6 +68,7 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
+        """The product of all axes."""
         return math.prod(self.sizes.values())
 
     def mesh(self, target: Target) -> AbstractMesh:

@@ -109,7 +109,7 @@ class _Writer:
         return outs
 
     def _block(self, jaxpr: Jaxpr, like: Sequence[Value], in_global_view: bool) -> Block:
-        """A program of its own, whose inputs are cut as those of `like`."""
+        """A block of its own; its inputs have the specs of `like`."""
         avals = [v.aval for v in open_jaxpr(jaxpr).invars]
         pairs = zip(avals, like, strict=True)
         ins = [x if isinstance(x, _Known) else self.value(aval, x.spec) for aval, x in pairs]

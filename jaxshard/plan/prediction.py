@@ -141,7 +141,9 @@ class LaidOut:
 
 
 class AnyRows:
-    """`predict` for any number of rows, of one trace: in it each device has a number of rows that divides nothing else.
+    """`predict` for any number of rows, from one trace.
+
+    In the trace each device has a prime number of rows that divides no other dim: so the dims made of rows are known.
 
     Args:
       step, params, batch, args: as for `predict`.

@@ -44,6 +44,7 @@ class Value:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element; 0 for tokens and other values that are no arrays."""
         return getattr(self.dtype, "itemsize", 0)
 
     @property

@@ -34,10 +34,12 @@ class Row:
 
     @property
     def seconds(self) -> Seconds:
+        """The least time of a step on the target."""
         return self.prediction.seconds(self.target.chip)
 
     @property
     def peak_bytes(self) -> int:
+        """The most memory at once on each device, in bytes."""
         return self.prediction.peak_bytes
 
     @property
@@ -47,6 +49,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak is within the memory of the target."""
         return self.excess_bytes <= 0
 
     def to_dict(self) -> dict[str, Any]:
