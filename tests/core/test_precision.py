@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from oracle import assert_same_bits
 
 import jaxshard
-from jaxshard.core.precision import LossScale, Rounder
+from jaxshard.core.loss_scale import LossScale
+from jaxshard.core.precision import Rounder
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 
