@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.tree import shape_of
+from jaxshard.base.tree import flatten, shape_of, unflatten
 from jaxshard.base.types import T, Tree, TreeDef
 
 Owner = TypeVar("Owner")
@@ -22,13 +22,13 @@ def by_shapes(fn: Callable[[Owner, Tree], T]) -> Callable[[Owner, Tree], T]:
     def of_shapes(owner: Owner, treedef: TreeDef, kinds: tuple[Hashable, ...], wide: Hashable) -> T:
         del wide  # NumPy's float64 is another dtype on devices where x64 is on
         shapes = [shape_of(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in kinds]  # pyright: ignore
-        return fn(owner, jax.tree.unflatten(treedef, shapes))
+        return fn(owner, unflatten(treedef, shapes))
 
     cached = functools.lru_cache(maxsize=64)(of_shapes)
 
     @functools.wraps(fn)
     def ask(owner: Owner, tree: Tree) -> T:
-        leaves, treedef = jax.tree.flatten(tree)
+        leaves, treedef = flatten(tree)
         try:
             kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         except AttributeError:

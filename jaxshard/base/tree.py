@@ -1,14 +1,34 @@
 """Paths of leaves, by name, and what is asked of whole trees."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxshard.base.types import T, Tree
+from jaxshard.base.types import T, Tree, TreeDef
 
-Names = tuple[str, ...]
+Names: TypeAlias = tuple[str, ...]
+
+
+_trees: Any = jax.tree  # the functions in these two have no types
+_paths: Any = jax.tree_util
+
+
+def flatten(tree: Tree) -> tuple[list[Tree], TreeDef]:
+    """The leaves of a tree, and its structure."""
+    return _trees.flatten(tree)
+
+
+def unflatten(treedef: TreeDef, leaves: Iterable[object]) -> Tree:
+    """The tree of this structure with these leaves."""
+    return _trees.unflatten(treedef, leaves)
+
+
+def structure(tree: Tree) -> TreeDef:
+    """The structure of a tree: what is left without its leaves."""
+    return _trees.structure(tree)
 
 
 def names_of(path: Iterable[object]) -> Names:
@@ -20,7 +40,7 @@ def names_of(path: Iterable[object]) -> Names:
     path = tuple(path)
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return tuple(_paths.keystr((key,), simple=True) for key in path)
 
 
 def path_of(names: Names) -> str:
@@ -37,7 +57,7 @@ def unambiguous_path(names: Names) -> str:
 
 
 def named_leaves(tree: Tree) -> list[tuple[Names, Tree]]:
-    return [(names_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [(names_of(path), leaf) for path, leaf in _paths.tree_flatten_with_path(tree)[0]]
 
 
 def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
@@ -60,7 +80,7 @@ def have_same_shapes(one: Tree, other: Tree) -> bool:
     """Whether two trees of arrays or shapes agree in structure, shapes and dtypes."""
     if one is other:
         return True
-    (leaves, treedef), (others, other_treedef) = jax.tree.flatten(one), jax.tree.flatten(other)
+    (leaves, treedef), (others, other_treedef) = flatten(one), flatten(other)
     if treedef != other_treedef:
         return False
     return all(
@@ -80,11 +100,11 @@ def matched(fn: Callable[[Tree, Tree], Tree], new: Tree, old: Tree) -> Tree:
     >>> matched(lambda new, old: new + old, {"kept": 1, "came": 2}, {"kept": 10, "went": 20})
     {'came': 2, 'kept': 11}
     """
-    if jax.tree.structure(new) == jax.tree.structure(old):
+    if structure(new) == structure(old):
         return jax.tree.map(fn, new, old)
     found = dict(named_leaves(old))
     leaves = [fn(leaf, found[names]) if names in found else leaf for names, leaf in named_leaves(new)]
-    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+    return unflatten(structure(new), leaves)
 
 
 def is_traced(*trees: Tree) -> bool:

@@ -12,14 +12,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import canonical
-from jaxshard.base.tree import Names, named_leaves, owner_of, path_of
+from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
 from jaxshard.core.cutting import Leaf, cut_leaf, in_words
 from jaxshard.core.options import Config
 from jaxshard.core.specs import model_specs
+
+
+def _spec_of(sharding: NamedSharding) -> P:
+    return sharding.spec
 
 
 class Shardings(NamedTuple):
@@ -32,7 +37,7 @@ class Shardings(NamedTuple):
     @property
     def specs(self) -> "Shardings":
         """The same trees of PartitionSpecs."""
-        return Shardings(*jax.tree.map(lambda sharding: sharding.spec, tuple(self)))
+        return Shardings(*jax.tree.map(_spec_of, tuple(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Layout:
 
     def param_leaves(self, leaves: Iterable[object]) -> Tree:
         """The tree of params with these leaves."""
-        return jax.tree.unflatten(self.treedef, leaves)
+        return unflatten(self.treedef, leaves)
 
     @functools.cached_property
     def param_specs(self) -> Tree:
@@ -76,7 +81,7 @@ class Layout:
         """The state's PartitionSpecs."""
         assert self.state_treedef is not None
         specs = [self.spec(leaf, cut=self.config.cuts.state) for leaf in self.state]
-        return jax.tree.unflatten(self.state_treedef, specs)
+        return unflatten(self.state_treedef, specs)
 
     def check_specs_used(self) -> None:
         """Raises a ValueError where the user's specs name what is no parameter."""
@@ -95,7 +100,8 @@ class Layout:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's rows: kind, leaf, shape, dtype, spec at rest, bytes per device, why."""
-        cuts, rows = self.config.cuts, []
+        cuts = self.config.cuts
+        rows: list[tuple[str, ...]] = []
         for kind, leaves, cut in (("params", self.params, cuts.params), ("state", self.state, cuts.state)):
             for leaf in leaves:
                 spec = self.spec(leaf, cut=cut)
@@ -103,9 +109,9 @@ class Layout:
                 why = leaf.reason if cut else f"{self.config.strategy} keeps {kind} {whole}"
                 if kind == "params" and self.gathers is not None:
                     why += f"; {self.gathers[leaf.names]}"
-                dtype = str(leaf.dtype)
-                rows.append((kind, leaf.path, str(leaf.shape), dtype, str(spec), leaf.bytes(spec, self.sizes), why))
-        return [tuple(map(str, row)) for row in rows]
+                num_bytes = str(leaf.bytes(spec, self.sizes))
+                rows.append((kind, leaf.path, str(leaf.shape), str(leaf.dtype), str(spec), num_bytes, why))
+        return rows
 
     def __str__(self) -> str:
         head = ("", "leaf", "shape", "dtype", "at rest", "bytes/device", "why")
@@ -129,7 +135,7 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
         cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config)
         for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
     )
-    return Layout(config, dict(sizes), jax.tree.structure(params), leaves, unused_specs=specs.unused)
+    return Layout(config, dict(sizes), structure(params), leaves, unused_specs=specs.unused)
 
 
 def layout_state(params: Layout, state: Tree) -> Layout:
@@ -145,13 +151,13 @@ def layout_state(params: Layout, state: Tree) -> Layout:
     twins: dict[tuple[int, ...], set[Leaf]] = {}
     for leaf in params.params:
         twins.setdefault(leaf.shape, set()).add(leaf)
-    leaves = []
+    leaves: list[Leaf] = []
     for names, leaf in named_leaves(state):
-        alike = twins.get(tuple(leaf.shape), set()) if leaf.shape else set()
+        alike = twins.get(tuple(leaf.shape), set[Leaf]()) if leaf.shape else set[Leaf]()
         agreed = len({(twin.cut, twin.home) for twin in alike}) == 1
         twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
         leaves.append(_state_leaf(names, leaf, owner_of(names, owners) or twin, params))
-    return dataclasses.replace(params, state_treedef=jax.tree.structure(state), state=tuple(leaves))
+    return dataclasses.replace(params, state_treedef=structure(state), state=tuple(leaves))
 
 
 def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, params: Layout) -> Leaf:

@@ -136,7 +136,7 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
 
 def check_inner(who: str, inner: object) -> None:
     """Raises a TypeError for what is no optax optimizer."""
-    if not (isinstance(inner, tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
+    if not (issubclass(type(inner), tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
 
 
@@ -151,7 +151,7 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
 
 
 def _check_zero(config: Config) -> None:
-    if config.strategy == "hybrid" and (config.zero not in (0, 1, 2, 3) or isinstance(config.zero, bool)):
+    if config.strategy == "hybrid" and not (_is_count(config.zero) and config.zero in (0, 1, 2, 3)):
         raise ValueError(f"hybrid: zero={config.zero!r} is no level of ZeRO; there are 0 (ddp), 1, 2 and 3")
 
 
@@ -198,7 +198,7 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    if not isinstance(config.min_shard_size, int) or config.min_shard_size < 0:
+    if not _is_count(config.min_shard_size):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
         )
@@ -216,14 +216,22 @@ def _check_numbers(config: Config) -> None:
         raise ValueError(
             f"{config.strategy}: stochastic_rounding is for params without masters; drop it, or drop master_dtype"
         )
-    if config.loss_scale is not None and not isinstance(config.loss_scale, LossScale):
+    if not _is_loss_scale(config.loss_scale):
         raise TypeError(
             f"{config.strategy}: loss_scale must be a jaxshard.LossScale, got {type(config.loss_scale).__name__}"
         )
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_loss_scale(value: object) -> bool:
+    return value is None or isinstance(value, LossScale)
+
+
 def _is_floating(dtype: DType) -> bool:
     try:
-        return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
+        return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize >= 2
     except TypeError:
         return False

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.base.units import seconds_in_words, size_in_words
