@@ -30,6 +30,8 @@ from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
 
+__all__ = ["CompilerMissingError", "Machine", "devices", "machine", "report"]
+
 
 class CompilerMissingError(ImportError):
     """The compiler for this platform is not installed; the message has the command that installs it."""

@@ -21,6 +21,8 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
 
+__all__ = ["ReplicaError", "digests", "replica_digests"]
+
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 

@@ -16,6 +16,8 @@ from typing import Any, Self
 
 import jax
 
+__all__ = ["HUNG", "Preemption", "Watchdog"]
+
 HUNG = 75  # EX_TEMPFAIL: worth another try
 _LAST_WORDS_SECONDS = 5
 _calls = itertools.count(1)  # of `reached`, in all of this process's loops: JAX wants numbers that rise by one

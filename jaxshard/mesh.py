@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+__all__ = ["AXES", "abstract_mesh", "make_mesh"]
+
 AXES = ("pipeline", "replica", "data", "tensor")
 
 

@@ -19,6 +19,18 @@ from jax import lax
 from jaxshard.base.tree import sum_dtype
 from jaxshard.core import collectives
 
+__all__ = [
+    "axis_size",
+    "column_parallel",
+    "join_sequence",
+    "per_device",
+    "row_parallel",
+    "split_sequence",
+    "sum_shards",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+]
+
 TENSOR = "tensor"
 
 

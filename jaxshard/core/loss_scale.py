@@ -46,6 +46,7 @@ class LossScale:
             )
 
     def start(self) -> dict[str, jax.Array]:
+        """The state before the first step: scalars "scale", "good_steps" and "hysteresis"."""
         return {
             "scale": jnp.float32(self.initial),
             "good_steps": jnp.int32(0),

@@ -1,0 +1,110 @@
+"""What others' code is written against: names, parameters with their defaults, import paths. See docs/stability.md.
+
+A change that is meant is written down by `python tests/test_public_api.py > tests/public_api.txt`, and in CHANGELOG.md.
+"""
+
+import importlib
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import jaxshard
+
+RECORD = pathlib.Path(__file__).parent / "public_api.txt"
+MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "plan", "tensor")
+
+
+def lines() -> Iterator[str]:
+    """Every public name of the package and of its public modules, one line each."""
+    for name in sorted(jaxshard.__all__):
+        yield from described(f"jaxshard.{name}", getattr(jaxshard, name))
+    for module in MODULES:
+        found = importlib.import_module(f"jaxshard.{module}")
+        for name in names_of(found):
+            yield from described(f"jaxshard.{module}.{name}", getattr(found, name))
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """What a module says is public; a face, all that it imports by name."""
+    given = [name for name, thing in vars(module).items() if name[0] != "_" and not inspect.ismodule(thing)]
+    return sorted(getattr(module, "__all__", given))
+
+
+def described(path: str, thing: object) -> Iterator[str]:
+    yield path + parameters(thing)
+    if inspect.isclass(thing):
+        for name, member in sorted(vars(thing).items()):
+            if not name.startswith("_") and (callable(member) or isinstance(member, property | classmethod)):
+                yield f"{path}.{name}" + parameters(getattr(member, "__func__", member))
+
+
+def parameters(thing: object) -> str:
+    """Names, kinds and defaults; annotations are for type checkers, and print otherwise in each Python."""
+    if not callable(thing):
+        return ""
+    try:
+        found = inspect.signature(thing).parameters.values()
+    except ValueError:
+        return ""
+    bare = [p.replace(annotation=p.empty) for p in found]
+    return re.sub(r"<.* at 0x\w+>", "...", str(inspect.Signature(bare)))
+
+
+def test_names_parameters_and_paths_are_as_recorded():
+    assert list(lines()) == RECORD.read_text().splitlines()
+
+
+def test_only_public_names_are_listed():
+    assert dir(jaxshard) == sorted([*jaxshard.__all__, *MODULES, "__version__"])
+
+
+def test_public_modules_come_when_asked_for():
+    """Whatever was imported before: asked in a process of its own."""
+    code = "import sys, jaxshard\n"
+    code += "".join(f"assert jaxshard.{name}.__name__ == 'jaxshard.{name}'\n" for name in MODULES)
+    code += "assert callable(jaxshard.pipeline), jaxshard.pipeline\n"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_jaxshard_imports_no_module_that_few_need():
+    code = "import sys, jaxshard; print(*[m for m in sys.modules if m.startswith('jaxshard.')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    wings = {name.split(".")[1] for name in found}
+    assert not wings & {"aot", "checkpoint", "guards", "inspect", "plan", "tensor", "trainer", "cli", "hardware"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="zero4"):
+        _ = jaxshard.zero4
+
+
+def test_every_public_name_has_a_docstring():
+    paths = [line.split("(")[0] for line in lines()]
+    things = {path: thing_at(path) for path in paths}
+    told = {path for path, thing in things.items() if not callable(thing) and not isinstance(thing, property)}
+    told.add("jaxshard.plan.Build")  # an alias: its comment tells
+    assert [path for path in paths if path not in told and not (things[path].__doc__ or "").strip()] == []
+
+
+def thing_at(path: str) -> object:
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(path)
+
+
+if __name__ == "__main__":
+    print(*lines(), sep="\n")
