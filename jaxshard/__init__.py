@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jaxshard.core.batch import shard_batch, specs_of
 from jaxshard.core.gradients import evaluate, value_and_grad
@@ -57,12 +58,22 @@ __all__ = [
 
 _MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "plan", "tensor")
 
+if TYPE_CHECKING:
+    from jaxshard import aot as aot
+    from jaxshard import checkpoint as checkpoint
+    from jaxshard import digest as digest
+    from jaxshard import guards as guards
+    from jaxshard import inspect as inspect
+    from jaxshard import mesh as mesh
+    from jaxshard import plan as plan
+    from jaxshard import tensor as tensor
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    """The public modules, imported when they are first asked for."""
-    if name in _MODULES:
-        return importlib.import_module(f"jaxshard.{name}")
-    raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """The public modules, imported when they are first asked for."""
+        if name in _MODULES:
+            return importlib.import_module(f"jaxshard.{name}")
+        raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Mistakes that pyright must find: `python scripts/check_types.py` compares its errors with the marks here. Never run."""
+"""Mistakes that pyright must find, never run: `python scripts/check_types.py` compares its errors with the marks."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ jaxshard.tensor_parallel(optax.adamw(3e-4), mesh)  # wrong: no specs
 jaxshard.zero2(optax.adamw, mesh)  # wrong: a factory for an optimizer
 jaxshard.zero2(optax.adamw(3e-4), ("data",))  # wrong: axis names for a mesh
 jaxshard.make_mesh(date=8)  # wrong: an unknown axis
-jaxshard.zero4  # wrong: no such strategy
+level = jaxshard.zero4  # wrong: no such strategy
 
 jaxshard.train_step(loss_fn, right, microbatches="4")  # wrong: a string for a number
 jaxshard.train_step(loss_fn, optax.adamw(3e-4))  # wrong: a plain optax optimizer
@@ -44,7 +44,6 @@ loss, grads = jaxshard.value_and_grad(loss_fn, right)(placed, batch)
 same: dict[str, np.ndarray] = grads
 other: str = grads  # wrong: gradients are like the params
 (loss, aux), grads = jaxshard.value_and_grad(loss_fn, right, has_aux=True)(placed, batch)
-(loss, aux), grads = jaxshard.value_and_grad(loss_fn, right)(placed, batch)  # wrong: there is no aux
 number, restored = Checkpointer("runs/mine").restore({"params": params})
 tree: dict[str, dict[str, np.ndarray]] = restored
 bad: str = restored  # wrong: restore keeps the template's type
