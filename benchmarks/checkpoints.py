@@ -34,8 +34,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.checkpoint import Checkpointer
-from jaxshard.digest import digests
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -86,14 +84,14 @@ def keep_apart() -> None:
     os.sched_setaffinity(0, {last})
 
 
-def pair(training: Training, checkpoints: Checkpointer, number: int, copy: Any) -> dict[str, np.ndarray]:
+def pair(training: Training, checkpoints: Any, number: int, copy: Any) -> dict[str, np.ndarray]:
     """One save with nothing beside it, one with steps until it has ended, and as many steps alone.
 
     `copy`: saved instead of what is trained.
     """
     found = {}
     clock = Clock()
-    digests(training.tree)
+    jaxshard.digest.digests(training.tree)
     found["digests"] = clock.read()
     clock = Clock()
     checkpoints.save(2 * number, training.tree, blocking=True)
@@ -123,7 +121,10 @@ def measure_steps(options: argparse.Namespace) -> None:
         training.run()
     if options.apart:
         keep_apart()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, Checkpointer(folder, keep_last=1) as checkpoints:
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as folder,
+        jaxshard.checkpoint.Checkpointer(folder, keep_last=1) as checkpoints,
+    ):
         copy = jax.block_until_ready(jax.tree.map(jnp.copy, training.tree)) if options.apart else None
         pairs = [pair(training, checkpoints, number, copy) for number in range(options.pairs + 1)][1:]
     numbers = sum(x.size for x in jax.tree.leaves(training.tree))
@@ -167,12 +168,12 @@ def hold_memory(options: argparse.Namespace) -> None:
     template = {str(i): shape for i in range(LEAVES)}
     make = jax.jit(lambda key: jax.random.normal(key, shape.shape), out_shardings=sharding)
     print(f"  {LEAVES * rows * 4096 * 4 / 1e9:.2f} GB in all, half of it here")
-    with Checkpointer(options.folder) as checkpoints:
+    with jaxshard.checkpoint.Checkpointer(options.folder) as checkpoints:
         checkpoints.save(0, {"0": jnp.zeros(shape.shape, device=sharding)}, blocking=True)  # compiles, starts threads
         with Peak("made"):
             tree = {name: jax.block_until_ready(make(jax.random.key(int(name)))) for name in template}
         with Peak("digests"):
-            digests(tree)
+            jaxshard.digest.digests(tree)
         with Peak("save"):
             checkpoints.save(1, tree)
             checkpoints.wait()

@@ -16,9 +16,7 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard import plan
 from jaxshard.cli import plan as command
-from jaxshard.hardware import chips
 from jaxshard.trainer import build
 from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
@@ -37,12 +35,12 @@ CASES = {
 }
 
 
-def to_try(target: plan.Target) -> list[plan.Candidate]:
+def to_try(target: jaxshard.plan.Target) -> list[jaxshard.plan.Candidate]:
     """Strategy x mesh, tensor and pipeline of 2 among them."""
-    return plan.candidates(target, microbatches=(1,), tensors=(1, 2), pipelines=(1, 2))
+    return jaxshard.plan.candidates(target, microbatches=(1,), tensors=(1, 2), pipelines=(1, 2))
 
 
-def runner(config: Config, candidate: plan.Candidate):
+def runner(config: Config, candidate: jaxshard.plan.Candidate):
     """A function that takes one step of the candidate, for real."""
     chosen = command.sharded_as(config, candidate)
     mesh = jaxshard.make_mesh(**candidate.sizes)
@@ -65,7 +63,9 @@ def runner(config: Config, candidate: plan.Candidate):
     return take
 
 
-def measured(config: Config, candidates: list[plan.Candidate], rounds: int) -> dict[plan.Candidate, float]:
+def measured(
+    config: Config, candidates: list[jaxshard.plan.Candidate], rounds: int
+) -> dict[jaxshard.plan.Candidate, float]:
     """Each candidate's seconds per step."""
     runners = {candidate: runner(config, candidate) for candidate in candidates}
     times = {candidate: [] for candidate in candidates}
@@ -84,10 +84,10 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    target = plan.Target(chips.chip("cpu"), DEVICES, chips.chip("cpu").memory_bytes)
+    target = jaxshard.plan.Target(jaxshard.plan.chip("cpu"), DEVICES, jaxshard.plan.chip("cpu").memory_bytes)
     for name, config in CASES.items():
         config = dataclasses.replace(config, sharding=ShardingConfig(stage_microbatches=2))
-        found = plan.fit(command.building(config), to_try(target), target)
+        found = jaxshard.plan.fit(command.building(config), to_try(target), target)
         ran = measured(config, [row.candidate for row in found.rows], rounds)
         print(f"\n### {name}\n\n| candidate | predicted ms | measured ms |\n|---|---|---|")
         for row in found.rows:

@@ -23,9 +23,7 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 
-import jaxshard.inspect
-from jaxshard.base.tree import shape_of
-from jaxshard.inspect import Report
+import jaxshard
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel, Pipelined
 
@@ -46,12 +44,13 @@ def devices(platform: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 
 
-def cost(mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how: Any) -> Report:
+def cost(mesh: Any, config: ModelConfig, num_microbatches: int, zero: int, **how: Any) -> jaxshard.inspect.Report:
     """What one step needs and sends."""
     model = LanguageModel(config, Pipelined(num_microbatches=num_microbatches, **how))
     opt = jaxshard.hybrid(optax.sgd(0.1), mesh, model.specs, zero)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    params = jax.tree.map(shape_of, params, opt.shardings(params).params)
+    places = opt.shardings(params).params
+    params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, places)
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
     shape = (ROWS * DATA * num_microbatches, config.sequence_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}

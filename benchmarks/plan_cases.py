@@ -15,9 +15,7 @@ from collections.abc import Iterator
 import jax
 
 import jaxshard
-from jaxshard import aot, plan
 from jaxshard.cli.plan import building
-from jaxshard.plan import Candidate
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 GPT2_SMALL = ModelConfig(
@@ -35,7 +33,7 @@ DTYPES = {
     "f32": (dataclasses.replace(GPT2_SMALL, dtype="float32"), PrecisionConfig()),
     "bf16": (dataclasses.replace(GPT2_SMALL, dtype="bfloat16"), PrecisionConfig(params="bfloat16", masters=True)),
 }
-DATA_ONLY = [Candidate(strategy, data=8) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+DATA_ONLY = [jaxshard.plan.Candidate(strategy, data=8) for strategy in ("ddp", "zero1", "zero2", "zero3")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Case:
     """A model, and how 8 devices train it."""
 
     dtype: str
-    candidate: Candidate
+    candidate: jaxshard.plan.Candidate
     rows: int = 16
     stage_microbatches: int = 1
 
@@ -59,13 +57,15 @@ class Case:
 
 
 CASES = [
-    *(Case(dtype, c) for c in (*DATA_ONLY, Candidate("hsdp", data=4, replica=2)) for dtype in DTYPES),
-    Case("f32", Candidate("zero2", data=8, microbatches=4), rows=64),
-    Case("bf16", Candidate("zero3", data=8, microbatches=4), rows=64),
-    Case("f32", Candidate("hybrid", data=4, tensor=2, zero=2)),
-    Case("bf16", Candidate("hybrid", data=4, tensor=2, zero=3)),
-    Case("f32", Candidate("hybrid", data=2, pipeline=4, zero=1), rows=32, stage_microbatches=8),
-    Case("bf16", Candidate("hybrid", data=2, pipeline=2, tensor=2, zero=2), rows=32, stage_microbatches=4),
+    *(Case(dtype, c) for c in (*DATA_ONLY, jaxshard.plan.Candidate("hsdp", data=4, replica=2)) for dtype in DTYPES),
+    Case("f32", jaxshard.plan.Candidate("zero2", data=8, microbatches=4), rows=64),
+    Case("bf16", jaxshard.plan.Candidate("zero3", data=8, microbatches=4), rows=64),
+    Case("f32", jaxshard.plan.Candidate("hybrid", data=4, tensor=2, zero=2)),
+    Case("bf16", jaxshard.plan.Candidate("hybrid", data=4, tensor=2, zero=3)),
+    Case("f32", jaxshard.plan.Candidate("hybrid", data=2, pipeline=4, zero=1), rows=32, stage_microbatches=8),
+    Case(
+        "bf16", jaxshard.plan.Candidate("hybrid", data=2, pipeline=2, tensor=2, zero=2), rows=32, stage_microbatches=4
+    ),
 ]
 
 
@@ -74,7 +74,7 @@ class Outcome:
     """Predicted beside compiled, of one case."""
 
     case: Case
-    prediction: plan.Prediction
+    prediction: jaxshard.plan.Prediction
     report: jaxshard.inspect.Report
 
     @property
@@ -98,19 +98,19 @@ class Outcome:
         return f"| {self.case.name} | {peaks} | {wires} | {'yes' if self.at_rest_equal else 'no'} |"
 
 
-def outcomes(machine: aot.Machine) -> Iterator[Outcome]:
+def outcomes(machine: jaxshard.aot.Machine) -> Iterator[Outcome]:
     """Each case, predicted and compiled."""
-    devices = aot.devices(machine)
+    devices = jaxshard.aot.devices(machine)
     for number, case in enumerate(CASES, 1):
         print(f"{number} of {len(CASES)}: {case.name}", file=sys.stderr, flush=True)
         c, build = case.candidate, building(case.config)
-        prediction = plan.predict(
-            *build(c, c.mesh(plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)))
+        prediction = jaxshard.plan.predict(
+            *build(c, c.mesh(jaxshard.plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)))
         )
         mesh = jaxshard.make_mesh(**c.sizes, devices=devices)
         step, params, *rest = build(c, mesh)
         lowered = step.lower(params, step.loss.options.engine.init(params), *rest)
-        yield Outcome(case, prediction, aot.report(lowered, machine))
+        yield Outcome(case, prediction, jaxshard.aot.report(lowered, machine))
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--machine", default="v5e:2x4", help="8 devices: v5e:2x4 or h100:8")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # nothing runs
-    machine = aot.machine(options.machine)
+    machine = jaxshard.aot.machine(options.machine)
     if machine.num_devices != 8:
         parser.error(f"--machine {machine.name} has {machine.num_devices} devices; the cases are for 8")
 

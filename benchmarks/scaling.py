@@ -29,8 +29,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import jaxshard
-from jaxshard import aot, inspect, plan
-from jaxshard.hardware.compilers import READABLE
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -57,8 +55,8 @@ class Point:
     scaling: str  # "weak" or "strong"
     num_devices: int
     rows: int
-    report: inspect.Report
-    prediction: plan.Prediction
+    report: jaxshard.inspect.Report
+    prediction: jaxshard.plan.Prediction
     seconds: float
     cpu_seconds: float
 
@@ -75,9 +73,9 @@ class Point:
         return ", ".join(f"{counts[k]} {k} ({sizes[k] / self.report.wire_bytes:.1%})" for k in sorted(counts))
 
 
-def mesh_of(machine: aot.Machine) -> Mesh:
+def mesh_of(machine: jaxshard.aot.Machine) -> Mesh:
     """Axes ("slice", "data"): a side of the torus, and the other two."""
-    return Mesh(np.asarray(aot.devices(machine)).reshape(machine.shape[0], -1), ("slice", "data"))
+    return Mesh(np.asarray(jaxshard.aot.devices(machine)).reshape(machine.shape[0], -1), ("slice", "data"))
 
 
 def built(strategy: str, mesh: Mesh, rows: int) -> tuple[Any, ...]:
@@ -94,20 +92,20 @@ def built(strategy: str, mesh: Mesh, rows: int) -> tuple[Any, ...]:
     return jaxshard.train_step(model.loss, opt), params, batch
 
 
-def point(strategy: str, scaling: str, machine: aot.Machine, rows: int) -> Point:
+def point(strategy: str, scaling: str, machine: jaxshard.aot.Machine, rows: int) -> Point:
     """Compiles, without any cache."""
     jax.clear_caches()
     step, params, batch = built(strategy, mesh_of(machine), rows)
     state = step.loss.options.engine.init(params)
     start = time.perf_counter(), time.process_time()
-    compiled = step.lower(params, state, batch).compile(compiler_options=dict(READABLE[machine.chip.name]))
+    compiled = step.lower(params, state, batch).compile(compiler_options=dict(jaxshard.aot.READABLE[machine.chip.name]))
     seconds, cpu_seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-    prediction = plan.predict(step, params, batch)
-    report = inspect.report(compiled)
+    prediction = jaxshard.plan.predict(step, params, batch)
+    report = jaxshard.inspect.report(compiled)
     return Point(strategy, scaling, machine.num_devices, rows, report, prediction, seconds, cpu_seconds)
 
 
-def points(machines: Sequence[aot.Machine], strategies: Sequence[str]) -> Iterator[Point]:
+def points(machines: Sequence[jaxshard.aot.Machine], strategies: Sequence[str]) -> Iterator[Point]:
     """All of them, but those whose compiled program libtpu cannot write out."""
     warm_up(machines[0])
     for strategy in strategies:
@@ -125,7 +123,7 @@ def points(machines: Sequence[aot.Machine], strategies: Sequence[str]) -> Iterat
                     yield dataclasses.replace(found, scaling="strong")
 
 
-def warm_up(machine: aot.Machine) -> None:
+def warm_up(machine: jaxshard.aot.Machine) -> None:
     """The compiler starts, and whatever tracing loads."""
     built("zero3", mesh_of(machine), machine.num_devices)
     replicated = NamedSharding(mesh_of(machine), PartitionSpec())
@@ -206,7 +204,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to draw them")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # nothing runs
-    machines = sorted(map(aot.machine, options.machines), key=lambda machine: machine.num_devices)
+    machines = sorted(map(jaxshard.aot.machine, options.machines), key=lambda machine: machine.num_devices)
     count = sum(
         math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(LanguageModel(MODEL).init, jax.random.key(0)))
     )

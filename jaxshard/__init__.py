@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from jaxshard.core.batch import shard_batch, specs_of
 from jaxshard.core.gradients import evaluate, value_and_grad
 from jaxshard.core.loss_scale import LossScale
-from jaxshard.core.optimizer import (
-    ShardedOptimizer,
+from jaxshard.core.optimizer import ShardedOptimizer
+from jaxshard.core.options import Options
+from jaxshard.core.precision import ShardedState
+from jaxshard.core.skips import NonFiniteError
+from jaxshard.core.step import train_step
+from jaxshard.core.strategies import (
     ddp,
     fsdp,
     hsdp,
@@ -19,10 +23,6 @@ from jaxshard.core.optimizer import (
     zero2,
     zero3,
 )
-from jaxshard.core.options import Options
-from jaxshard.core.precision import ShardedState
-from jaxshard.core.skips import NonFiniteError
-from jaxshard.core.step import train_step
 from jaxshard.core.unshard import unshard
 from jaxshard.mesh import make_mesh
 from jaxshard.pipelining.pipeline import pipeline

@@ -19,8 +19,8 @@ from jaxshard import aot
 from jaxshard.base.types import AnyMesh
 from jaxshard.base.units import size_in_words
 from jaxshard.cli import plan_compiled, plan_tables
-from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
+from jaxshard.plan import chip as chip_named
 from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.search import Build, Built, Row
@@ -103,7 +103,7 @@ def _check(given: Arguments) -> None:
     if given.fit and (given.compile or given.strategies):
         raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
     if given.chip is not None:
-        chips.chip(given.chip)  # an unknown one is told before all else that is wrong
+        chip_named(given.chip)  # an unknown one is told before all else that is wrong
     if given.devices is None and given.chip is not None:
         raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
     for name, value in (("--devices", given.devices), ("--memory", given.memory)):
@@ -122,7 +122,7 @@ def target_of(given: Arguments) -> Target:
       ValueError: the machine or chip is not known; those that are are listed.
     """
     if given.devices is not None:
-        chip, count, torus = chips.chip(given.chip or "h100"), given.devices, ()
+        chip, count, torus = chip_named(given.chip or "h100"), given.devices, ()
     else:
         default = f"cpu:{given.sharding.devices or 8}"
         machine = aot.machine(given.compile or given.machine or default)

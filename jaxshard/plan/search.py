@@ -12,7 +12,7 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.base.units import seconds_in_words, size_in_words
-from jaxshard.core import optimizer
+from jaxshard.core import strategies
 from jaxshard.core.step import TrainStep, train_step
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
@@ -104,7 +104,7 @@ def building(
 
     def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         level = {} if candidate.zero is None else {"zero": candidate.zero}
-        opt = getattr(optimizer, candidate.strategy)(inner, mesh, **level, **options)
+        opt = getattr(strategies, candidate.strategy)(inner, mesh, **level, **options)
         step = train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
         return (step, params, batch, *args)
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+import jaxshard
 from jaxshard.base.units import size_in_words
-from jaxshard.inspect import Collective, Report
 
 _PLAIN_WIDTH = 120
 
@@ -58,7 +58,7 @@ def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int
     return table
 
 
-def step_table(report: Report) -> Table:
+def step_table(report: jaxshard.inspect.Report) -> Table:
     """The collectives of a compiled step: a row for all of one kind, group size and dtype.
 
     Columns: devices in a group, dtype, instructions, executions, bytes of their payloads, and bytes that each device
@@ -66,7 +66,7 @@ def step_table(report: Report) -> Table:
     """
     heads = ["group", "dtype", "count", "runs", "payload", "sent"]
     table = _table("collectives in the compiled step", ["collective"], heads)
-    groups: dict[tuple[str, int, str], list[Collective]] = {}
+    groups: dict[tuple[str, int, str], list[jaxshard.inspect.Collective]] = {}
     for each in report.collectives:
         groups.setdefault((each.kind, each.group_size, each.dtype), []).append(each)
     for (kind, size, dtype), members in sorted(groups.items()):
@@ -76,7 +76,7 @@ def step_table(report: Report) -> Table:
     return table
 
 
-def step_totals(report: Report) -> str:
+def step_totals(report: jaxshard.inspect.Report) -> str:
     """What a compiled step sends and holds on each device, a line for each."""
     sizes = {
         "wire bytes sent per device and step": report.wire_bytes,

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard import tensor
 from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
 from jaxshard.trainer.config import ModelConfig
@@ -136,11 +135,11 @@ class LanguageModel:
         del info
         tokens_BxL, dtype = batch["tokens"][:, :-1], jnp.dtype(self.config.dtype)
         table_VxD = self._part("embedding", shared["embedding"]).embedding[...].astype(dtype)
-        x_BxLxD = tensor.vocab_parallel_embedding(tokens_BxL, table_VxD, sequence=self._sequence)
+        x_BxLxD = jaxshard.tensor.vocab_parallel_embedding(tokens_BxL, table_VxD, sequence=self._sequence)
         if self.config.positions == "rotary":
             return x_BxLxD
         positions_LxD = self._part("positions", shared["positions"])(jnp.arange(tokens_BxL.shape[1]))
-        return x_BxLxD + (positions_LxD if self._sequence is None else tensor.split_sequence(positions_LxD, 0))
+        return x_BxLxD + (positions_LxD if self._sequence is None else jaxshard.tensor.split_sequence(positions_LxD, 0))
 
     def _layers(self, blocks: Tree, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
         """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
@@ -165,8 +164,10 @@ class LanguageModel:
             head_DxV = self._part("embedding", shared["embedding"]).embedding[...].T
         else:
             head_DxV = self._part("head", shared["head"]).kernel[...]
-        logits_BxLxV = tensor.column_parallel(x_BxLxD.astype(dtype), head_DxV.astype(dtype), sequence=self._sequence)
-        return tensor.vocab_parallel_cross_entropy(logits_BxLxV, batch["tokens"][:, 1:])
+        logits_BxLxV = jaxshard.tensor.column_parallel(
+            x_BxLxD.astype(dtype), head_DxV.astype(dtype), sequence=self._sequence
+        )
+        return jaxshard.tensor.vocab_parallel_cross_entropy(logits_BxLxV, batch["tokens"][:, 1:])
 
 
 class Transformer(nnx.Module):
@@ -222,16 +223,16 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
-        qkv_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
+        qkv_BxLxF = jaxshard.tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
         rows, length, _ = qkv_BxLxF.shape
-        groups = tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
+        groups = jaxshard.tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
         qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
         q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
         k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
         if self.rotary:
             q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
         y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
-        return tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
+        return jaxshard.tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
 
 
 class MLP(nnx.Module):
@@ -246,13 +247,13 @@ class MLP(nnx.Module):
         self.down = _linear(config, config.hidden, config.width, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
-        h_BxLxF = tensor.column_parallel(x_BxLxD, _kernel(self.up), sequence=sequence)
+        h_BxLxF = jaxshard.tensor.column_parallel(x_BxLxD, _kernel(self.up), sequence=sequence)
         if self.gated:
             both_BxLxFx2 = h_BxLxF.reshape(*h_BxLxF.shape[:2], -1, 2)
             h_BxLxF = jax.nn.silu(both_BxLxFx2[..., 0]) * both_BxLxFx2[..., 1]
         else:
             h_BxLxF = jax.nn.gelu(h_BxLxF)
-        return tensor.row_parallel(h_BxLxF, _kernel(self.down), sequence=sequence)
+        return jaxshard.tensor.row_parallel(h_BxLxF, _kernel(self.down), sequence=sequence)
 
 
 def _kernel(layer: nnx.Linear) -> jax.Array:
@@ -286,8 +287,8 @@ def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: i
     if sequence is None:
         kept = jax.random.bernoulli(key, 1.0 - rate, shape)
     else:
-        shape[sequence] *= tensor.axis_size()
-        kept = tensor.split_sequence(jax.random.bernoulli(key, 1.0 - rate, shape), sequence)
+        shape[sequence] *= jaxshard.tensor.axis_size()
+        kept = jaxshard.tensor.split_sequence(jax.random.bernoulli(key, 1.0 - rate, shape), sequence)
     return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
 
 

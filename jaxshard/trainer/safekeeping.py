@@ -7,8 +7,8 @@ import dataclasses
 import jax
 from rich.console import Console
 
+import jaxshard
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.digest import ReplicaError, digests
 from jaxshard.guards import Preemption
 from jaxshard.processes import agreement
 from jaxshard.trainer import run_folder
@@ -70,9 +70,9 @@ class Safekeeping:
           ReplicaError: copies differ, and the run does not mend them.
         """
         try:
-            digests((snapshot.params, snapshot.state))
+            jaxshard.digest.digests((snapshot.params, snapshot.state))
             return snapshot
-        except ReplicaError as error:
+        except jaxshard.digest.ReplicaError as error:
             if not self._run.config.train.mend_copies:
                 raise
             say(self._console, f"step {snapshot.step}: {error}. All copies are now as the first")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 from rich.console import Console
 
-from jaxshard.inspect import Report
+import jaxshard
 from jaxshard.mesh import check_has_devices
 from jaxshard.trainer.build import Run
 from jaxshard.trainer.data import zlib_bits_per_byte
@@ -30,7 +30,7 @@ def introduce(console: Console, run: Run) -> None:
     console.print(memory_table(strategy, *run.bytes_per_device()))
 
 
-def show_step(console: Console, run: Run, report: Report) -> None:
+def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> None:
     """Shows what the compiled step sends and holds on each device."""
     mesh = check_has_devices("jaxshard train", run.opt.mesh)
     if report.collectives:
