@@ -12,7 +12,14 @@ pytest = PYTHONPATH=$(CURDIR)/$(1)/compilers $(1)/bin/python -m pytest -n 2 $(2)
 NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
 
 # The tests of `make quick`: under 3 minutes on 2 quiet cores.
-QUICK := tests/core/test_layout.py tests/test_mesh.py tests/trainer/test_config.py tests/docs/test_architecture.py
+QUICK := tests/core/test_layout.py tests/core/test_options.py tests/core/test_once.py tests/core/test_errors.py \
+  tests/test_mesh.py tests/test_public_api.py tests/trainer/test_config.py tests/docs/test_architecture.py
+
+# What a newer JAX can break, one of each kind; `make nightly` runs the whole suite on it.
+NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/core/test_options.py \
+  tests/core/test_layout.py tests/core/test_strategies.py tests/core/test_traps.py tests/core/test_local_view.py \
+  tests/core/test_once.py tests/core/test_mutations.py tests/pipelining tests/plan/test_costs.py tests/inspect \
+  tests/checkpoint tests/trainer/test_config.py tests/docs/test_docstrings.py
 
 .PHONY: train test test-floor test-newest test-nightly-jax lint quick nightly notebooks bench clean
 
@@ -33,12 +40,13 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python scripts/check_types.py
 
-# The suite again, on the newest JAX, which wants Python 3.12 or later.
+# A part of the suite again, on the newest JAX, which wants Python 3.12 or later.
 test-newest:
 	@newest=$$(sh scripts/newest_python.sh); \
 	if [ -z "$$newest" ]; then echo "NOTE: no Python 3.12 or 3.13 found: the newest JAX was NOT tested"; exit 0; fi; \
-	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$newest EXTRA=test && $(call pytest,$(VENV_NEWEST))
+	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$newest EXTRA=test && $(call pytest,$(VENV_NEWEST),$(NEWEST))
 
 # Once more, on what JAX's developers built last night (with Python 3.13); it may fail.
 test-nightly-jax:
@@ -46,8 +54,11 @@ test-nightly-jax:
 	.venv-nightly/bin/python -m pip install --quiet --upgrade --pre --extra-index-url $(NIGHTLY_JAX) jax jaxlib
 	$(call pytest,.venv-nightly)
 
+# Everything, sweeps included, on both JAX, compiled as users compile.
 nightly: $(VENV)/.test
-	$(call pytest,$(VENV),-m nightly --timeout=3600)
+	JAXSHARD_TESTS=optimized $(call pytest,$(VENV),-m '' --timeout=3600)
+	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$(sh scripts/newest_python.sh) EXTRA=test
+	JAXSHARD_TESTS=optimized $(call pytest,$(VENV_NEWEST),-m '' --timeout=3600)
 
 # Runs the notebooks again, from their .py halves, and keeps what they show.
 notebooks: $(VENV)/.test
