@@ -24,7 +24,7 @@ from jaxshard.base.types import AnyMesh, T, Tree
 
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
-    """(D/N, ...) on each device -> (D, ...) on all; with `invarying` its type is replicated, to leave a shard_map so."""
+    """(D/N, ...) on each device -> (D, ...) on all; `invarying` makes its type replicated, to leave a shard_map."""
     how = {"to": "invarying"} if invarying else {}
     for dim, axes in dims:
 
@@ -49,7 +49,7 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
 def _axis_by_axis(
     along: Callable[[jax.Array, Sequence[str]], jax.Array], x: jax.Array, axes: Sequence[str], order: Sequence[str]
 ) -> jax.Array:
-    """Runs `along` over `axes` (outermost first): on TPU over one axis after another, in `order`; elsewhere all at once.
+    """Runs `along` over `axes` (outermost first): on TPU over one after another, in `order`; elsewhere all at once.
 
     Both ways move the same bytes. But XLA for TPU turns a scatter or gather over a whole torus into an all-reduce of
     twice the bytes (v5p:4x4x4, 8 x 8); and among GPUs, one ring of all devices sends less from node to node.
@@ -283,7 +283,7 @@ def buffers(x: jax.Array) -> set[int]:
 def gather_all(
     leaves: Sequence[jax.Array], mesh: AnyMesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]
 ) -> list[jax.Array]:
-    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie as `tos` say; one all-gather per cut leaf."""
+    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf."""
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:
         return list(leaves)

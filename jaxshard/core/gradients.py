@@ -104,7 +104,7 @@ def evaluate(
     The arguments are those of `value_and_grad`, and so are the errors.
 
     Returns:
-      The function. The loss is a replicated scalar, averaged over the batch as in training; so is aux.
+      The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
     """
     setup = setup_of(opt, "evaluate")
     return LossFunction(LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False))
@@ -170,9 +170,7 @@ class LossFunction:
         """
         setup, options = self.setup, self.options
         found, auto = setup.layout(params), setup.config.auto_axes
-        single = tuple(
-            axis for axis, size in setup.sizes.items() if size == 1
-        )  # left out of types, so nothing sums over them
+        single = tuple(axis for axis, size in setup.sizes.items() if size == 1)  # in no type, so nothing sums over them
         grad_leaf_specs = tuple(jax.tree.leaves(found.grad_specs))
         specs = (found.param_specs, grad_leaf_specs, P(setup.batch_axes))
         param_specs, grad_specs, batch_spec = jax.tree.map(lambda spec: without(spec, single), specs)

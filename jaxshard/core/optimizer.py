@@ -20,7 +20,7 @@ from jaxshard.mesh import check_has_devices
 
 @dataclasses.dataclass(frozen=True)
 class _Methods:
-    """The two functions of a `ShardedOptimizer`, which copies, pickles and compares as its setup does."""
+    """The two functions of a `ShardedOptimizer`, bound to its setup, so that it can be copied and pickled."""
 
     setup: Setup
 
@@ -56,8 +56,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     * `init(params)`: the state of `inner`, the same pytree, sharded from the start. NumPy, placed and abstract params
       all work; abstract ones give abstract state with its shardings.
-    * `update(updates, state, params=None, **extra)`: global arrays under any sharding; the updates come back as the
-      params lie. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
+    * `update(updates, state, params=None, **extra)`: takes global arrays under any sharding; the updates are laid out
+      as the params are. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
     """
 
     @property
@@ -87,7 +87,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def rank(self) -> int:
-        """The mesh index of this process's first device."""
+        """The index in the mesh of this process's first device; a ValueError for an abstract mesh."""
         devices, here = check_has_devices("rank", self.mesh).devices, jax.process_index()
         return next(i for i, device in enumerate(devices.flat) if device.process_index == here)
 
@@ -99,12 +99,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: a leaf that is not floating.
-          ValueError: specs that do not fit, or match nothing.
+          ValueError: specs that do not fit their leaf, or match no leaf.
         """
         return self.setup.shardings(params)
 
     def layout(self, params: Tree) -> Layout:
-        """Where each leaf lives, with the reason and its bytes per device; print it.
+        """Where each leaf lives, with the reason and its bytes per device, as a table to print.
 
         Raises:
           TypeError: a leaf that is not floating.
@@ -114,7 +114,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return self.setup.with_state(params)
 
     def place(self, params: Params) -> Params:
-        """A copy of the params at rest on the mesh; never an alias, so a donating step leaves the caller's alive.
+        """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
 
         Raises:
           TypeError: a leaf that is not floating.
@@ -123,7 +123,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return states.place(self.setup, params)
 
     def synchronize(self, tree: T) -> T:
-        """Makes the copies of each array, on devices along the axes it is replicated over, equal: to the first's bits.
+        """Makes all copies of each replicated array equal, bit for bit, to the copy on the first device that has one.
 
         Args:
           tree: params, state or any tree of arrays on the mesh.
@@ -148,7 +148,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def setup_of(opt: object, who: str) -> Setup:
-    """The setup of a `ShardedOptimizer`; `who` asks.
+    """The setup of a `ShardedOptimizer`; `who` names the caller in the error.
 
     Raises:
       TypeError: it is another kind of optimizer.
@@ -167,7 +167,7 @@ def _make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **o
 
 
 def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """Data parallel: all whole on each device; gradients are all-reduced once per step (Li et al. 2020).
+    """Data parallel: each device has everything whole; gradients are all-reduced once per step (Li et al. 2020).
 
     Args:
       inner: any optax optimizer or chain.
@@ -190,7 +190,7 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 
 
 def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-1: the state is cut 1/N; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
+    """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
     Args:
       inner: any optax optimizer or chain.
@@ -213,7 +213,7 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-2: state and gradients are cut 1/N; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
+    """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
     Args:
       inner: any optax optimizer or chain.
@@ -236,7 +236,7 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-3 = FSDP: params too are cut 1/N, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
+    """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
     Args:
       inner: any optax optimizer or chain.
@@ -353,7 +353,7 @@ def hybrid(
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: nothing.
+        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
       zero: the level of ZeRO over the data axes.
       **options: data_axes, min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale,
         auto_axes; `jaxshard.Options` says what each does.

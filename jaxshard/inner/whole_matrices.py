@@ -141,7 +141,7 @@ class _Walk:
 
 
 def _after_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
-    """The new dim that starts where `dim` did, if the size of one divides the other's (kept, split or merged); or None."""
+    """The new dim that starts where `dim` did, if one size divides the other (kept, split or merged); else None."""
     before = 1
     for i, size in enumerate(new):
         alike = max(size, old[dim]) % max(min(size, old[dim]), 1) == 0
