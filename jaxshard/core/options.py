@@ -59,8 +59,8 @@ class CommonOptions(TypedDict, total=False):
     rounded. If a parameter is changed between steps (loaded, pruned), its master changes with it."""
 
     moment_dtype: DType | None
-    """jnp.bfloat16 stores moments in bfloat16, rounded stochastically; the inner optimizer computes with them in its own
-    dtype. Moments are state leaves with a parameter's shape that copy no param and no gradient: mu, nu, sums."""
+    """jnp.bfloat16 stores moments in bfloat16, rounded stochastically; the inner optimizer computes in its own dtype.
+    Moments are state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""
 
     stochastic_rounding: bool
     """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""

@@ -154,9 +154,7 @@ def _settled(setup: Setup, params: Tree) -> Settled:
     if found is None:
         return Settled(before, [])
     extended = isinstance(before, ShardedState)
-    stored = matched(
-        lambda _, old: old, found.state, before.inner if extended else before
-    )  # stored dtypes may be narrower
+    stored = matched(lambda _, old: old, found.state, before.inner if extended else before)  # with stored dtypes
     return found._replace(state=before._replace(inner=stored) if extended else stored)
 
 

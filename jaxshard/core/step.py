@@ -57,8 +57,8 @@ def train_step(
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
       whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in `jax.tree.leaves(params)`) of
       the first gradient that is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
-      with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too. `step.lower(...)` is `jax.jit`'s, also for
-      `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
+      with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
+      `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
     Raises:
       NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
