@@ -62,8 +62,11 @@ def abstract_mesh(
       platform: "cpu", "gpu" or "tpu": strategies do a few things differently on a TPU.
       device_kind: the chip's name, with the sides of its torus if they are known: "v5p:8x8x8".
 
+    Returns:
+      A `jax.sharding.AbstractMesh` of Auto axes.
+
     Raises:
-      ValueError: as `make_mesh`.
+      ValueError: as `make_mesh`, or `num_devices` is below 1.
 
     >>> abstract_mesh(4096, tensor=8).shape["data"]
     512

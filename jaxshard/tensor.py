@@ -42,8 +42,13 @@ def axis_size(axis: str = TENSOR) -> int:
 def per_device(what: str, count: int, axis: str = TENSOR) -> int:
     """`count` / T: the number of attention heads, say, that this device computes.
 
+    Args:
+      what: names the things in the message: "heads".
+      count: the number of them in the whole model.
+      axis: the mesh axis that they are cut over.
+
     Raises:
-      ValueError: T does not divide it.
+      ValueError: T does not divide `count`.
 
     >>> per_device("heads", 6)
     6
@@ -149,7 +154,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
 
 
 def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim.
+    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim, from the first device on.
 
     Raises:
       TypeError: `x` is cut, or partial, already.

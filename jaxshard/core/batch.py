@@ -18,6 +18,9 @@ def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
       params: arrays; those that lie on no mesh (NumPy, one device) have `PartitionSpec()`.
       data_axes: the axes to leave out.
 
+    Returns:
+      A tree like `params`, of PartitionSpecs.
+
     >>> specs_of({"w": np.ones((4, 4))})
     {'w': P()}
     """

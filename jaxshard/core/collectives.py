@@ -1,4 +1,4 @@
-"""All collectives: no other module moves params, grads or state between devices.
+"""Moves params, grads and state between devices; no other module does.
 
 A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), which also fit a slice of a stacked
 leaf. In the local view (inside `jax.shard_map`) functions take this device's part; in the global view they take whole

@@ -106,7 +106,7 @@ def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
 
 
 def _lanes(dtype: np.dtype, config: Config) -> int:
-    """The number of elements that should divide the last dim's shards: 512 bytes in the reduced gradient's dtype.
+    """The number of elements that should divide the last dim's shards: 512 bytes of a reduced gradient, 128 at least.
 
     Measured: the TPU compiler all-reduces bfloat16 shards with an odd multiple of 128 columns, at twice the bytes,
     instead of reduce-scattering them.

@@ -21,7 +21,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
 
     Raises:
       TypeError: gradients, params or extra arguments vary over the wrong axes.
-      ValueError: a strategy, an optimizer or a shard_map that the local view cannot serve.
+      ValueError: the strategy, the optimizer or the shard_map does not allow an update in the local view.
     """
     _check_boundary(setup)
     _check_types(setup, updates, params, extra)
@@ -29,7 +29,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     found = setup.layout(whole)
     dims = [leaf.dims if setup.config.cuts.state else () for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
-    pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)
+    pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)  # fast params are the first leaves of lookahead's
     grads = jax.tree.unflatten(of_grads, [_average(g, d, setup) for g, d in pairs])
     mine = None
     if params is not None:

@@ -84,7 +84,7 @@ class Verdicts:
             self._warn(call, "the whole batch has weight 0")
             return
         if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
-            return  # an overflow: the scale shrinks, which cures it
+            return  # an overflow, which a smaller scale will cure
         self._bad_in_a_row += 1
         leaf = _LOSS if bad < 0 else names[bad]
         if max_skips is not None and self._bad_in_a_row > max_skips:

@@ -116,7 +116,7 @@ class TrainStep:
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
-        """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
+        """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s, runs nothing."""
         return self.trace(params, state, batch, *args).lower()
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
@@ -128,7 +128,7 @@ class TrainStep:
         return program.run.trace(params, state, batch, *args)
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """Where every leaf lives and is gathered, and why; compiles nothing."""
+        """Where every leaf lives, and where and why each parameter is gathered; compiles nothing."""
         return self.loss.layout(params, batch, *args)
 
     def _arrays(self, state: State, params: Tree) -> State:

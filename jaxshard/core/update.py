@@ -74,7 +74,7 @@ def shard_step(
 
 
 def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
-    """Turns the gathered result of `shard_step` into updates: if params are widened, it is the new params."""
+    """Turns the gathered result of `shard_step` into updates; if params are widened, that result is new params."""
     if not setup.config.widens:
         return out
     wide = setup.config.master_dtype or jnp.float32

@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One stage's work in one tick: "forward" or "backward", of which chunk of layers, on which microbatch."""
+    """One stage's work in one tick: its direction, chunk of layers and microbatch, all counted from 0."""
 
     stage: int
     tick: int
@@ -152,7 +152,12 @@ def _name(cell: Cell, plan: Plan) -> str:
 
 
 def draw(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes the chart to `path` as a PNG: in each stage's row forward above, backward below; colours by microbatch."""
+    """Writes the chart to `path` as a PNG: in each stage's row forward above, backward below; colours by microbatch.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+      OSError: the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # only drawing needs it
     from matplotlib.figure import Figure
 
