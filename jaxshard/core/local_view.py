@@ -29,7 +29,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     found = setup.layout(whole)
     dims = [leaf.dims if setup.config.cuts.state else () for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
-    pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)  # fast params are the first leaves of lookahead's
+    pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)  # lookahead's fast params come first
     grads = jax.tree.unflatten(of_grads, [_average(g, d, setup) for g, d in pairs])
     mine = None
     if params is not None:

@@ -31,7 +31,7 @@ Frames = list[tuple[str, str, int, int]]  # (qualname, file, first line, current
 
 
 def of_equations(trail: tuple[Equation, ...], inner: optax.GradientTransformation) -> str:
-    """The last one's place, as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" if not known.
+    """Its place, as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" if not known.
 
     Args:
       trail: an equation, after the calls around it, the outermost first.
