@@ -21,10 +21,10 @@ def make_mesh(
     Neighbours on the tensor axis exchange the most, so they get the closest devices.
 
     Args:
-      data: devices that share optimizer state, gradients and (zero3) parameters. -1: all that are left.
-      tensor: devices that share single layers.
-      pipeline: stages of layers.
-      replica: copies of the whole `data` x `tensor` x `pipeline` arrangement (`hsdp`).
+      data: the number of devices that share optimizer state, gradients and (zero3) parameters. -1: all that are left.
+      tensor: the number of devices that share each layer.
+      pipeline: the number of stages that the layers are cut into.
+      replica: the number of copies of the whole `data` x `tensor` x `pipeline` arrangement (`hsdp`).
       devices: the devices to use, by default `jax.devices()` (those of all processes).
 
     Returns:
@@ -54,16 +54,19 @@ def abstract_mesh(
     platform: str = "cpu",
     device_kind: str = "",
 ) -> AbstractMesh:
-    """`make_mesh` without devices: strategies take it, for plans; what is compiled or run needs a real mesh.
+    """A mesh like `make_mesh`'s, without devices: enough to plan with; compiling and running need a real mesh.
 
     Args:
-      num_devices: how many there would be.
+      num_devices: the number of devices that the mesh would have.
       data, tensor, pipeline, replica: as for `make_mesh`.
-      platform: "cpu", "gpu" or "tpu": strategies do a few things otherwise on a TPU.
+      platform: "cpu", "gpu" or "tpu": strategies do a few things differently on a TPU.
       device_kind: the chip's name, with the sides of its torus if they are known: "v5p:8x8x8".
 
+    Returns:
+      A `jax.sharding.AbstractMesh` of Auto axes.
+
     Raises:
-      ValueError: as `make_mesh`.
+      ValueError: as `make_mesh`, or `num_devices` is below 1.
 
     >>> abstract_mesh(4096, tensor=8).shape["data"]
     512
@@ -85,7 +88,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def torus_dims(mesh: Mesh | AbstractMesh) -> int:
-    """In how many dims TPU chips are joined: those in which there are two or more; 0 where that is not known."""
+    """The number of torus dims along which the mesh has two or more TPU chips; 0 if that is not known."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         sides = kind.partition(":")[2].split("x")
@@ -102,7 +105,7 @@ def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
-    """The sizes with the one -1 replaced; raises with the whole equation."""
+    """The sizes with the one -1 replaced; raises a ValueError that shows the whole equation."""
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
     for axis, size in given.items():
         if not isinstance(size, int | np.integer) or size < -1 or size == 0:

@@ -4,8 +4,8 @@ Weights come as this device's shards, as the optimizer's `specs` cut them. Activ
 every device of the axis (Shoeybi et al. 2020, Megatron-LM, section 3), or with `sequence=dim` cut along that dim, so
 that norms and residuals take 1/T of the memory (Korthikanti et al. 2022, section 4.2.2); the wire bytes are the same.
 
-Gradients need no sums by hand: JAX's types say which are left, and autodiff makes each once. Where the mesh has no such
-axis, and outside of `shard_map`, every block is the plain operation, so that one model serves every strategy.
+Gradients need no sums by hand: JAX's types say which are needed, and autodiff makes each once. Outside of `shard_map`,
+or if the mesh has no such axis, every block is the plain operation, so that one model serves every strategy.
 
 Shapes: T devices on the axis, D features, F features cut T ways, V the vocabulary.
 """
@@ -40,10 +40,15 @@ def axis_size(axis: str = TENSOR) -> int:
 
 
 def per_device(what: str, count: int, axis: str = TENSOR) -> int:
-    """`count` / T: of the attention heads, say, those that this device computes.
+    """`count` / T: the number of attention heads, say, that this device computes.
+
+    Args:
+      what: names the things in the message: "heads".
+      count: the number of them in the whole model.
+      axis: the mesh axis that they are cut over.
 
     Raises:
-      ValueError: T does not divide it.
+      ValueError: T does not divide `count`.
 
     >>> per_device("heads", 6)
     6
@@ -62,7 +67,8 @@ def column_parallel(x: jax.Array, kernels: Any, *, sequence: int | None = None, 
 
     Args:
       x: (..., D), whole on every device; with `sequence`, cut along that dim.
-      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such: q, k and v, say, of one all-reduce.
+      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such kernels: q, k and v, say, then share one
+        all-reduce.
       sequence: the dim along which `x` is cut; it is gathered here.
 
     Returns:
@@ -81,8 +87,8 @@ def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None
     """`x @ kernel`, each device multiplying its rows; the sum over devices is made here, once.
 
     Args:
-      x: (..., F/T), as `column_parallel` makes it, or what is made from it element by element.
-      kernel: (F/T, D), cut by `specs` over its first dim. A bias (D,), whole, is added to the result.
+      x: (..., F/T), as `column_parallel` makes it, or computed from that element by element.
+      kernel: (F/T, D), cut by `specs` over its first dim. Add a bias (D,), whole, to the result.
       sequence: the dim along which the result is to be cut.
 
     Returns:
@@ -116,14 +122,14 @@ def vocab_parallel_embedding(
     """
     _check_cut("vocab_parallel_embedding: the table", table, axis)
     rows = table.shape[0]
-    mine = tokens.astype(jnp.int32) - _first(rows, axis)  # in uint8, 256 rows would be none
+    mine = tokens.astype(jnp.int32) - _first(rows, axis)  # uint8 cannot hold 256, a number of rows
     here = (mine >= 0) & (mine < rows)
     found = jnp.where(here[..., None], table[jnp.where(here, mine, 0)], 0)
     return _summed(found, sequence, axis)
 
 
 def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis: str = TENSOR) -> jax.Array:
-    """-log softmax(logits)[target], the whole logits being on no device.
+    """-log softmax(logits)[target]; no device holds the whole logits.
 
     Args:
       logits: (..., V/T), as `column_parallel` makes them.
@@ -148,7 +154,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
 
 
 def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim.
+    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim, from the first device on.
 
     Raises:
       TypeError: `x` is cut, or partial, already.
@@ -162,16 +168,16 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
 
 
 def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L/T, ...) -> (..., L, ...), whole on every device."""
+    """(..., L/T, ...) -> (..., L, ...), whole on every device; an `x` that is whole already stays so."""
     if not _is_cut(x, axis):
         return x
     return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")
 
 
 def sum_shards(x: jax.Array, *, axis: str | tuple[str, ...] = TENSOR) -> jax.Array:
-    """What each device made of its shard of a parameter, summed; of a parameter that is whole, as it is.
+    """Sums a value that each device made of its shard of a parameter; one made of a whole parameter stays as it is.
 
-    For terms of the loss that look at parameters: `lax.psum` would count whole ones T times.
+    For terms of the loss that read parameters: `lax.psum` would count whole ones T times.
 
     Args:
       x: a sum over the elements of a parameter, such as `jnp.sum(w * w)`.
@@ -190,7 +196,7 @@ def sum_shards(x: jax.Array, *, axis: str | tuple[str, ...] = TENSOR) -> jax.Arr
 
 
 def _entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
-    """Whole on every device, of a type whose gradient is summed (or scattered) over the axis, once."""
+    """`x`, whole on every device, with a type whose gradient is summed (or scattered) over the axis once."""
     if axis_size(axis) == 1:
         return x
     if sequence is None:
@@ -215,7 +221,7 @@ def _first(count: int, axis: str) -> Any:
 
 
 def _is_cut(x: jax.Array, axis: str) -> bool:
-    """Whether it differs over the axis: then also where that has one device, and only the types have to be mended."""
+    """Whether the type of `x` varies over the axis; on one device too, where a sum changes the type alone."""
     return axis in collectives.varying(x)
 
 

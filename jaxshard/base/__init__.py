@@ -1,1 +1,1 @@
-"""What everything stands on: trees and their paths, axes, traced programs, units, types. Imports nothing of ours."""
+"""Foundations: trees and their paths, mesh axes, traced programs, units, types. Imports no other part of jaxshard."""

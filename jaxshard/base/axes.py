@@ -12,9 +12,9 @@ from jaxshard.base.tree import Names
 from jaxshard.base.types import AxisSizes, Tree
 
 REPLICA_AXIS = "replica"
-Entry: TypeAlias = str | tuple[str, ...] | None  # of a PartitionSpec
+Entry: TypeAlias = str | tuple[str, ...] | None  # one entry of a PartitionSpec
 Dims: TypeAlias = tuple[tuple[int, Names], ...]
-"""How an array is cut: pairs (dim counted from the end, axes), which stay right for a slice of a stacked leaf."""
+"""How an array is cut: pairs (dim, axes). Dims count from the end (-1 is the last), to fit slices of a stack too."""
 
 
 def axes_in(entry: Entry) -> Names:
@@ -25,7 +25,7 @@ def axes_in(entry: Entry) -> Names:
 
 
 def canonical(entries: Iterable[Entry]) -> P:
-    """A PartitionSpec without trailing Nones (P("data", None) would cost a second compilation)."""
+    """The PartitionSpec of these entries without trailing Nones; JAX would compile again for P("data", None)."""
     spec = [axes[0] if len(axes) == 1 else axes or None for axes in map(axes_in, entries)]
     while spec and spec[-1] is None:
         spec.pop()
@@ -39,11 +39,11 @@ def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int,
 
 
 def axes_of(specs: Tree) -> set[str]:
-    """All axes that a tree of PartitionSpecs, or rules, name."""
+    """All axes named in a tree of PartitionSpecs, or in rules."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
     return {axis for spec in leaves if isinstance(spec, P) for entry in spec for axis in axes_in(entry)}
 
 
 def without(spec: P, axes: Names) -> P:
-    """A PartitionSpec that says nothing of these axes."""
+    """The PartitionSpec with these axes removed."""
     return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)

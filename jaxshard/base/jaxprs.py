@@ -1,4 +1,4 @@
-"""Reading traced programs (jaxprs), alike on jax 0.10 to 0.12."""
+"""Reads traced programs (jaxprs) in the same way on jax 0.10 to 0.12."""
 
 from types import ModuleType
 
@@ -21,16 +21,17 @@ def is_literal(v: Var) -> bool:
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
-    """The plain jaxpr; up to jax 0.11 a closed one holds it, later they are one."""
+    """The `Jaxpr` that a `ClosedJaxpr` holds up to jax 0.11; after that the two are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def closed_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """A `ClosedJaxpr` of the program; an open one must have no constants."""
     return jaxpr if hasattr(jaxpr, "consts") else core().ClosedJaxpr(jaxpr, ())
 
 
 def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
-    """A traced program that takes what it closed over as its last inputs; and what that was."""
+    """Makes the arrays that a program closed over its last inputs; returns (the new program, these arrays)."""
     jaxpr = open_jaxpr(closed)
     ins = [*jaxpr.invars, *jaxpr.constvars]
     opened = jaxpr.replace(constvars=[], invars=ins, debug_info=unnamed(jaxpr, len(ins), len(jaxpr.outvars)))
@@ -38,7 +39,7 @@ def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
 
 
 def unnamed(jaxpr: OpenJaxpr, num_ins: int, num_outs: int) -> object:
-    """Its debug info for so many inputs and outputs, none of them named."""
+    """The debug info of `jaxpr` for a program of `num_ins` inputs and `num_outs` outputs, none of them named."""
     return jaxpr.debug_info._replace(arg_names=("",) * num_ins, result_paths=("",) * num_outs)
 
 
@@ -48,7 +49,10 @@ def inner_jaxpr(eqn: Equation) -> Jaxpr:
 
 
 def scan_split(eqn: Equation) -> tuple[int, int]:
-    """(number of constants, number of carries), read off the ranks: what is scanned over has one dim more outside."""
+    """(number of constants, number of carries) of a scan, from the ranks of its operands and results.
+
+    An array that is scanned over, or stacked, has one dim more outside the scan than in its body.
+    """
     inner = open_jaxpr(inner_jaxpr(eqn))
     num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
     num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
@@ -56,7 +60,10 @@ def scan_split(eqn: Equation) -> tuple[int, int]:
 
 
 def depends(jaxpr: Jaxpr, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
-    """Which outputs depend on inputs marked in `differs`; a psum over all of the axes `summed` ends that."""
+    """For each output, whether it depends on `axis_index` or on an input marked in `differs`.
+
+    The result of a psum, pmax or pmin over all axes in `summed` counts as one that does not.
+    """
     jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differs, strict=True))
     for eqn in jaxpr.eqns:
@@ -75,7 +82,7 @@ def _eqn_depends(eqn: Equation, found: list[bool], summed: frozenset[str] | None
 
 
 def hands_on(jaxpr: Jaxpr, marked: list[bool]) -> list[bool]:
-    """Which outputs are marked inputs themselves, or may be: chosen among others, cast, reshaped."""
+    """For each output, whether it may be a marked input itself: unchanged, cast, reshaped, or chosen among others."""
     jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, marked, strict=True))
     for eqn in jaxpr.eqns:

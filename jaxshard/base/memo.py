@@ -1,4 +1,4 @@
-"""Answers kept by the structure, shapes and dtypes of a tree, whose numbers do not matter to them."""
+"""A cache for functions of a tree that read only its structure, shapes and dtypes."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -14,13 +14,14 @@ Owner = TypeVar("Owner")
 
 
 def by_shapes(fn: Callable[[Owner, Tree], T]) -> Callable[[Owner, Tree], T]:
-    """Caches `fn(owner, tree)` by the owner, and by the tree's structure, shapes and dtypes; `fn` gets shapes.
+    """Caches `fn(owner, tree)`; the key is the owner and the tree's structure, shapes and dtypes.
 
-    An owner that cannot be hashed, or a tree of other things than arrays, is answered anew each time.
+    `fn` gets the leaves as `ShapeDtypeStruct`s. Nothing is cached for an owner that cannot be hashed, nor for a tree
+    with a leaf that is no array, which `fn` gets as it is.
     """
 
-    def of_shapes(owner: Owner, treedef: TreeDef, kinds: tuple[Hashable, ...], wide: Hashable) -> T:
-        del wide  # NumPy's float64 is another dtype on devices where x64 is on
+    def of_shapes(owner: Owner, treedef: TreeDef, kinds: tuple[Hashable, ...], float_dtype: Hashable) -> T:
+        del float_dtype  # part of the key alone: NumPy's float64 stays float64 on devices only where x64 is on
         shapes = [shape_of(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in kinds]  # pyright: ignore
         return fn(owner, unflatten(treedef, shapes))
 

@@ -1,28 +1,28 @@
-"""Names of JAX's primitives, in the groups that walks over traced programs tell apart. One list for each question."""
+"""Names of JAX's primitives: one list for each question that a walk over a traced program asks."""
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Which programs an equation runs.
+# Equations that run an inner program.
 
 INLINED = _names("jit pjit closed_call core_call")
-"""Calls that are what they call."""
+"""Calls that only run their inner program."""
 
 REMAT = _names("remat remat2 checkpoint")
-"""Calls that the backward pass computes again."""
+"""Calls that the backward pass recomputes."""
 
 CALLS = INLINED | REMAT | _names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
-"""All calls, where nothing is differentiated."""
+"""All calls. A custom_jvp or custom_vjp equals its inner program only where nothing is differentiated."""
 
-# What happens to a value.
+# Operations by what they do to a value.
 
 CASTS = _names("pvary pcast")
-"""Only the type changes."""
+"""Change only a value's type: the mesh axes over which it varies."""
 
 HANDING_ON = _names("convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier")
-"""The same numbers come out, cast or in another shape."""
+"""Return the same numbers, cast or in another shape."""
 
 POINTWISE = _names(
     """
@@ -34,23 +34,23 @@ POINTWISE = _names(
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
     """
 )
-"""Each element of the result depends on the elements at its place alone."""
+"""Each element of the result depends only on the operands' elements at the same index."""
 
 KEEPS_FILL = _names("broadcast_in_dim reshape rev slice squeeze transpose")
-"""Of arrays that hold one number everywhere, such an array is made."""
+"""Turn an array that holds one number in every element into another such array."""
 
 FILL_IF_ANY = _names("reduce_and reduce_max reduce_min reduce_or")
-"""Of equal numbers, that number."""
+"""Reduce equal numbers to that number."""
 
 PER_DEVICE = (
     "axis_index", "all_", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "reduce_scatter", "ragged_all"
 )  # fmt: skip
-"""How the names of collectives begin, and of what differs between devices."""
+"""Prefixes of the names of collectives, and of `axis_index`, which differs between devices."""
 
 LINEAR_ALGEBRA = _names("cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal")
 """Operations on whole matrices, batched over the dims before the last two."""
 
-# Plan: what operations cost.
+# What operations cost; `jaxshard.plan` asks.
 
 FUSED = _names(
     """abs add add_any and and_ argmax ceil clamp convert_element_type copy eq floor ge gt imag integer_pow iota
@@ -60,7 +60,7 @@ FUSED = _names(
     exp exp2 expm1 log log1p tanh erf erf_inv erfc logistic pow sqrt rsqrt cbrt div sin cos tan atan2 sinh cosh asin
     acos atan lgamma digamma"""
 )
-"""Element by element, or by index alone: done where the result is read."""
+"""Work element by element, or by index alone; the compiler fuses them into the operation that reads the result."""
 
 REDUCTIONS = _names(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin cumsum cumlogsumexp"
@@ -70,16 +70,16 @@ UPDATES = _names("dynamic_update_slice scatter scatter-add scatter_add")
 """Write into their first operand."""
 
 FROM_NOTHING = _names("broadcast_in_dim iota axis_index")
-"""Read no memory worth counting, however many read the result."""
+"""Read almost no memory, so they are fused into every reader, even where there are several."""
 
 BENT = _names("transpose slice rev convert_element_type")
-"""What every compiler does to an operand of a matrix product as it reads it."""
+"""Every compiler fuses these into a matrix product that reads their result."""
 
 BENT_ON_TPU = _names("transpose slice convert_element_type copy")
-"""Hand a value on to a matrix product, so that the compiler may narrow it on the way."""
+"""Pass a value on to a matrix product; XLA for TPU may narrow its dtype on the way."""
 
 VIEWS = _names("reshape squeeze expand_dims optimization_barrier pvary pcast name copy_p")
-"""Other views of the same memory."""
+"""Return another view of the same memory; no bytes move."""
 
 GATHERS = _names("all_gather all_gather_invariant")
 
@@ -90,4 +90,4 @@ COLLECTIVE_KINDS = dict.fromkeys(_names("psum psum_invariant psum2 pmax pmin pme
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "ragged-all-to-all",
 }
-"""The collective (`inspect.Collective.kind`) that each primitive of the local view is."""
+"""The kind (`inspect.Collective.kind`) of each collective primitive of the local view."""

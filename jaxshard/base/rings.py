@@ -8,12 +8,13 @@ Collective Communication Operations in MPICH", 2005.
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
     """Bytes that each device sends, on a ring of g devices and for a payload of b bytes.
 
-    2(g-1)/g b for an all-reduce, b for a permute (its busiest device), (g-1)/g b for all others; 0 if g is 1.
+    An all-reduce sends 2(g-1)/g b, a permute b (from its busiest device), any other collective (g-1)/g b. One device
+    alone (g = 1) sends 0 bytes.
 
     Args:
-        kind: as `inspect.Collective.kind`.
-        payload_bytes: as `inspect.Collective.bytes`.
-        group_size: devices that work together.
+        kind: "all-reduce", "all-gather", ..., as `inspect.Collective.kind`.
+        payload_bytes: b, as `inspect.Collective.bytes`.
+        group_size: g, the number of devices that take part.
 
     >>> ring_bytes("all-reduce", 800, 8)
     1400.0

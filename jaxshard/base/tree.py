@@ -1,4 +1,4 @@
-"""Paths of leaves, by name, and what is asked of whole trees."""
+"""The paths of leaves as names, and questions about whole trees."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ from jaxshard.base.types import T, Tree, TreeDef
 Names: TypeAlias = tuple[str, ...]
 
 
-_trees: Any = jax.tree  # the functions in these two have no types
+_trees: Any = jax.tree  # JAX gives the functions of these two modules no types
 _paths: Any = jax.tree_util
 
 
@@ -27,7 +27,7 @@ def unflatten(treedef: TreeDef, leaves: Iterable[object]) -> Tree:
 
 
 def structure(tree: Tree) -> TreeDef:
-    """The structure of a tree: what is left without its leaves."""
+    """The structure of a tree, without its leaves."""
     return _trees.structure(tree)
 
 
@@ -44,6 +44,7 @@ def names_of(path: Iterable[object]) -> Names:
 
 
 def path_of(names: Names) -> str:
+    """The names joined by slashes; "(the whole tree)" if there are none."""
     return "/".join(names) or "(the whole tree)"
 
 
@@ -57,11 +58,12 @@ def unambiguous_path(names: Names) -> str:
 
 
 def named_leaves(tree: Tree) -> list[tuple[Names, Tree]]:
+    """(the names on its path, the leaf) for each leaf, in the order of `jax.tree.leaves`."""
     return [(names_of(path), leaf) for path, leaf in _paths.tree_flatten_with_path(tree)[0]]
 
 
 def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
-    """Whose path is the longest end of this path: of ("0", "mu", "w"), the parameter ("w",).
+    """The owner whose path is the longest suffix of this path, or None: ("0", "mu", "w") belongs to ("w",).
 
     >>> owner_of(("0", "mu", "w"), {("w",): "the parameter"})
     'the parameter'
@@ -90,12 +92,12 @@ def have_same_shapes(one: Tree, other: Tree) -> bool:
 
 
 def sum_dtype(x: Tree) -> jnp.dtype:
-    """What sums of many `x` are made in: float32 at least."""
+    """The dtype for sums of many arrays like `x`: its own, or float32 if that is wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def matched(fn: Callable[[Tree, Tree], Tree], new: Tree, old: Tree) -> Tree:
-    """`new`, each leaf that has one of the same path in `old` replaced by `fn(leaf, that one)`.
+    """`new`, with `fn(new leaf, old leaf)` for each leaf whose path is in `old` too; other leaves stay.
 
     >>> matched(lambda new, old: new + old, {"kept": 1, "came": 2}, {"kept": 10, "went": 20})
     {'came': 2, 'kept': 11}
@@ -118,9 +120,12 @@ def is_key(x: Tree) -> bool:
 
 
 def check_alive(what: str, tree: Tree) -> None:
-    """Raises for donated and deleted arrays, on which jax 0.10 crashes the process."""
+    """Raises a ValueError for a donated or deleted array, on which jax 0.10 would crash the process.
+
+    `what` names the tree in the message.
+    """
     if not any(_is_gone(leaf) for leaf in jax.tree.leaves(tree)):
-        return  # asked at every step: names are spelled out only where one is needed
+        return  # this runs at every step, so paths are made only for an error
     names = next(names for names, leaf in named_leaves(tree) if _is_gone(leaf))
     raise ValueError(
         f"{what}: {path_of(names)} was donated to an earlier step and is gone; use that step's result, or build the "
@@ -135,7 +140,7 @@ def _is_gone(leaf: Tree) -> bool:
 def check_same_structure(what: str, given: Tree, wanted: Tree, noun: str) -> None:
     """Raises a ValueError that names the first difference between two trees' leaves and shapes.
 
-    `what` is given, and each leaf that is wanted is a `noun`.
+    In the message, `what` names the given tree, and `noun` names a leaf of the wanted one.
     """
     one = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(given)}
     two = {names: tuple(jnp.shape(leaf)) for names, leaf in named_leaves(wanted)}

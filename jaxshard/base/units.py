@@ -4,10 +4,10 @@ import re
 
 
 def size_in_words(num_bytes: float) -> str:
-    """A size, to three digits, in the unit that suits it.
+    """A size, to three significant digits, in the unit that suits it.
 
     Args:
-      num_bytes: in bytes.
+      num_bytes: the size, in bytes.
 
     >>> size_in_words(16_100_000_000)
     '16.1 GB'
@@ -17,10 +17,10 @@ def size_in_words(num_bytes: float) -> str:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """A time, to three digits, in seconds or milliseconds.
+    """A time, to three significant digits, in seconds or milliseconds.
 
     Args:
-      seconds: in seconds.
+      seconds: the time, in seconds.
 
     >>> seconds_in_words(0.0153)
     '15.3 ms'
@@ -29,7 +29,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def unit_of(num_bytes: float) -> tuple[str, float]:
-    """(the unit that suits a size, its bytes): 1 kB is 1000 B.
+    """(the unit that suits a size, the bytes in one such unit); 1 kB is 1000 B.
 
     >>> unit_of(262_144)
     ('kB', 1000.0)
@@ -39,7 +39,7 @@ def unit_of(num_bytes: float) -> tuple[str, float]:
 
 
 def digits(value: float) -> str:
-    """A number to three digits; one of more than three before the point has all of these.
+    """A number to three significant digits; all digits before the point are kept.
 
     >>> digits(1344.5), digits(0.01534)
     ('1,344', '0.0153')
@@ -48,10 +48,10 @@ def digits(value: float) -> str:
 
 
 def size_from_words(words: str) -> int:
-    """The bytes of a size that someone wrote, in B, kB, MB, GB or TB (powers of 1000).
+    """Reads a size in B, kB, MB, GB or TB (powers of 1000), and returns it in bytes.
 
     Raises:
-      ValueError: `words` is no such size.
+      ValueError: `words` is no number with one of these units.
 
     >>> size_from_words("5GB"), size_from_words("1.5 mb")
     (5000000000, 1500000)

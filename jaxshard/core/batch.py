@@ -1,4 +1,4 @@
-"""What comes in from outside: a batch's rows, and the specs that params carry already."""
+"""Reads what users bring: a batch's rows, and the PartitionSpecs that params carry already."""
 
 import jax
 import numpy as np
@@ -12,11 +12,14 @@ from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 
 
 def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
-    """The PartitionSpecs that arrays carry now, data axes and "replica" left out: what to give as `specs=`.
+    """The PartitionSpecs that arrays carry now, without the data axes and "replica"; pass them as `specs=`.
 
     Args:
       params: arrays; those that lie on no mesh (NumPy, one device) have `PartitionSpec()`.
       data_axes: the axes to leave out.
+
+    Returns:
+      A tree like `params`, of PartitionSpecs.
 
     >>> specs_of({"w": np.ones((4, 4))})
     {'w': P()}
@@ -32,17 +35,17 @@ def _model_spec(x: Tree, left_out: tuple[str, ...]) -> P:
 
 
 def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
-    """This process's rows -> global arrays, split over the optimizer's batch axes.
+    """Makes global arrays, split over the optimizer's batch axes, from this process's rows.
 
     Args:
       batch: a pytree of arrays (rows of this process, ...); with one process, the whole batch.
-      opt: says which mesh, and how it is split.
+      opt: the optimizer, which has the mesh and its batch axes.
 
     Returns:
       Arrays of (rows of all processes, ...), each device holding its own rows.
 
     Raises:
-      ValueError: rows that do not divide over this process's devices, named by leaf.
+      ValueError: a leaf's rows do not divide over the devices; the message names the leaf.
     """
     setup = setup_of(opt, "shard_batch")
     count = jax.process_count()

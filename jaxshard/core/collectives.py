@@ -1,8 +1,8 @@
-"""The only place where params, grads and state move between devices.
+"""Moves params, grads and state between devices; no other module does.
 
-A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), so that they stay right for a slice of a
-stacked leaf. In the local view (inside `jax.shard_map`) functions take this device's part, in the global one whole
-arrays.
+A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), which also fit a slice of a stacked
+leaf. In the local view (inside `jax.shard_map`) functions take this device's part; in the global view they take whole
+arrays. In shapes, D is a dim's size and N the number of devices that cut it.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxshard.base.types import AnyMesh, T, Tree
 
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
-    """(D/N, ...) on each device -> (D, ...) on all; `invarying` lets the result leave a shard_map as replicated."""
+    """(D/N, ...) on each device -> (D, ...) on all; `invarying` makes its type replicated, to leave a shard_map."""
     how = {"to": "invarying"} if invarying else {}
     for dim, axes in dims:
 
@@ -36,7 +36,7 @@ def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
 
 
 def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
-    """(D, ...) on each device, different -> (D/N, ...), the sum over the data axes of this device's part."""
+    """A different (D, ...) on each device -> (D/N, ...), this device's part of the sum over the data axes."""
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -49,10 +49,10 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
 def _axis_by_axis(
     along: Callable[[jax.Array, Sequence[str]], jax.Array], x: jax.Array, axes: Sequence[str], order: Sequence[str]
 ) -> jax.Array:
-    """`along` all axes, outermost first: on TPU along one after the other, in `order`, elsewhere along all at once.
+    """Runs `along` over `axes` (outermost first): on TPU over one after another, in `order`; elsewhere all at once.
 
-    The bytes are the same. But of a scatter or gather over a whole torus XLA for TPU makes an all-reduce, of twice the
-    bytes (v5p:4x4x4, 8 x 8); and among GPUs one ring of all sends less from node to node.
+    Both ways move the same bytes. But XLA for TPU turns a scatter or gather over a whole torus into an all-reduce of
+    twice the bytes (v5p:4x4x4, 8 x 8); and among GPUs, one ring of all devices sends less from node to node.
     """
     if len(axes) == 1:
         return along(x, axes)
@@ -66,7 +66,7 @@ def _axis_by_axis(
 
 
 def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum over `axes`."""
+    """The sum of `x` over the devices along `axes`; `x` itself if there are none."""
     return lax.psum(x, tuple(axes)) if axes else x
 
 
@@ -84,30 +84,30 @@ def varying(x: Tree) -> frozenset[str]:
 
 
 def varying_of_shape(x: jax.ShapeDtypeStruct) -> frozenset[str]:
-    """The same of a shape, as `jax.eval_shape` gives it."""
+    """As `varying`, for a shape that `jax.eval_shape` made."""
     kind = getattr(x, "manual_axis_type", None)
     return kind.varying if kind is not None else frozenset()
 
 
 def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """`x` with a type that varies over `axes`; nothing moves, but gradients of it are then partial."""
+    """`x` with a type that varies over `axes`. No data moves, but each device's gradient of it is then partial."""
     missing = tuple(axis for axis in axes if axis not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary_as(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """`x` with a type that varies over the axes that the type of `shape` does."""
+    """`x` with a type that varies over the axes over which `shape` does."""
     return vary(x, tuple(varying_of_shape(shape)))
 
 
 def zeros(shapes: T) -> T:
-    """Zeros of these shapes, dtypes and types."""
+    """Zeros of these shapes and dtypes, with types that vary over the same axes."""
     return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)
 
 
 @jax.custom_vjp
 def whole_with_grad_apart(x: jax.Array) -> jax.Array:
-    """A parameter of which nothing is cut; see `_apart_from_its_dot`."""
+    """`x`, a parameter that is not cut; its gradient goes through `_apart_from_its_dot`."""
     return x
 
 
@@ -118,9 +118,9 @@ whole_with_grad_apart.defvjp(lambda x: (x, None), lambda _, cotangent: (_apart_f
 def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
     """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
 
-    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2). Its own gradient is for those who
-    differentiate through us; else it is never computed. `stand_in` (zeros of the shard's shape) carries the dtype in
-    which gradients are reduced and accumulated.
+    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2). The gradient of `local` itself is
+    computed only if a caller differentiates through this function. `stand_in`, zeros of the shard's shape, has the
+    dtype in which gradients are reduced and accumulated.
     """
     del stand_in
     return gather(local, dims) if is_shard else local
@@ -137,11 +137,11 @@ def _whole_backward(dims, is_shard, stand_in, cotangent):
 
 
 def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
-    """The same, but XLA for CPU may not fold the transpose that autodiff puts behind a weight's gradient into its dot.
+    """`gradient`, but XLA for CPU cannot fold the transpose that autodiff puts after a weight's dot into that dot.
 
-    Folded, the dot misses the fast kernels where activations have more than two dims: measured against the jit +
-    NamedSharding step, whose partitioner never folds it, a transformer's whole step took 1.09 to 1.15 of its time, and
-    takes 1.02. Perceptrons on few rows lose by the copies (up to 1.2).
+    A folded dot misses the fast kernels if activations have more than two dims. The partitioner of a jit +
+    NamedSharding step never folds it. Compared with that step, a transformer's whole step took 1.09 to 1.15 times as
+    long when folded, and takes 1.02 times now. Perceptrons on few rows lose time to the copies (up to 1.2 times).
     """
     if gradient.ndim < 2:
         return gradient
@@ -156,7 +156,7 @@ whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
 
 
 def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The bits that the first device along `axes` holds, on all of them."""
+    """Copies the bits of `x` on the first device along `axes` to all devices along them."""
     if not axes:
         return x
     if is_key(x):
@@ -164,16 +164,16 @@ def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(first_copy(x.real, axes), first_copy(x.imag, axes))
-    # As whole numbers: adding zeros to floats would lose -0.0 and the payload of NaNs.
+    # Summed as whole numbers: adding zeros to floats would lose -0.0 and the payload of NaNs.
     bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     bits = lax.psum(jnp.where(lax.axis_index(tuple(axes)) == 0, bits, jnp.zeros_like(bits)), tuple(axes))
     return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
 
 
 def shapes_of(fn: Callable[..., T], *args: Tree) -> T:
-    """`jax.eval_shape`, with results that can be traced with where part of the mesh is left to XLA, too.
+    """As `jax.eval_shape`, but its results can also be traced with where part of the mesh is left to XLA.
 
-    JAX (0.10 to 0.12) forgets the mesh there, and then trips over the axes that the types name.
+    There JAX (0.10 to 0.12) drops the mesh from the shapes, and then fails on the axes that their types name.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -196,25 +196,25 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def manual_axes() -> frozenset[str]:
-    """The axes that are manual here, that is, whether we are inside a shard_map, and over what."""
+    """The axes of the shard_map that this runs in; none outside of one."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def axis_size(axis: str) -> int:
-    """The devices along a manual axis; 1 outside of `shard_map`, and where the mesh has no such axis."""
+    """The number of devices along a manual axis; 1 outside of `shard_map`, or if the mesh has no such axis."""
     return lax.axis_size(axis) if axis in manual_axes() else 1
 
 
 def types_are_checked(axis: str) -> bool:
-    """Whether types say what differs over a manual axis: not under `shard_map(check_vma=False)`."""
+    """Whether JAX's types say which values differ over a manual axis; under `shard_map(check_vma=False)` none do."""
     return axis in varying(lax.axis_index(axis))
 
 
 def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
     """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
 
-    Under a trace (of the tree, or `traced`) values are constrained. Concrete ones are copied where their sharding
-    differs, and are returned themselves where it does not.
+    If a leaf is traced, or `traced` is set, each leaf gets a sharding constraint. Otherwise an array whose sharding
+    differs is copied, and any other is returned itself.
     """
     traced = traced or is_traced(tree)
     return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
@@ -229,19 +229,19 @@ def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
 
 
 def laid_out(tree: T, shardings: Tree) -> T:
-    """Concrete arrays where they must lie: themselves where they lie right, else copies."""
+    """Concrete arrays laid out by `shardings`: each itself if it lies so already, else a copy."""
     return jax.tree.map(lying_at, tree, shardings)
 
 
 def lying_at(x: Tree, sharding: NamedSharding) -> jax.Array:
-    """`x` itself where it lies right, else a copy."""
+    """`x` itself if it lies under an equivalent sharding, else a copy under `sharding`."""
     if isinstance(x, jax.Array) and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
         return x
     return copy_to(x, sharding)
 
 
 def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callable[..., Tree]:
-    """`fn` run in the global view: whole logical arrays, XLA partitions; results laid out by `out_specs`."""
+    """`fn` in the global view: it takes whole logical arrays, XLA partitions it, `out_specs` lay out its results."""
     if not is_explicit(mesh):
         return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args))
     out_sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
@@ -249,15 +249,15 @@ def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callabl
 
 
 def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`x` under `sharding`, in buffers of its own, so that donating it takes nothing from the caller.
+    """A copy of `x` under `sharding`, in new buffers, so that donating it leaves the caller's array alive.
 
-    `jax.device_put(..., may_alias=False)` alone still shares the first device's buffer when it replicates, and the
-    memory of NumPy arrays that are aligned (jax 0.10 to 0.12, CPU).
+    `jax.device_put(..., may_alias=False)` alone shares memory on CPU (jax 0.10 to 0.12): the first device's buffer when
+    it replicates, and the memory of aligned NumPy arrays.
     """
     if isinstance(x, jax.Array) and is_key(x):
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        whole = np.array(x)  # `device_put` would send all of it to all processes, to compare
+        whole = np.array(x)  # `device_put` would send the whole array to all processes, to compare
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     placed = jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array):
@@ -269,7 +269,7 @@ def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def copied(x: jax.Array) -> jax.Array:
-    """A true copy; under Explicit axes `jnp.copy` alone spells the sharding's trailing Nones out."""
+    """A true copy with the same sharding; under Explicit axes `jnp.copy` alone adds trailing Nones to its spec."""
     return jax.device_put(jnp.copy(x), x.sharding)
 
 
@@ -283,7 +283,7 @@ def buffers(x: jax.Array) -> set[int]:
 def gather_all(
     leaves: Sequence[jax.Array], mesh: AnyMesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]
 ) -> list[jax.Array]:
-    """Global arrays under `froms`, cut by `dims`, gathered to lie under `tos`; one all-gather for each cut leaf."""
+    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf."""
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:
         return list(leaves)

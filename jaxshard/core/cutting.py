@@ -1,4 +1,4 @@
-"""Where the data axes cut one leaf: pure, from its shape, its dtype and the mesh's axis sizes."""
+"""Decides where the data axes cut one leaf, from its shape, its dtype and the mesh's axis sizes alone."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jaxshard.core.options import Config
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf: `spec` over the model's axes alone, `cut` with the data axes added, and why it is so."""
+    """One leaf: `spec` is over the model's axes alone, `cut` has the data axes added, `reason` says why."""
 
     names: Names
     shape: tuple[int, ...]
@@ -26,15 +26,16 @@ class Leaf:
     spec: P
     cut: P
     dims: Dims  # (dim counted from the end, data axes that cut it)
-    ways: int
+    ways: int  # the number of parts that the data axes cut it into
     reason: str
-    awkward: bool = False  # larger than min_shard_size, and no dims to cut it all N ways
-    home: P | None = None  # where its state lives and its update is made, if elsewhere than `cut`
+    awkward: bool = False  # large enough to cut, but no dims divide by all N devices
+    home: P | None = None  # the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
-    at_home: str = ""  # what to know of its update
+    at_home: str = ""  # a note on its update, for the table of `Layout`
 
     @property
     def path(self) -> str:
+        """Its names, joined by slashes."""
         return path_of(self.names)
 
     def bytes(self, spec: P, sizes: AxisSizes) -> int:
@@ -43,16 +44,17 @@ class Leaf:
 
 
 def _itemsize(dtype: np.dtype) -> int:
-    """Of PRNG keys too, which NumPy does not know."""
+    """Bytes of one element, also of a PRNG key, whose dtype NumPy does not know."""
     return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
 
 
 def cut_leaf(names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config) -> Leaf:
-    """Decides where the data axes cut a leaf by the rule below.
+    """Decides where the data axes cut a leaf.
 
-    Dims that `spec` uses are taken. Among the rest: the last dim if shards are multiples of 128 (256 where gradients
-    have two bytes), else the second last if multiples of 8, else any; a stacked-layers dim (the first of three or more)
-    last of all. Each data axis may cut a dim of its own. What cannot be cut N ways is cut as many ways as it can be.
+    Only dims that `spec` leaves free can be cut. The rule prefers the last dim, if its shards are multiples of 128
+    elements (256 where gradients have two bytes); then the second last, if its shards are multiples of 8; then any
+    other; and a stacked-layers dim (the first of three or more) last of all. Each data axis may cut another dim. A leaf
+    that cannot be cut into N parts is cut into as many as its dims allow.
     """
     data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
     num_shards, size = math.prod(data_sizes.values()), math.prod(shape)
@@ -79,9 +81,13 @@ def cut_leaf(names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, siz
 
 
 def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config) -> Leaf:
-    """The leaf, its state dealt out by whole matrices: cut along dims over which its update is batched, if N divides.
+    """Gives each device whole matrices of this leaf's state: cuts only the batch dims of its matrix operations.
 
-    Gradients are reduced as before; one all-to-all of 1/N of the leaf takes them there.
+    That is done if N divides these dims; if not, the leaf stays as it is, with a note. Gradients are still reduced to
+    `leaf.cut`; an all-to-all of 1/N of the leaf then moves them to `home`.
+
+    Args:
+      batch_dims: the dims over which its update is batched; None: it enters no matrix operation, and stays as it is.
     """
     if batch_dims is None or not leaf.dims:
         return leaf
@@ -100,10 +106,10 @@ def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
 
 
 def _lanes(dtype: np.dtype, config: Config) -> int:
-    """The last dim's shards should be multiples of this many elements: 512 bytes of a gradient as it is reduced.
+    """The number of elements that should divide the last dim's shards: 512 bytes of a reduced gradient, 128 at least.
 
-    Measured with the TPU compiler: shards of bfloat16 with an odd multiple of 128 columns are all-reduced, at twice the
-    bytes, not reduce-scattered.
+    Measured: the TPU compiler all-reduces bfloat16 shards with an odd multiple of 128 columns, at twice the bytes,
+    instead of reduce-scattering them.
     """
     return max(128, 512 // np.dtype(dtype if config.reduce_dtype is None else config.reduce_dtype).itemsize)
 
@@ -112,7 +118,7 @@ def _lanes(dtype: np.dtype, config: Config) -> int:
 def _best_cut(
     shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], lanes: int
 ) -> tuple[dict[int, Names], int]:
-    """(dim -> data axes that cut it, number of ways), of all that the free dims allow."""
+    """The best cut that the free dims allow: (dim -> data axes that cut it, number of parts)."""
     data_sizes = dict(data_axes)
     assignments = itertools.product([None, *free], repeat=len(data_sizes))
     candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
@@ -121,7 +127,7 @@ def _best_cut(
 
 
 def _described(leaf: Leaf, dims: dict[int, Names]) -> tuple[P, Dims, str]:
-    """(the spec, the dims counted from the end, and in words) of a leaf cut along `dims`."""
+    """(its PartitionSpec, its dims counted from the end, the cut in words) for a leaf cut along `dims`."""
     ndim = len(leaf.shape)
     entries = list(leaf.spec) + [None] * (ndim - len(leaf.spec))
     for dim, axes in dims.items():
@@ -150,7 +156,7 @@ def _assign(
 def _badness(
     dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, lanes: int
 ) -> tuple[int | list[int], ...]:
-    """Smaller is better: more ways first, then the tiles that accelerators like, then fewer dims."""
+    """Ranks a cut, smaller is better: more parts first, then the tiles that accelerators prefer, then fewer dims."""
     ways = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
     ranks = []
     for dim, axes in dims.items():

@@ -73,22 +73,23 @@ def value_and_grad(
     Args:
       loss_fn: `(params, batch, *args) -> loss`, pure, written for one device's share of the batch: params come whole,
         the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
-      opt: the optimizer; says how params, batch and gradients lie.
+      opt: the optimizer; it decides how params, batch and gradients are sharded.
       has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
         depend on it.
-      microbatches: parts into which each device's rows are cut; their gradients are accumulated.
+      microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
       weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
         and microbatches. The weight is not differentiated.
-      fold_keys: typed PRNG keys among `args` are folded with the data shard's and the microbatch's index.
+      fold_keys: fold the data shard's and the microbatch's index into the typed PRNG keys among `args`, so that each
+        microbatch has its own.
 
     Returns:
-      `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`; loss a replicated scalar, grads global
-      arrays like the params, cut as `opt.shardings(params).grads`. `f.layout(params, batch, *args)` says where each
-      parameter is gathered, and why.
+      `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are
+      global arrays shaped like the params, sharded as `opt.shardings(params).grads`. `f.layout(params, batch, *args)`
+      says where each parameter is gathered, and why.
 
     Raises:
-      TypeError: `opt` is not a `ShardedOptimizer`; the loss is not a floating scalar; params that are not floating.
-      ValueError: a batch that does not divide; params that were donated.
+      TypeError: `opt` is not a `ShardedOptimizer`, the loss is not a floating scalar, or a parameter is not floating.
+      ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
     """
     setup = setup_of(opt, "value_and_grad")
     check_microbatches("value_and_grad", microbatches)
@@ -100,14 +101,17 @@ def evaluate(
 ) -> "LossFunction":
     """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
 
-    The arguments are those of `value_and_grad`.
+    The arguments are those of `value_and_grad`, and so are the errors.
+
+    Returns:
+      The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
     """
     setup = setup_of(opt, "evaluate")
     return LossFunction(LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False))
 
 
 class LossFunction:
-    """What `value_and_grad` and `evaluate` return: called with `(params, batch, *args)`, inside or outside `jit`."""
+    """The function that `value_and_grad` and `evaluate` return; call it inside or outside `jit`."""
 
     def __init__(self, options: LossOptions):
         self.options = options
@@ -134,9 +138,9 @@ class LossFunction:
         return self._jitted(params, batch, *within_reach(setup, args))
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """The layout, with where each parameter is gathered and why; traces the loss, compiles nothing.
+        """The layout, and where each parameter is gathered and why. Traces the loss, compiles nothing.
 
-        Args: as in a call; `ShapeDtypeStruct`s do.
+        Args: as in a call; `ShapeDtypeStruct`s will do.
         """
         found = self.setup.with_state(params)
         reasons: list[str | None] = []
@@ -161,8 +165,8 @@ class LossFunction:
     ) -> "Measured":
         """Loss, aux, weight and gradients, inside a trace.
 
-        With `scale`, a scalar, the loss is multiplied by it for the backward pass, and the reduced gradients divided.
-        `reasons` is filled with why each parameter is gathered at the start, or None.
+        The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients. The list
+        `reasons` is filled with the reason why each parameter is gathered at the start (None: it is not).
         """
         setup, options = self.setup, self.options
         found, auto = setup.layout(params), setup.config.auto_axes
@@ -209,13 +213,13 @@ def _how_gathered(leaf: Leaf, reason: str | None, setup: Setup) -> str:
 
 
 def check_microbatches(who: str, microbatches: int) -> None:
-    """Raises a ValueError for what is no number of microbatches."""
+    """Raises a ValueError unless `microbatches` is a whole number, 1 or more."""
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"{who}: microbatches {microbatches!r} must be a whole number, 1 or more")
 
 
 def check_batch(batch: Tree, options: LossOptions) -> None:
-    """Raises a ValueError, which names the leaf, for a batch that does not divide over devices and microbatches."""
+    """Raises a ValueError, which names the leaf, if rows do not divide over data shards and microbatches."""
     shards, m = options.setup.num_batch_shards, options.microbatches
     leaves = named_leaves(batch)
     if not leaves:
@@ -231,7 +235,10 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
 
 
 def check_global(batch: Tree) -> None:
-    """With several processes, JAX would take one process's rows for the whole batch, and mix them silently."""
+    """Raises a ValueError if, with several processes, a leaf has this process's rows alone.
+
+    JAX would take them for the whole batch, and mix the processes' rows silently.
+    """
     for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Where each leaf of params, grads and state lives: pure, from shapes, dtypes, options and the mesh's axis sizes.
+"""Decides where each leaf of params, grads and state lives, from shapes, dtypes, options and the mesh's axis sizes.
 
-Nothing here touches an array or a device, so everything can be asked before any machine is rented.
+Nothing here touches an array or a device, so a layout can be computed before any machine is rented.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ class Shardings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything of one optimizer lives; `print(layout)` is the table, one row per leaf."""
+    """Where one optimizer's params, gradients and state live; `print(layout)` shows a table, one row per leaf."""
 
     config: Config
     sizes: AxisSizes
     treedef: TreeDef
     params: tuple[Leaf, ...]
-    state_treedef: TreeDef | None = None  # None: of the params alone
+    state_treedef: TreeDef | None = None  # None: a layout of the params alone
     state: tuple[Leaf, ...] = ()
-    gathers: Mapping[Names, str] | None = None  # params' names -> where and why they are gathered
-    unused_specs: str = ""  # what the user's specs say of no leaf
+    gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
+    unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def spec(self, leaf: Leaf, *, cut: bool) -> P:
         """The leaf's PartitionSpec, with the data axes if it is `cut` over them."""
@@ -73,18 +73,18 @@ class Layout:
 
     @functools.cached_property
     def home_specs(self) -> Tree:
-        """The PartitionSpecs of what meets the inner optimizer: gradients, params, updates."""
+        """The PartitionSpecs of gradients, params and updates in the inner optimizer's step."""
         return self.param_leaves(leaf.home or self.spec(leaf, cut=self.config.cuts.state) for leaf in self.params)
 
     @functools.cached_property
     def state_specs(self) -> Tree:
-        """The state's PartitionSpecs."""
+        """The state's PartitionSpecs; only for a layout that has a state."""
         assert self.state_treedef is not None
         specs = [self.spec(leaf, cut=self.config.cuts.state) for leaf in self.state]
         return unflatten(self.state_treedef, specs)
 
     def check_specs_used(self) -> None:
-        """Raises a ValueError where the user's specs name what is no parameter."""
+        """Raises a ValueError if some of the user's specs match no parameter."""
         if self.unused_specs:
             raise ValueError(self.unused_specs)
 
@@ -141,10 +141,15 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
 def layout_state(params: Layout, state: Tree) -> Layout:
     """Adds the leaves of an (abstract) optimizer state.
 
-    A leaf whose path ends in a parameter's path and has its shape lies beside that parameter; so does one that stacks
-    several of them (L-BFGS's memory), in its last dims; and one at no parameter's path (a state kept as a list) that
-    has the shape of some, if these agree. Others (counts, factored moments) have no spec of the model's. The data axes
-    then cut each by the same rule: what lies beside a parameter as if it had that one's dtype, so that float32 masters
+    A leaf follows a parameter, that is, takes the model's spec of it, in three cases:
+
+    * its path ends in the parameter's path, and it has the parameter's shape;
+    * its path ends so, and it stacks arrays of that shape (L-BFGS's memory): the spec then holds for its last dims;
+    * its path ends in no parameter's path (a state kept as a list), but it has the shape of some parameters, and these
+      are all cut alike.
+
+    Other leaves (counts, factored moments) have no spec of the model's. The data axes then cut every leaf by the rule
+    of `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters
     and moments are cut where their bfloat16 parameter is.
     """
     owners = {leaf.names: leaf for leaf in params.params}
@@ -180,7 +185,7 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
 
 
 def check_floating(params: Tree) -> None:
-    """Raises a TypeError for a leaf that is no array, or has no gradient."""
+    """Raises a TypeError for a leaf that is no array, or whose dtype has no gradient."""
     for names, leaf in named_leaves(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
@@ -193,7 +198,7 @@ def check_floating(params: Tree) -> None:
 
 
 def warn_if_awkward(layout: Layout) -> None:
-    """Warns of leaves too awkward to cut, where they hold more than 1% of a device's bytes."""
+    """Warns of leaves that cannot be cut N ways, if they hold more than 1% of a device's bytes of params."""
     if not layout.config.cuts.state:
         return
     num_shards = math.prod(layout.sizes[axis] for axis in layout.config.data_axes)

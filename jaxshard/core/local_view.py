@@ -20,8 +20,8 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     """Averages and scatters this device's gradients, updates its shard, gathers the updates.
 
     Raises:
-      TypeError: gradients (or params, or extra arguments) of a type that cannot be right.
-      ValueError: a strategy, an optimizer or a shard_map that the local view cannot serve.
+      TypeError: gradients, params or extra arguments vary over the wrong axes.
+      ValueError: the strategy, the optimizer or the shard_map does not allow an update in the local view.
     """
     _check_boundary(setup)
     _check_types(setup, updates, params, extra)
@@ -29,8 +29,8 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     found = setup.layout(whole)
     dims = [leaf.dims if setup.config.cuts.state else () for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
-    fast_come_first = zip(jax.tree.leaves(fast(updates)), dims, strict=False)
-    grads = jax.tree.unflatten(of_grads, [_average(g, d, setup) for g, d in fast_come_first])
+    pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)  # lookahead's fast params come first
+    grads = jax.tree.unflatten(of_grads, [_average(g, d, setup) for g, d in pairs])
     mine = None
     if params is not None:
         parts = [collectives.own_part(p, d, setup.sizes) for p, d in zip(jax.tree.leaves(params), dims, strict=True)]
@@ -104,7 +104,7 @@ def _check_elementwise(setup: Setup, found: Layout, like: Tree, args: tuple[Tree
     labels = [_relation(leaf) for leaf in (*found.params, *layout_state(found, whole_state).state)]
     labels += labels[: len(found.params)] if mine is not None else []
     on_whole = (like, whole_state, None if mine is None else like)
-    whole = _traced(setup, on_whole, extra)  # first: where this fails, the fault is not in the shards
+    whole = _traced(setup, on_whole, extra)  # first: if this raises, the shards are not to blame
     try:
         elementwise.check_elementwise(_traced(setup, (grads, state, mine), extra), whole, labels)
         return
@@ -126,7 +126,7 @@ def _relation(leaf: Leaf) -> elementwise.Label:
 
 
 def _traced(setup: Setup, trees: Tree, extra: Extra) -> Jaxpr:
-    """The inner step, traced on plain shapes, so that varying types cannot get in the way."""
+    """The inner step, traced on plain shapes: in varying types, shards would differ from whole leaves."""
     leaves, treedef = jax.tree.flatten(trees)
     shapes = [shape_of(x) for x in leaves]
     new = setup.config.widens

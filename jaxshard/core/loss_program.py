@@ -19,7 +19,7 @@ from jaxshard.mesh import platform_of
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-    """A loss function, the setup that it is differentiated under, and how, as `value_and_grad` takes these."""
+    """A loss function, the optimizer's setup, and the options of `value_and_grad`."""
 
     loss_fn: Callable[..., Tree]
     setup: Setup
@@ -31,16 +31,20 @@ class LossOptions:
 
     @property
     def checked(self) -> bool:
-        """Whether types are checked: only the data axes may do without, since the boundary over them is ours."""
+        """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
+
+        Over the batch axes our own code makes every sum, so it needs no check.
+        """
         ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
         return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
     @property
     def compiler_options(self) -> dict[str, str] | None:
-        """For `jax.jit`. Simulated devices else deadlock now and then, where loops hold collectives over several axes.
+        """Options for `jax.jit`, which keep simulated devices from deadlocks.
 
-        XLA for CPU (jax 0.10.2, 0.12) orders collectives for the most concurrency, and each device then starts those in
-        loops beside others in its own order. Ordered for the least memory, thousands of runs went through.
+        XLA for CPU (jax 0.10.2, 0.12) schedules for the most concurrency. If loops hold collectives over several axes,
+        each device then starts these beside others in its own order, and now and then the devices wait for each other
+        forever. Scheduled for the least memory, thousands of runs finished.
         """
         on_cpu = platform_of(self.setup.mesh) == "cpu"
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and self.checked else None
@@ -48,7 +52,7 @@ class LossOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The loss as traced: flat inputs (params, batch, args, scale), flat outputs (loss, weight, aux)."""
+    """The traced loss: its flat inputs are (params, batch, args, scale), its flat outputs (loss, weight, aux)."""
 
     jaxpr: Jaxpr
     out_tree: TreeDef
@@ -63,7 +67,11 @@ class Program:
         args: tuple[Tree, ...],
         scale: Scale,
     ) -> "Program":
-        """Traces the loss of whole params (a list of shapes), a microbatch and further arguments."""
+        """Traces the loss of whole params (a list of shapes), a microbatch and further arguments.
+
+        Raises:
+          TypeError: `loss_fn` returns another form than the options say, or values that cannot be averaged.
+        """
 
         def flat(leaves, batch, args, scale):
             with unshard.scaled_by(scale):
@@ -82,7 +90,7 @@ class Program:
     def run(
         self, values: Sequence[Value], batch: Tree, args: tuple[Tree, ...], scale: Scale
     ) -> tuple[Tree, Tree, Tree]:
-        """(loss, weight, aux) of params that may be `Sharded`."""
+        """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in unshard.run(self.jaxpr, flat)])
 
@@ -109,12 +117,12 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
         raise TypeError(
             f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
         )
-    loss = loss.astype(sum_dtype(loss))  # summed over devices: not in bf16
+    loss = loss.astype(sum_dtype(loss))  # it is summed over devices, for which bf16 is too narrow
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
 def _explained(error: TypeError, options: LossOptions) -> TypeError:
-    """JAX's complaint about varying types, with the cure."""
+    """JAX's error about varying types, with the cure added; any other error unchanged."""
     text = str(error)
     carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
     if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
@@ -127,7 +135,7 @@ def _explained(error: TypeError, options: LossOptions) -> TypeError:
 
 
 def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
-    """Refuses what devices of a model's axis made of their own shards: which of it would be the loss?"""
+    """Refuses a loss, weight or aux leaf that differs over a model axis: it was made of shards, and not summed."""
     if not options.checked:
         return
     kinds = ("loss", "weight", "aux leaf")

@@ -10,19 +10,20 @@ import jax.numpy as jnp
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), as `loss_scale=` of a strategy.
 
-    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything looks at
-    them. A step whose gradients overflow is skipped.
+    `train_step` multiplies the loss by the scale, and divides the reduced gradients by it before anything else
+    reads them. A step whose gradients overflow is skipped.
 
     Args:
       initial: the first scale.
-      growth_interval: after so many good steps in a row the scale grows by `factor`.
-      factor: by which the scale grows and shrinks; a power of two keeps gradients exact.
-      hysteresis: so many overflows, since the scale last grew, until it shrinks.
+      growth_interval: the number of good steps in a row after which the scale is multiplied by `factor`.
+      factor: multiplies the scale when it grows, and divides it when it shrinks; a power of two keeps gradients exact.
+      hysteresis: the number of overflows, counted since the scale last grew, from which on each one shrinks it.
       minimum: the scale never shrinks below it.
-      maximum: nor grows above it.
+      maximum: the scale never grows above it.
 
     Raises:
-      ValueError: a value that makes no sense.
+      ValueError: unless 0 < minimum <= initial <= maximum <= 2**127, factor > 1 and finite, and growth_interval and
+        hysteresis are whole numbers, 1 or more.
     """
 
     initial: float = 2.0**15
@@ -54,7 +55,7 @@ class LossScale:
         }
 
     def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
-        """The state after a step whose gradients were finite, or had `overflowed`."""
+        """The state after a step; `overflowed`, a boolean scalar, says whether its gradients were not finite."""
         scale, hysteresis = state["scale"], state["hysteresis"]
         good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
         grows = good_steps >= self.growth_interval

@@ -20,7 +20,7 @@ from jaxshard.mesh import check_has_devices
 
 @dataclasses.dataclass(frozen=True)
 class _Methods:
-    """The two functions of a `ShardedOptimizer`, which copies, pickles and compares as its setup does."""
+    """The two functions of a `ShardedOptimizer`, bound to its setup, so that it can be copied and pickled."""
 
     setup: Setup
 
@@ -56,8 +56,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     * `init(params)`: the state of `inner`, the same pytree, sharded from the start. NumPy, placed and abstract params
       all work; abstract ones give abstract state with its shardings.
-    * `update(updates, state, params=None, **extra)`: global arrays under any sharding; the updates come back as the
-      params lie. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
+    * `update(updates, state, params=None, **extra)`: takes global arrays under any sharding; the updates are laid out
+      as the params are. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
     """
 
     @property
@@ -87,7 +87,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def rank(self) -> int:
-        """The mesh index of this process's first device."""
+        """The index in the mesh of this process's first device; a ValueError for an abstract mesh."""
         devices, here = check_has_devices("rank", self.mesh).devices, jax.process_index()
         return next(i for i, device in enumerate(devices.flat) if device.process_index == here)
 
@@ -99,12 +99,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: a leaf that is not floating.
-          ValueError: specs that do not fit, or match nothing.
+          ValueError: specs that do not fit their leaf, or match no leaf.
         """
         return self.setup.shardings(params)
 
     def layout(self, params: Tree) -> Layout:
-        """Where each leaf lives, with the reason and its bytes per device; print it.
+        """Where each leaf lives, with the reason and its bytes per device, as a table to print.
 
         Raises:
           TypeError: a leaf that is not floating.
@@ -114,7 +114,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return self.setup.with_state(params)
 
     def place(self, params: Params) -> Params:
-        """A copy of the params at rest on the mesh; never an alias, so a donating step leaves the caller's alive.
+        """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
 
         Raises:
           TypeError: a leaf that is not floating.
@@ -123,7 +123,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return states.place(self.setup, params)
 
     def synchronize(self, tree: T) -> T:
-        """Makes the copies of each array, on devices along the axes it is replicated over, equal: to the first's bits.
+        """Makes all copies of each replicated array equal, bit for bit, to the copy on the first device that has one.
 
         Args:
           tree: params, state or any tree of arrays on the mesh.
@@ -148,7 +148,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def setup_of(opt: object, who: str) -> Setup:
-    """The setup of a `ShardedOptimizer`; `who` asks.
+    """The setup of a `ShardedOptimizer`; `who` names the caller in the error.
 
     Raises:
       TypeError: it is another kind of optimizer.

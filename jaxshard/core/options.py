@@ -1,6 +1,6 @@
-"""What a strategy is told: its options, typed for editors, and every check of them.
+"""The options of a strategy, typed for editors, and every check of them.
 
-The defaults stand in `Config`; the types and their meaning in `Options`, for `**options: Unpack[Options]`.
+`Config` has their defaults; `Options` has their types and meaning, for `**options: Unpack[Options]`.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ Zero: TypeAlias = Literal[0, 1, 2, 3]
 
 
 class Cuts(NamedTuple):
-    """What a strategy cuts 1/N over the data axes."""
+    """Whether a strategy cuts each of these over the data axes."""
 
     params: bool
-    accumulators: bool  # gradients, while microbatches are summed
+    accumulators: bool  # the sums of gradients over microbatches
     state: bool  # and the gradients that reach the inner optimizer
 
 
@@ -52,15 +52,15 @@ class CommonOptions(TypedDict, total=False):
 
     reduce_dtype: DType | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
-    for float16 params: sums come before the division, so in float16 more devices overflow sooner."""
+    for float16 params: sums come before the division, so in float16 sums over more devices overflow sooner."""
 
     master_dtype: DType | None
-    """Keeps masters of the params in this dtype in the state, cut like it; the params are their roundings. A parameter
-    that is changed between steps (loaded, pruned) takes its master with it."""
+    """Keeps masters in the state: copies of the params in this dtype, cut as the state is. The params are the masters,
+    rounded. If a parameter is changed between steps (loaded, pruned), its master changes with it."""
 
     moment_dtype: DType | None
-    """jnp.bfloat16 stores moments in it, rounded stochastically; the inner optimizer computes with them in its own
-    dtype. Moments are state leaves shaped like a parameter that copy no param and no gradient: mu, nu, sums."""
+    """jnp.bfloat16 stores moments in bfloat16, rounded stochastically; the inner optimizer computes in its own dtype.
+    Moments are state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""
 
     stochastic_rounding: bool
     """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""
@@ -69,8 +69,8 @@ class CommonOptions(TypedDict, total=False):
     """Dynamic loss scaling for float16; works in `train_step` alone."""
 
     auto_axes: str | tuple[str, ...]
-    """Mesh axes that are left to XLA inside the loss too, for models written for its partitioner: `specs` and no
-    collectives. Without it the loss sees this device's shards of what `specs` cut (see `jaxshard.tensor`)."""
+    """Mesh axes over which XLA partitions the loss too, for models that have `specs` and no collectives of their own.
+    Over other axes the loss gets this device's shards of the params that `specs` cut (see `jaxshard.tensor`)."""
 
 
 class Options(CommonOptions, total=False):
@@ -78,7 +78,7 @@ class Options(CommonOptions, total=False):
 
     specs: Tree | Rules | None
     """How the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-    [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they do not."""
+    [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they cut nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +99,17 @@ class Config:
 
     @property
     def cuts(self) -> Cuts:
-        """What is cut over the data axes."""
+        """Which of params, accumulators and state are cut over the data axes."""
         return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
 
     @property
     def widens(self) -> bool:
-        """Whether the inner optimizer sees wider params than there are, so that new params are roundings."""
+        """Whether the inner optimizer gets params in a wider dtype, so that new params are its results, rounded."""
         return self.master_dtype is not None or self.stochastic_rounding
 
 
 def checked_config(strategy: str, inner: object, mesh: object, options: dict[str, Any]) -> Config:
-    """The config of a strategy; everything that can be wrong before the params are known is refused here.
+    """The config of a strategy, after every check that needs no params.
 
     Raises:
       TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
@@ -135,7 +135,7 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
 
 
 def check_inner(who: str, inner: object) -> None:
-    """Raises a TypeError for what is no optax optimizer."""
+    """Raises a TypeError unless `inner` is an optax optimizer."""
     if not (issubclass(type(inner), tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
 

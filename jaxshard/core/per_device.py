@@ -17,11 +17,11 @@ from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.precision import like, wide
 from jaxshard.core.unshard import Scale, Sharded, Value
 
-Index: TypeAlias = jax.Array | int  # of a microbatch
+Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
 
 class DeviceLoss:
-    """One device's part of the work, inside shard_map. `shards` are its params as they lie at rest."""
+    """One device's part of the loss, inside shard_map; `shards` are its parts of the params, as they lie at rest."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DeviceLoss:
             reasons[:] = self.reasons
 
     def run(self) -> Tree:
-        """((loss, aux, weight), gradients of this device's shards)."""
+        """Returns ((loss, aux, weight), gradients of this device's shards)."""
         if not self.options.differentiate:
             outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
             return self._reduced(*jax.tree.map(lambda x: x[None], outs))[0], ()
@@ -64,11 +64,11 @@ class DeviceLoss:
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
 
     def _is_cut(self, leaf: Leaf) -> bool:
-        """Whether its gradient is scattered where the leaf is gathered, microbatch by microbatch."""
+        """Whether the leaf's gradient is reduce-scattered in every microbatch, where the leaf is gathered."""
         return bool(leaf.dims) and self.setup.config.cuts.accumulators
 
     def _differentiated(self) -> list[jax.Array]:
-        """What gradients are taken of: whole leaves themselves, and zeros standing in for the shards of cut ones."""
+        """The arrays that the loss is differentiated by: whole leaves, and zeros in place of the shards of cut ones."""
         pairs = zip(self.shards, self.leaves, strict=True)
         return [self._stand_in(x, leaf) if self._is_cut(leaf) else x for x, leaf in pairs]
 
@@ -82,7 +82,7 @@ class DeviceLoss:
         return like(self.setup.config.reduce_dtype, leaf.dtype)
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
-        """The loss's parameters, cut ones not yet gathered; alone, as the user gave them, to the last bit."""
+        """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
         is_shard, differentiate = self.setup.config.cuts.params, self.options.differentiate
         alone = not self.setup.split_axes
 
@@ -100,7 +100,10 @@ class DeviceLoss:
         return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index), self.scale))
 
     def _varied(self, x: jax.Array) -> jax.Array:
-        """A loss that the user already averaged over devices is one mean among equals; its type must say so."""
+        """`x` with a type that varies over the batch axes.
+
+        If the user averaged it over devices already, the sum over devices then counts it as one of N equal means.
+        """
         averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
         return collectives.vary(x, self.setup.split_axes) if averaged else x
 
@@ -153,7 +156,7 @@ class DeviceLoss:
         return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
 
     def _scattered_here(self, g: jax.Array, leaf: Leaf) -> jax.Array:
-        """The same; XLA for TPU else sums whole gradients over the loop, and scatters them after it."""
+        """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
         return lax.optimization_barrier(g) if self._is_cut(leaf) else g
 
     def _bound_to(self, index: jax.Array) -> list[jax.Array]:
@@ -164,7 +167,7 @@ class DeviceLoss:
         return [lax.optimization_barrier((x, index))[0] if leaf.dims else x for x, leaf in pairs]
 
     def _finish(self, g: jax.Array, leaf: Leaf, denominator: jax.Array | int) -> jax.Array:
-        """The average over all devices, as the inner optimizer takes it: cut, if the state is."""
+        """The gradient averaged over all devices, as the inner optimizer takes it: cut if the state is."""
         cuts, done = self.setup.config.cuts, set()
         if leaf.dims and cuts.state:
             done = {axis for _, axes in leaf.dims for axis in axes}
@@ -175,7 +178,7 @@ class DeviceLoss:
         return (g / denominator).astype(wide(self.setup.config, leaf.dtype))
 
     def _reduced(self, losses: jax.Array, weights: jax.Array, auxes: Tree) -> tuple[Tree, jax.Array | int]:
-        """((loss, aux, weight) over the whole batch, what gradients are divided by)."""
+        """((loss, aux, weight) over the whole batch, the number that divides the sums of gradients)."""
         axes = self.setup.split_axes
         denominator: jax.Array | int = self.options.microbatches * self.setup.num_batch_shards
         weight = jnp.ones(())

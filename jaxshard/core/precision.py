@@ -1,6 +1,6 @@
 """Narrow params, wide arithmetic: masters, stochastic rounding, bf16 moments, loss scaling.
 
-Whatever these need beyond optax's own state lies in `ShardedState.extra`, cut like the rest.
+The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,11 @@ from jaxshard.inner.update import fast, update
 
 
 class ShardedState(NamedTuple):
-    """The state where an option adds to it: `inner` is what plain optax has.
+    """The state of an optimizer whose options need more than plain optax's state, which is `inner`.
 
-    `extra` has, as options ask: "master" (`master_dtype`), "rounding", the number of updates so far, which seeds the
-    next one's roundings (`stochastic_rounding`, `moment_dtype`), and "loss_scale" (`loss_scale`).
+    `extra` has an entry for each need: "master", the masters (with `master_dtype`); "rounding", the number of updates
+    so far, which seeds the next update's roundings (with `stochastic_rounding` or `moment_dtype`); and "loss_scale",
+    the state of `LossScale` (with `loss_scale`).
     """
 
     inner: Tree
@@ -34,7 +35,7 @@ class ShardedState(NamedTuple):
 
 
 def like(wanted: DType | None, dtype: DType) -> DType:
-    """`wanted` (None: `dtype` itself), made complex where `dtype` is."""
+    """`wanted`, or `dtype` itself if that is None; complex if `dtype` is."""
     if wanted is None:
         return dtype
     return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
@@ -85,7 +86,11 @@ def _widened(config: Config, params: Tree) -> Tree:
 
 
 def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
-    """The state: plain optax's, or with what options add beside it."""
+    """The state: plain optax's, or a `ShardedState` if options need more.
+
+    Raises:
+      ValueError: an option that these params' dtypes, or this optimizer's state, cannot use.
+    """
     check_params(config, params)
     wider = _widened(config, params)
     state = inner.init(wider)
@@ -105,9 +110,9 @@ def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> T
 def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
     """The dtype at rest of each leaf of the inner state.
 
-    A moment is a floating leaf shaped like its parameter that neither starts as a copy of params nor becomes one of
-    params or gradients: so `mu` and `nu`, but not lookahead's slow params, the centre of a distance, or what L-BFGS
-    takes differences from, whose digits all count.
+    A moment is a float32 or float64 leaf with its parameter's shape that does not depend on params at the start, and
+    that no update makes a copy of params or gradients. `mu` and `nu` are moments. Lookahead's slow params, the centre
+    of a distance, and the arrays that L-BFGS takes differences from are not, since they need all their digits.
     """
     shapes = jax.tree.map(shape_of, params)
     jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
@@ -133,7 +138,7 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Co
 
 
 def _handed_on(updated: Traced, params: Tree) -> list[bool]:
-    """Which leaves of the state are, after an update, a param's or a gradient's own numbers."""
+    """For each leaf of the state, whether an update makes it a copy of a param or a gradient."""
     num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
     before = [names for names, _ in named_leaves(updated.before)]
     marks = [True] * num_grads + [False] * len(before) + [True] * num_params
@@ -143,7 +148,7 @@ def _handed_on(updated: Traced, params: Tree) -> list[bool]:
 
 
 def _is_moment(names: Names, leaf: jax.ShapeDtypeStruct, owners: Mapping[Names, tuple[int, ...]]) -> bool:
-    """Of its parameter's shape; or, at no parameter's path (lookahead, a state kept as a list), of that of any."""
+    """Whether it has its parameter's shape, or any parameter's if it is at no one's path (lookahead, a list)."""
     owner = owner_of(names, owners)
     alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
     return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike
@@ -166,10 +171,10 @@ def step(
     params: Tree,
     extra: Mapping[str, Tree],
 ) -> tuple[Tree, Tree, Tree]:
-    """(updates, new params, state) of one step; new params are None where the params are not widened.
+    """Returns (updates, new params, state) of one step; new params are None if the params are not widened.
 
-    With masters these are updated, and the new params are their roundings, bit for bit. Where params come that are no
-    rounding of their master, someone else changed them, and they count.
+    With masters, the step updates the masters, and the new params are the masters rounded, bit for bit. An element of
+    the params that is not its master rounded was changed by someone else, and replaces its master.
     """
     if not isinstance(state, ShardedState):
         updates, state = update(inner, grads, state, params, extra)
@@ -207,7 +212,7 @@ def _stored(
     extra: Mapping[str, Tree],
     rounder: "Rounder | None",
 ) -> Tree:
-    """(updates, state) of an inner optimizer whose moments lie at rest in `moment_dtype`."""
+    """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state)."""
     if config.moment_dtype is None or rounder is None:
         return update(inner, grads, state, params, extra)
     plain = jax.eval_shape(inner.init, grads if params is None else params)
@@ -221,10 +226,10 @@ def _rounded(x: jax.Array, dtype: DType, config: Config, rounder: "Rounder | Non
 
 
 class Rounder:
-    """Rounds to bfloat16, up or down by chance, so that the mean is right (Gupta et al. 2015, section 3).
+    """Rounds to bfloat16, up or down at random, so that the mean is exact (Gupta et al. 2015, section 3).
 
-    The chance comes from the number of the update and the array's place in it, never from a device: the roundings are
-    the same on any mesh.
+    The seed is the number of the update and the array's place among those it rounds, never the device, so the roundings
+    are the same on any mesh.
     """
 
     def __init__(self, count: jax.Array):
@@ -241,11 +246,11 @@ class Rounder:
 
 
 def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
-    """The update that takes `old` to `new`, in a dtype wide enough that `optax.apply_updates` lands on `new`.
+    """`new - old`, in a dtype wide enough that `optax.apply_updates` takes `old` to `new`.
 
-    Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or
-    2**13 (fp16). Params as wide as their masters may land one rounding beside; `train_step` has no such limits, and
-    the masters never drift.
+    That is exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16)
+    or 2**13 (fp16). Params as wide as their masters may miss `new` by one rounding. `train_step` has no such limits,
+    and the masters never drift.
     """
     wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
     return new.astype(wide) - old.astype(wide)

@@ -1,4 +1,4 @@
-"""An optimizer on a mesh under a strategy: what `init`, `update` and steps ask of it. Pure: no array moves."""
+"""`Setup`: an optimizer, a mesh and a strategy, and the layouts that follow from them. Pure: no array moves."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class Setup:
     """The inner optimizer, the mesh, and the strategy with its options; and what follows from them for given params.
 
     Params and states may be arrays or `ShapeDtypeStruct`s: only structure, shapes and dtypes count, and each answer is
-    found once for these.
+    cached by these.
     """
 
     inner: optax.GradientTransformation
@@ -41,7 +41,7 @@ class Setup:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The devices along each axis of the mesh."""
+        """The number of devices along each axis of the mesh."""
         return dict(self.mesh.shape)
 
     @property
@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def num_batch_shards(self) -> int:
-        """The parts into which a batch is split."""
+        """The number of parts into which a batch is split."""
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     def layout(self, params: Tree) -> Layout:
@@ -65,17 +65,17 @@ class Setup:
         return _layout(self, params)
 
     def dealt(self, params: Tree) -> Layout:
-        """The same, with the homes of leaves that the inner optimizer takes as whole matrices."""
+        """As `layout`, and with `Leaf.home` for each leaf whose state is laid out by whole matrices."""
         return _dealt(self, params)
 
     def with_state(self, params: Tree, state: Tree | None = None) -> Layout:
-        """The same, with the state's leaves: those that `init` makes, or those of `state`."""
+        """As `dealt`, and with the leaves of `state`, or of the state that `init` makes."""
         if state is None or have_same_shapes(state, self.abstract_state(params)):
             return _with_init(self, params)
         return layout_state(self.dealt(params), state)
 
     def strictly(self, params: Tree) -> Layout:
-        """`layout`, for a whole tree of params: specs that match none of them raise a ValueError."""
+        """As `layout`, for the whole tree of params: raises a ValueError for specs that match no leaf."""
         found = self.layout(params)
         found.check_specs_used()
         return found
@@ -94,19 +94,19 @@ class Setup:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)  # pyright: ignore[reportArgumentType]
 
     def plain_init(self, params: Tree) -> Tree:
-        """`inner.init`, and what options keep beside it."""
+        """The state before it is sharded: `inner.init`, and the state that options add to it."""
         return precision.init(self.inner, params, self.config)
 
     def abstract_state(self, params: Tree) -> Tree:
-        """What `init` makes, as shapes."""
+        """The shapes of the state that `init` makes."""
         return _abstract_state(self, params)
 
     def settled(self, params: Tree) -> Settled:
-        """What the state is after its first update, as shapes: for nearly all optimizers, what `init` makes."""
+        """The shapes of the state after the first update; for nearly all optimizers, those that `init` makes."""
         return _settled(self, params)
 
     def expected_state(self, state: Tree, params: Tree) -> Tree:
-        """What a state should be, as shapes: as updates leave it where it has that structure, else as from `init`."""
+        """The shapes that `state` should have: those after an update if its structure is that, else those of `init`."""
         after = self.settled(params).state
         return after if jax.tree.structure(state) == jax.tree.structure(after) else self.abstract_state(params)
 
@@ -154,14 +154,14 @@ def _settled(setup: Setup, params: Tree) -> Settled:
     if found is None:
         return Settled(before, [])
     extended = isinstance(before, ShardedState)
-    stored = matched(lambda _, old: old, found.state, before.inner if extended else before)  # in narrower dtypes
+    stored = matched(lambda _, old: old, found.state, before.inner if extended else before)  # with stored dtypes
     return found._replace(state=before._replace(inner=stored) if extended else stored)
 
 
 def _on_devices(
     inner: optax.GradientTransformation, ids: np.ndarray, axis_names: tuple[str, ...], axis_types: Tree, config: Config
 ) -> Setup:
-    """A `Setup` that was pickled, on this process's devices of the same ids."""
+    """Rebuilds a pickled `Setup` on this process's devices with the same ids."""
     by_id = {device.id: device for device in jax.devices()}
     devices = np.vectorize(lambda i: by_id[i], otypes=[object])(ids)
     return Setup(inner, Mesh(devices, axis_names, axis_types=axis_types), config)

@@ -1,4 +1,4 @@
-"""Steps that change nothing: what is judged on the devices, and what is told of it on the host."""
+"""Skipped steps: devices judge whether a step is finite; the host counts the skips, warns and raises."""
 
 import math
 import warnings
@@ -20,8 +20,8 @@ def _what(leaf: str) -> str:
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss or gradient that is not finite.
 
-    `step` is the last one's number, counted from 1 for the first call of that `train_step`; `leaf` is the path of the
-    first bad gradient ("the loss", if that alone was bad), and `what` names it in words.
+    `step` is the number of the last of them, where the first call of that `train_step` is 1; `leaf` is the path of its
+    first gradient that is not finite ("the loss", if that alone was not), and `what` names it in words.
     """
 
     def __init__(self, step: int, leaf: str, count: int):
@@ -35,7 +35,7 @@ class NonFiniteError(FloatingPointError):
 def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(norm of the whole gradient, index of its first leaf that is not finite or -1, whether all is finite).
 
-    A gradient so large that its square overflows is not finite either: it would stay in second moments for ever.
+    A gradient whose square overflows counts as not finite: the infinity would stay in second moments for ever.
     """
     squares = [_sum_of_squares(g) for g in jax.tree.leaves(grads)]
     if not squares:
@@ -46,15 +46,15 @@ def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    """In float32 at least: in bf16 a sum of many squares would stop growing."""
+    """The sum of squares in float32 at least: in bf16 a sum of many squares would stop growing."""
     x = x.astype(sum_dtype(x))
     return jnp.sum(jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x))
 
 
 class Verdicts:
-    """What became of the steps: looked at one call late, so that the devices never wait for the host.
+    """The outcomes of past steps: call n reads that of call n - 2, so that the devices never wait for the host.
 
-    Always exactly one call late, so that several processes raise at the same call.
+    Every call reads exactly that one, so that several processes raise at the same call.
     """
 
     def __init__(self):
@@ -68,7 +68,7 @@ class Verdicts:
         self._pending.append((self._calls, names, kept))
 
     def check(self, max_skips: int | None, scaling: LossScale | None) -> None:
-        """Warns of what was skipped, or raises."""
+        """Warns of each skipped step; raises a `NonFiniteError` after more than `max_skips` in a row."""
         while len(self._pending) > 1:
             call, names, metrics = self._pending.pop(0)
             if bool(metrics["skipped"]):
@@ -84,12 +84,12 @@ class Verdicts:
             self._warn(call, "the whole batch has weight 0")
             return
         if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
-            return  # an overflow, which the scale will answer
+            return  # an overflow, which a smaller scale will cure
         self._bad_in_a_row += 1
         leaf = _LOSS if bad < 0 else names[bad]
         if max_skips is not None and self._bad_in_a_row > max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
-            self._pending.clear()  # the step after that one had the same params
+            self._pending.clear()  # the later step had the same params, so its outcome says nothing new
             raise NonFiniteError(call, leaf, count)
         self._warn(call, f"{_what(leaf)} is not finite")
 

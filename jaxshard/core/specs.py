@@ -16,7 +16,7 @@ from jaxshard.core.options import Config, Rules
 
 
 class ModelSpecs(NamedTuple):
-    """One canonical PartitionSpec per leaf; `unused` tells of a rule or a spec that matches no leaf, or is empty."""
+    """One canonical PartitionSpec per leaf; `unused` is a message about one that matches no leaf, or empty."""
 
     specs: list[P]
     unused: str = ""
@@ -25,7 +25,7 @@ class ModelSpecs(NamedTuple):
 def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
     """The PartitionSpec of each leaf of `params` over the model's axes, from a tree, a prefix or rules.
 
-    What matches no leaf is told, not raised: a masked tree may lack leaves that a whole one has.
+    A rule or spec that matches no leaf is reported in `unused`, not raised: a masked tree may lack leaves.
 
     Raises:
       TypeError: a leaf of the specs that is no PartitionSpec.
@@ -66,7 +66,7 @@ def _by_rule(rules: Rules, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
 
 
 def _by_tree(specs: Tree, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
-    """Matches by key path, so that boxes and metadata around either tree do not matter."""
+    """Matches specs to leaves by key path, so that boxes and metadata in either tree do not matter."""
     given = _given(specs)
     found, used = [], set[Names]()
     for names, _ in leaves:

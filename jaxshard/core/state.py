@@ -1,4 +1,4 @@
-"""Params and state at rest: placed, made, made equal again, checked."""
+"""Params and state at rest: places params, makes the state, makes copies equal, checks a state."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def init(setup: Setup, params: Tree) -> Tree:
 
 
 def is_local(setup: Setup) -> bool:
-    """Whether we are inside a shard_map over batch axes."""
+    """Whether this runs inside a shard_map over batch axes."""
     return bool(collectives.manual_axes() & set(setup.batch_axes))
 
 
@@ -73,7 +73,7 @@ def synchronize(setup: Setup, tree: T) -> T:
 
 
 def within_reach(setup: Setup, args: T) -> T:
-    """Further arguments; arrays on other devices than the mesh's (on the first alone, say) copied to all of these."""
+    """The loss's further arguments; an array committed to other devices than the mesh's is copied to all of these."""
     if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(args)):
         return args
     mesh = check_has_devices("further arguments", setup.mesh)
@@ -87,7 +87,7 @@ def within_reach(setup: Setup, args: T) -> T:
 
 
 def check_state(who: str, state: Tree, expected: Tree) -> None:
-    """Raises a ValueError for a state that another optimizer made, or the same one under other options."""
+    """Raises a ValueError for a state that was made by another optimizer, or under other options."""
     extended = isinstance(expected, ShardedState)
     if extended and not isinstance(state, ShardedState):
         raise ValueError(

@@ -44,27 +44,28 @@ def train_step(
 
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys: as for `value_and_grad`.
-      donate: reuse the memory of params and state that lie where they should; they are gone afterwards. Arrays that
-        lie elsewhere (NumPy, one device) are copied, and stay.
+      donate: the step reuses the memory of params and state that already lie as `opt.shardings` says; these arrays are
+        gone afterwards. Arrays that lie elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
-      max_skips: a step whose loss or gradient is not finite changes nothing, on any device, and warns; after more
-        than `max_skips` in a row the second call after that raises `NonFiniteError`. None: whatever comes goes to the
-        optimizer, as `apply_if_finite` and `skip_not_finite` need, to count such steps themselves.
+      max_skips: the number of skipped steps in a row that are allowed. A step whose loss or gradient is not finite is
+        skipped: it changes nothing, on any device, and warns. After more than `max_skips` in a row, the second call
+        after that raises `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and
+        `skip_not_finite` need, which count them themselves.
 
     Returns:
-      The step. metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped", whether
-      params and state stayed as they were, bit for bit; "bad_leaf", the index (in `jax.tree.leaves(params)`) of the
-      first gradient that is not finite, or -1; "loss_scale", the one used, if the optimizer has one; and "aux" with
-      `has_aux`. With `weighted`, a batch of weight 0 is skipped too. `step.lower(...)` is `jax.jit`'s, also for
-      `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
+      The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
+      whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in `jax.tree.leaves(params)`) of
+      the first gradient that is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
+      with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
+      `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
     Raises:
-      NonFiniteError: see `max_skips`; nothing was dispatched, so params and state are still there. Overflows that only
-        lower the loss scale do not count.
+      NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
+        only lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
-      ValueError: arrays that an earlier step took, a batch that does not divide, or (several processes) one that is
-        not made of global arrays.
+      ValueError: arrays that were donated to an earlier step, a batch whose rows do not divide, or (several processes)
+        one that is not made of global arrays.
     """
     setup = setup_of(opt, "train_step")
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
@@ -78,7 +79,7 @@ def train_step(
 
 @dataclasses.dataclass(eq=False)
 class TrainStep:
-    """What `train_step` returns; one program for each structure and shape of params."""
+    """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params."""
 
     loss: LossFunction
     donate: bool
@@ -115,7 +116,7 @@ class TrainStep:
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
-        """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s."""
+        """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s, runs nothing."""
         return self.trace(params, state, batch, *args).lower()
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
@@ -127,11 +128,11 @@ class TrainStep:
         return program.run.trace(params, state, batch, *args)
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """Where every leaf lives and is gathered, and why; compiles nothing."""
+        """Where every leaf lives, and where and why each parameter is gathered; compiles nothing."""
         return self.loss.layout(params, batch, *args)
 
     def _arrays(self, state: State, params: Tree) -> State:
-        """Python's numbers in a state (a hyperparameter that the user has set) as arrays of the dtype that is due."""
+        """The state, with Python numbers (hyperparameters that the user set) as arrays of the expected dtypes."""
         if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
             return state
         expected = self.setup.expected_state(state, params)
@@ -193,18 +194,18 @@ class TrainStep:
             metrics["loss_scale"] = scale
             old = state.extra["loss_scale"]
             new = scaling.after(old, ~finite)
-            if self.loss.options.weighted:  # a batch that weighs nothing says nothing of the scale
+            if self.loss.options.weighted:  # a batch of weight 0 says nothing about the scale
                 new = jax.tree.map(lambda n, o: jnp.where(found.weight == 0, o, n), new, old)
             after = after._replace(extra=after.extra | {"loss_scale": new})
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
 
 
 def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:
-    """Before the first step: whether all processes run the same program, from the same params and state.
+    """Checks before the first step that all processes run the same program, from the same params and state.
 
     Raises:
-      ProcessError: something in the program differs (a learning rate, a shape).
-      ReplicaError: a leaf differs.
+      ProcessError: the programs differ (a learning rate, a shape).
+      ReplicaError: devices that should hold the same bits of a leaf do not.
     """
     text = program.run.lower(params, state, batch, *args).as_text()
     cure = "give the same code, options and numbers (learning rate) to all processes"
@@ -214,6 +215,8 @@ def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
+    """A jitted step (`run`), and the shardings of its params, state and batch; `names` are the params' paths."""
+
     run: Tree
     params: Tree
     state: Tree
@@ -222,7 +225,7 @@ class _Program:
 
 
 def _placed(tree: T, shardings: Tree) -> T:
-    """The tree where it must lie; an array that is two leaves is copied, for it cannot be donated twice."""
+    """The tree under `shardings`; an array that is two leaves is copied, since it cannot be donated twice."""
     taken: set[int] = set()
 
     def place(x: Tree, sharding: NamedSharding) -> jax.Array:
@@ -236,5 +239,5 @@ def _placed(tree: T, shardings: Tree) -> T:
 
 
 def _placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
-    """`x` itself where it lies right, else a copy: so that only what we may take is donated."""
+    """`x` itself if it has this sharding, else a copy, so that a donating step takes the copy and leaves `x`."""
     return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)

@@ -10,7 +10,7 @@ from jaxshard.core.options import CommonOptions, Options, Rules, Zero
 
 
 def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """Data parallel: all whole on each device; gradients are all-reduced once per step (Li et al. 2020).
+    """Data parallel: each device has everything whole; gradients are all-reduced once per step (Li et al. 2020).
 
     Args:
       inner: any optax optimizer or chain.
@@ -33,7 +33,7 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 
 
 def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-1: the state is cut 1/N; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
+    """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
     Args:
       inner: any optax optimizer or chain.
@@ -56,7 +56,7 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-2: state and gradients are cut 1/N; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
+    """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
     Args:
       inner: any optax optimizer or chain.
@@ -79,7 +79,7 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-3 = FSDP: params too are cut 1/N, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
+    """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
     Args:
       inner: any optax optimizer or chain.
@@ -196,7 +196,7 @@ def hybrid(
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: nothing.
+        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
       zero: the level of ZeRO over the data axes.
       **options: data_axes, min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale,
         auto_axes; `jaxshard.Options` says what each does.

@@ -1,9 +1,8 @@
-"""`unshard`: which parameters are gathered where the loss needs them, and which at the start.
+"""`unshard` decides which parameters are gathered where the loss needs them, and which at the start.
 
-The loss is traced once with whole, abstract parameters, so that whatever it reads of them (shapes, sizes, structure)
-is as on one device. `unshard` leaves a mark on each leaf. A leaf that reaches marks only, through nothing but `scan`,
-`jit` and `jax.checkpoint`, is lazy: the traced program is then run with the leaf's shard in its place, and gathers at
-the mark.
+The loss is traced once with whole, abstract parameters, so that it sees the shapes, sizes and structure of one device.
+`unshard` leaves a mark on each leaf. A leaf is lazy if it goes to marks alone, through nothing but `scan`, `jit` and
+`jax.checkpoint`. The traced program then runs with the leaf's shard in its place, and gathers it at the mark.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ _MARK = "jaxshard.unshard"
 
 
 def unshard(tree: T) -> T:
-    """Inside a loss function: these parameters, whole, here.
+    """Inside a loss function, asks for these parameters to be gathered here.
 
     Called at the start of each layer, also in the body of a `lax.scan` over stacked layers, it makes gathers (ZeRO-3)
     and reduce-scatters of gradients (ZeRO-2, ZeRO-3) happen layer by layer, so that whole gradients never exist. Put
@@ -52,10 +51,13 @@ def unshard(tree: T) -> T:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """One parameter inside the loss: a ZeRO-3 shard that `whole()` gathers; a whole copy whose gradient is scattered
-    (ZeRO-2); or, with `local=None`, a parameter that is not cut.
+    """One parameter inside the loss, in one of three forms.
 
-    `stand_in` is differentiated in place of `local`.
+    * a shard, which `whole()` gathers (ZeRO-3): `is_shard`;
+    * a whole copy, whose gradient is reduce-scattered (ZeRO-2);
+    * a parameter that is not cut: `local` is None.
+
+    The loss is differentiated by `stand_in` in place of `local`.
     """
 
     local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
@@ -82,26 +84,26 @@ Scale: TypeAlias = jax.Array | None
 class Deferred:
     """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
 
-    It travels in the traced program as the policy of a `jax.checkpoint`, one that keeps everything: so whoever meets
-    the equation has the part itself, however the program was traced, kept or called.
+    It is the policy of a `jax.checkpoint` in the traced program, a policy that saves everything. So any code that meets
+    the equation has the part itself, however the program was traced, cached or called.
     """
 
     run: Callable[[Sequence[Value]], list[Value]]
-    """Flat outputs of flat inputs."""
+    """Maps flat inputs to flat outputs."""
     why_not_lazy: Callable[[int, int, Dims], str | None]
-    """As the function of that name: of the input at a position, its number of dims, how it is cut."""
+    """As the function of that name; takes an input's position, its number of dims, and the `Dims` that cut it."""
 
     def __call__(self, *_: object, **__: object) -> bool:
         return True
 
     def bind(self, values: Sequence[Value]) -> list[Value]:
-        """`run`, in a trace, where `_deferred` finds it again."""
+        """Calls `run` in a trace, as an equation in which `_deferred` finds this part again."""
         return jax.checkpoint(lambda *values: self.run(values), policy=self, prevent_cse=False)(*values)
 
 
 @contextlib.contextmanager
 def scaled_by(scale: Scale) -> Iterator[None]:
-    """While the loss is traced: what its backward pass will be multiplied by (`LossScale`), or None."""
+    """Sets, while the loss is traced, the scale that multiplies its backward pass (`LossScale`), or None."""
     token = _scale.set(scale)
     try:
         yield
@@ -110,7 +112,7 @@ def scaled_by(scale: Scale) -> Iterator[None]:
 
 
 def loss_scale() -> Scale:
-    """For parts of the loss that start a backward pass of their own."""
+    """The scale that `scaled_by` set, for parts of the loss that run a backward pass of their own."""
     return _scale.get()
 
 
@@ -123,7 +125,7 @@ def _deferred(eqn: Equation) -> Deferred | None:
 
 
 def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims) -> str | None:
-    """None if input `index` of the traced loss reaches marks only, else the first use that is no mark."""
+    """None if input `index` of the traced loss goes to marks alone, else its first other use, in words."""
     opened = open_jaxpr(jaxpr)
     return _why_not_lazy(opened, opened.invars[index], dims)
 
@@ -159,13 +161,13 @@ def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims) -> st
 
 
 def run(closed: Jaxpr, values: Sequence[Tree]) -> list[Value]:
-    """Evaluates a traced program, of whose inputs some are `Sharded`, gathering those at their marks."""
+    """Evaluates a traced program; inputs that are `Sharded` are gathered at their marks."""
     jaxpr = open_jaxpr(closed)
     if not any(isinstance(value, Sharded) for value in values):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
     env: Environment = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))
-    plain: list[Equation] = []  # equations since the last one that met a Sharded
+    plain: list[Equation] = []  # equations since the last one with a Sharded operand
     for eqn in jaxpr.eqns:
         operands = [None if is_literal(v) else env.get(v) for v in eqn.invars]
         if any(isinstance(value, Sharded) for value in operands):
@@ -180,7 +182,7 @@ def run(closed: Jaxpr, values: Sequence[Tree]) -> list[Value]:
 
 
 def _run_plain(jaxpr: OpenJaxpr, eqns: list[Equation], env: Environment) -> None:
-    """Runs equations that no Sharded enters, as one piece, so that JAX's own evaluation keeps names and contexts."""
+    """Runs equations without Sharded operands as one piece, so that JAX's own evaluation keeps names and contexts."""
     if not eqns:
         return
     outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]

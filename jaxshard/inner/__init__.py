@@ -1,1 +1,1 @@
-"""The optimizer inside: its update as optax would call it, and what the traced update says of it."""
+"""The inner optimizer: its update, called as optax calls it, and questions that the traced update answers."""

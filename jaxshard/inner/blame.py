@@ -1,4 +1,4 @@
-"""Where in a user's chain of transformations an equation comes from: read off the equations' own tracebacks."""
+"""Finds the part of a user's chain of transformations that an equation comes from, by the equation's traceback."""
 
 import functools
 import os
@@ -13,12 +13,12 @@ from jaxshard.base.types import Equation
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX, _OPTAX = (os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (jax, optax))
-Held: TypeAlias = Any  # whatever a user's functions hold
+Held: TypeAlias = Any  # any object that a user's function can reach
 _PLUMBING = "with_extra_args_support"
 
 
 class Step(NamedTuple):
-    """A function that was running: `name` is what made it, such as the `chain` of `chain.<locals>.update_fn`."""
+    """A function in a traceback; `name` is the function that made it: "chain" for `chain.<locals>.update_fn`."""
 
     name: str
     qualname: str
@@ -27,14 +27,14 @@ class Step(NamedTuple):
     line: int
 
 
-Frames = list[tuple[str, str, int, int]]  # qualname, file, the function's first line, the line; the outermost first
+Frames = list[tuple[str, str, int, int]]  # (qualname, file, first line, current line) of functions, the outermost first
 
 
 def of_equations(trail: tuple[Equation, ...], inner: optax.GradientTransformation) -> str:
-    """Such as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" where nothing is known.
+    """Its place, as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" if not known.
 
     Args:
-      trail: equations, the outermost call first.
+      trail: an equation, after the calls around it, the outermost first.
       inner: the transformation whose update was traced.
     """
     found = [eqn.source_info.traceback for eqn in trail]
@@ -43,7 +43,7 @@ def of_equations(trail: tuple[Equation, ...], inner: optax.GradientTransformatio
 
 
 def of_error(error: BaseException, inner: optax.GradientTransformation) -> str:
-    """The same, of where an exception was raised."""
+    """The place in the chain where an exception was raised, as `of_equations` gives it."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _place([(code.co_qualname, code.co_filename, code.co_firstlineno, line) for code, line in frames], inner)
 
@@ -61,7 +61,7 @@ def _place(frames: Frames, inner: optax.GradientTransformation) -> str:
 
 
 def _routes(start: object, steps: list[Step]) -> list[tuple[int, tuple[str, ...]]]:
-    """The ways from a function through those of `steps` that it holds: how many it does not, and each one's index."""
+    """All ways from `start` through `steps`: (number of steps not found, each step's index or "")."""
     for skipped, step in enumerate(steps):
         if found := [(index, fn) for index, fn in _reached(start) if _is(fn, step)]:
             rest = [(index, *route) for index, fn in found for route in _routes(fn, steps[skipped + 1 :])]
@@ -70,7 +70,7 @@ def _routes(start: object, steps: list[Step]) -> list[tuple[int, tuple[str, ...]
 
 
 def _steps(frames: Frames) -> Iterator[Step]:
-    """The functions of a traceback without JAX's, ours and optax's helpers."""
+    """The functions of a traceback, except JAX's, ours and optax's helpers."""
     for qualname, file, first_line, line in frames:
         file = os.path.abspath(file)
         helper = file.startswith(_OPTAX) and ("." not in qualname or qualname.startswith(_PLUMBING))
@@ -79,7 +79,7 @@ def _steps(frames: Frames) -> Iterator[Step]:
 
 
 def _within(step: Step, outer: Step) -> bool:
-    """Whether a function is a part of the one that called it: a loop's body, a nested function."""
+    """Whether `step` was defined inside its caller `outer`: a loop's body, a nested function."""
     return step.file == outer.file and step.qualname != outer.qualname and step.name == outer.name
 
 
@@ -89,7 +89,7 @@ def _is(fn: object, step: Step) -> bool:
 
 
 def _reached(start: object) -> Iterator[tuple[str, object]]:
-    """Every function that something holds, however deep, with the first index or key on the way."""
+    """Every function reachable from `start`, at any depth, with the first index or key on the way to it."""
     seen: set[int] = {id(start)}
     todo: list[tuple[str, object]] = list(_held(start))
     while todo:
@@ -102,7 +102,7 @@ def _reached(start: object) -> Iterator[tuple[str, object]]:
 
 
 def _held(x: Held) -> Iterator[tuple[str, object]]:
-    """What a function, a transformation or a container holds, with the index or key of each, "" where there is none."""
+    """(index or key, object) for each object that a function, transformation or container holds; "" for no index."""
     if isinstance(x, dict):
         yield from ((repr(key), value) for key, value in x.items())
     elif hasattr(x, "init") and hasattr(x, "update"):
@@ -128,7 +128,7 @@ def _held_by_function(fn: Held) -> Iterator[tuple[str, object]]:
 
 
 def _short(file: str) -> str:
-    """The path from the package's folder or from here, if it lies there."""
+    """The path relative to the folder that holds optax, or to the current one, if the file is in either."""
     for root in (os.path.dirname(_OPTAX.rstrip(os.sep)), os.getcwd()):
         if file.startswith(root + os.sep):
             return os.path.relpath(file, root)

@@ -1,13 +1,13 @@
-"""May this transformation run on shards? Decided from the traced computation, not from names.
+"""Decides whether a transformation may run on shards, from its traced update, not from names.
 
-The update is traced twice, on shards and on whole leaves, and the two programs are walked side by side. Of each pair
-of values it is known how they are related:
-  SAME   equal in both programs, on every device;
-  FILL   one number in every element, the same number in both (scalars too); the shapes may differ;
-  Shard  the device's part of the whole program's value, cut as a leaf is;
-  Mixed  nothing is known, since an operation mixed elements of which other devices hold some.
-What is returned for a leaf must be its shard, or for a leaf kept whole SAME. An operation that is not known to keep
-these relations gives Mixed, so what cannot be proved is refused.
+The update is traced twice, on shards and on whole leaves, and the two programs are walked side by side. Each pair of
+values gets a label that says how the two are related:
+  SAME   they are equal, on every device;
+  FILL   every element of both is the same one number (scalars too); the shapes may differ;
+  Shard  the first is this device's part of the second, cut as a leaf is;
+  Mixed  nothing is known: an operation combined elements that lie on different devices.
+The update must return a Shard for each leaf that is cut, and SAME for each leaf kept whole (FILL will do for both). An
+operation that is not known to keep these relations gives Mixed, so anything that cannot be proved is refused.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from jaxshard.base.primitives import CALLS, FILL_IF_ANY, KEEPS_FILL, PER_DEVICE,
 from jaxshard.base.types import Equation, Jaxpr, Var
 
 SAME, FILL = "same", "fill"
-Trail: TypeAlias = tuple[Equation, ...]  # the calls around an equation, and it
+Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of the leaf of `path`: each of `dims`, counted from the end, is cut over these axes."""
+    """A part of the leaf at `path`; `dims` are pairs (dim counted from the end, the axes that cut it)."""
 
     path: str
     dims: tuple[tuple[int, tuple[str, ...]], ...]
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixed:
-    """What first mixed elements, in words, and the equation of it after those of the calls around it."""
+    """`what` says in words which operation first mixed elements; `trail` is its equation, after the calls around it."""
 
     what: str
     trail: Trail = ()
@@ -56,15 +56,15 @@ class NotElementwise(Exception):
 
 
 def check_elementwise(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label]) -> None:
-    """Checks that a program of shards gives the shards of what it gives of whole leaves.
+    """Checks that an update of shards returns the shards of the update of whole leaves.
 
     Args:
       on_shards: the closed jaxpr of the update, traced on shards.
       on_whole: the same, traced on whole leaves.
-      labels: how each pair of inputs is related; results follow the first inputs, one by one.
+      labels: the relation of each pair of inputs; result i must be cut as input i is.
 
     Raises:
-      NotElementwise: that cannot be proved.
+      NotElementwise: the check cannot prove it.
     """
     one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
     if len(one.outvars) > len(labels) or len(two.outvars) != len(one.outvars):
@@ -79,7 +79,7 @@ def check_elementwise(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label]) ->
 
 
 def _relate(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label], trail: Trail) -> list[Label]:
-    """How the outputs of two programs are related, given how their inputs are."""
+    """The labels of two programs' outputs, from the labels of their inputs."""
     one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
     env = _Relations()
     for v, w, same in _constants(on_shards, on_whole):
@@ -87,7 +87,7 @@ def _relate(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label], trail: Trail
     for v, w, label in zip(one.invars, two.invars, labels, strict=True):
         env.write(v, w, label)
     for a, b in itertools.zip_longest(one.eqns, two.eqns):
-        if not _alike(a, b):  # the programs part here: what comes after is in no relation
+        if not _alike(a, b):  # the programs differ from here on, so later values are not related
             env.parted = _parted(a, b, env, trail)
             break
         found = [env.read(v, w, (*trail, a)) for v, w in zip(a.invars, b.invars, strict=True)]
@@ -97,7 +97,7 @@ def _relate(on_shards: Jaxpr, on_whole: Jaxpr, labels: list[Label], trail: Trail
 
 
 class _Relations:
-    """Which variable of the one program goes with which of the other, and how they are related."""
+    """For each variable of the first program, its partner in the second and the label of the pair."""
 
     parted: Mixed | None = None
 
@@ -116,7 +116,7 @@ class _Relations:
         return self.parted or Mixed("what it computes depends on the shape", trail)
 
     def label(self, v: Var) -> Label:
-        """Of a variable of the first program, whatever goes with it."""
+        """The label of a variable of the first program, whatever its partner is."""
         return FILL if is_literal(v) else self._of.get(v, (None, SAME))[1]
 
 
@@ -136,7 +136,7 @@ def _constants(on_shards: Jaxpr, on_whole: Jaxpr) -> Iterator[tuple[Var, Var, bo
 
 
 def _through(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
-    """How the results of one pair of equations are related."""
+    """The labels of the results of one pair of equations."""
     name = a.primitive.name
     if name in CALLS:
         return _relate(inner_jaxpr(a), inner_jaxpr(b), labels, trail)
@@ -157,7 +157,7 @@ def _through(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> lis
 
 
 def _through_parts(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
-    """An operation whose arrays differ in shape between the programs."""
+    """The labels of the results of an operation whose arrays differ in shape between the programs."""
     name, shards = a.primitive.name, [i for i, label in enumerate(labels) if isinstance(label, Shard)]
     if not shards:
         any_left = name in FILL_IF_ANY and all(map(_size, [*a.invars, *b.invars]))
@@ -215,7 +215,7 @@ def _fixed_point(
 
 
 def _join(rows: list[list[Label]], a: Equation, b: Equation, trail: Trail) -> list[Label]:
-    """What is true of either: of FILL and anything, the latter; two that are not alike are Mixed."""
+    """Joins the labels of branches: FILL and another label give the other; two different relations give Mixed."""
     joined = []
     for column in zip(*rows, strict=True):
         known: list[Label] = list(dict.fromkeys(label for label in column if label != FILL))
@@ -233,7 +233,7 @@ def _mix(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> li
 
 
 def _mixed(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> Mixed:
-    """Of its result nothing is known; what was Mixed stays the reason."""
+    """The label Mixed for the results of `eqn`; if one of `labels` is Mixed already, that one."""
     for label in labels:
         if isinstance(label, Mixed):
             return label
@@ -244,7 +244,7 @@ def _mixed(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> 
 
 
 def _cut(label: Label) -> object:
-    """What must agree between two labels: of which leaf a shard is does not matter, only how it is cut."""
+    """The part of a label that must agree with another: how a shard is cut, whichever leaf it is from."""
     return label.dims if isinstance(label, Shard) else label
 
 
@@ -268,12 +268,12 @@ def _alike(a: Equation, b: Equation) -> bool:
 
 
 def _same_params(a: Equation, b: Equation) -> bool:
-    """Whether two equations say the same, but for shapes and inner programs, which are looked at by themselves."""
+    """Whether two equations have equal parameters; shapes and inner programs are compared elsewhere."""
     return all(key in _CHECKED_APART or _same(x, b.params.get(key)) for key, x in a.params.items())
 
 
 def _same(x: object, y: object) -> bool:
-    """Bit for bit, for numbers and arrays; what cannot be read (a tracer) must be one and the same."""
+    """Whether two values are equal, arrays and floats bit for bit; an unreadable one (a tracer) equals only itself."""
     if x is y:
         return True
     try:
@@ -283,7 +283,7 @@ def _same(x: object, y: object) -> bool:
             x, y = np.asarray(x), np.asarray(y)
             return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
         return bool(x == y)
-    except Exception:  # whatever a type that we do not know raises: it is not known to be the same
+    except Exception:  # a type that we do not know may raise anything; it is then not known to be equal
         return False
 
 

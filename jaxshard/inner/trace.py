@@ -1,4 +1,4 @@
-"""The inner optimizer's update, traced on shapes, for those who ask what it does."""
+"""Traces the inner optimizer's update on shapes, for modules that must know what it computes."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from jaxshard.inner.update import fast, update
 
 
 class Traced(NamedTuple):
-    """An update, as a program from (gradients, state, params) to (updates, state); the state before and after it."""
+    """A traced update: `jaxpr` maps (gradients, state, params) to (updates, state); also the state before and after."""
 
     jaxpr: Jaxpr
     before: Tree
@@ -23,7 +23,7 @@ class Traced(NamedTuple):
 
 @by_shapes
 def first_update(inner: optax.GradientTransformation, params: Tree) -> Traced | None:
-    """The first update, traced; None where that fails: further arguments are wanted, or the first step will say why."""
+    """Traces the first update. None if that fails: it needs further arguments, or the first step will raise."""
     return _traced(inner, params, jax.eval_shape(inner.init, params))
 
 
@@ -40,10 +40,10 @@ def _traced(inner: optax.GradientTransformation, params: Tree, state: Tree) -> T
 
 
 class Settled(NamedTuple):
-    """A state after its first update, where that has other leaves than before, as `optax.monitor`'s does.
+    """The state after the first update, which for a few optimizers (`optax.monitor`) has other leaves than before.
 
-    `binding` are leaves that the first update drops, or adds for later updates to read; a step that changes these
-    cannot be skipped.
+    `binding` names leaves that the first update drops, or adds for later updates to read. A step that changes these
+    leaves cannot be skipped.
     """
 
     state: Tree
@@ -64,7 +64,7 @@ def settled(inner: optax.GradientTransformation, params: Tree) -> Settled | None
 
 
 def _is_read(traced: Traced, params: Tree, index: int) -> bool:
-    """Whether anything hangs on this leaf of the state before the update."""
-    num_before, num_after = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
+    """Whether any output depends on leaf `index` of the state before the update."""
+    num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
     which = [i == index for i in range(len(jax.tree.leaves(traced.before)))]
-    return any(depends(traced.jaxpr, [*[False] * num_before, *which, *[False] * num_after]))
+    return any(depends(traced.jaxpr, [*[False] * num_grads, *which, *[False] * num_params]))

@@ -1,4 +1,4 @@
-"""The inner optimizer's `update`, called as plain optax would."""
+"""Calls the inner optimizer's `update` as plain optax does."""
 
 from collections.abc import Mapping
 
@@ -6,23 +6,23 @@ import optax
 
 from jaxshard.base.types import Tree
 
-_OFFERED = ("value", "grad")
+_OFFERED = ("value", "grad")  # `train_step` gives these to every optimizer that takes them
 
 
 def fast(tree: Tree) -> Tree:
-    """What gradients are taken by: the fast one of each pair of lookahead's params; else all params."""
+    """The params that the loss is differentiated by: the fast ones of `optax.LookaheadParams`, else all."""
     return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
 def with_fast(tree: Tree, of_fast: Tree) -> Tree:
-    """The inverse of `fast`: a tree in the structure of `tree`, whose fast part is `of_fast`."""
+    """The inverse of `fast`: `tree` with `of_fast` as its fast part."""
     return tree._replace(fast=of_fast) if isinstance(tree, optax.LookaheadParams) else of_fast
 
 
 def update(
     inner: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Tree]
 ) -> tuple[Tree, Tree]:
-    """(updates, state). `value` and `grad` are left out where a transformation does not take them, as sam does not."""
+    """Returns (updates, state). A transformation that refuses `value` or `grad`, as sam does, is called without it."""
     run = optax.with_extra_args_support(inner).update
     while True:
         try:

@@ -1,7 +1,7 @@
-"""May a leaf be dealt out by whole matrices? Muon and its kin then need no device but one for each matrix.
+"""Finds the dims along which a leaf can be cut into whole matrices, so that Muon updates each matrix on one device.
 
 The answer comes from the traced update, not from names: a dim of a leaf is a batch dim if, wherever the leaf's values
-enter a matrix operation, that dim is one of the operation's batch dims. It is a question of speed alone: the update
+enter a matrix operation, that dim is one of the operation's batch dims. The answer changes speed alone: the update
 runs in the global view, so every layout gives the same result.
 """
 
@@ -25,7 +25,8 @@ from jaxshard.inner.update import fast
 def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[int, ...] | None]:
     """For each leaf of params (arrays or shapes), the dims over which its matrices are batched in `inner.update`.
 
-    None for a leaf that enters no matrix operation, and where the update cannot be traced without more arguments.
+    None for a leaf that enters no matrix operation, and for all leaves if the update cannot be traced without further
+    arguments.
     """
     named, traced = named_leaves(params), first_update(inner, params)
     if traced is None:
@@ -46,18 +47,18 @@ def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A value made of one leaf: at which of its dims the leaf's dims are now (None: no longer there)."""
+    """A value computed from one leaf; `dims[i]` is the value's dim that is the leaf's dim i, or None if none is."""
 
     leaf: int
     dims: tuple[int | None, ...]
 
     def moved(self, new: Callable[[int], int | None]) -> "_Place":
-        """`new` says for each dim of the old value where it is in the new one, or None."""
+        """The place of a value computed from this one; `new` maps each dim of this value to the new one's, or None."""
         return _Place(self.leaf, tuple(None if d is None else new(d) for d in self.dims))
 
 
 class _Walk:
-    """Follows leaves through a jaxpr; collects (leaf, dim) pairs that were batch dims, and those that were not."""
+    """Follows leaves through a jaxpr; collects (leaf, dim) pairs that matrix operations batch over, or mix."""
 
     def __init__(self):
         self.batched: set[tuple[int, int]] = set()
@@ -104,7 +105,7 @@ class _Walk:
         contracted, batch = eqn.params["dimension_numbers"]
         outs = []
         for operand, place in enumerate(found):
-            if place and eqn.outvars[0].aval.ndim:  # else an inner product: a sum like others
+            if place and eqn.outvars[0].aval.ndim:  # a scalar result is an inner product, which counts as a sum
                 ndim = eqn.invars[operand].aval.ndim
                 self._note(place, [d for d in range(ndim) if d in batch[operand]], ndim)
                 free = [d for d in range(ndim) if d not in batch[operand] and d not in contracted[operand]]
@@ -119,7 +120,7 @@ class _Walk:
                 (self.batched if now in batch else self.mixed).add((place.leaf, dim))
 
     def _moves(self, eqn: Equation, operand: int, place: _Place) -> Callable[[tuple[int, ...]], _Place]:
-        """Where one operand of any other operation goes, as a function of an output's shape."""
+        """For any other operation, a function from an output's shape to the operand's place in that output."""
         name, shape = eqn.primitive.name, eqn.invars[operand].aval.shape
         if name in LINEAR_ALGEBRA:
             self._note(place, list(range(len(shape) - 2)), len(shape))
@@ -140,7 +141,7 @@ class _Walk:
 
 
 def _after_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
-    """Where a dim is after a reshape that leaves it alone, makes it the major part of a dim, or splits such a one."""
+    """The new dim that starts where `dim` did, if one size divides the other (kept, split or merged); else None."""
     before = 1
     for i, size in enumerate(new):
         alike = max(size, old[dim]) % max(min(size, old[dim]), 1) == 0

@@ -1,4 +1,4 @@
-"""1F1B, plain and interleaved: each microbatch goes backward as soon as it has its loss."""
+"""1F1B, plain and interleaved: a microbatch's backward pass starts as soon as its loss is known."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from jaxshard.pipelining.timetable import Info, Plan, Work
 
 
 class _Function(NamedTuple):
-    """A traced function of flat inputs; what it closed over comes after them."""
+    """A traced function of flat inputs; `consts`, the arrays that it closed over, are its last inputs."""
 
     jaxpr: Jaxpr
     consts: list[Tree]
@@ -33,10 +33,10 @@ class _Function(NamedTuple):
 
 
 class Pipe:
-    """The three functions as traced programs, run by the schedule; params may come as `lazy.Sharded`.
+    """The user's three functions as traced programs, run by the schedule; params may be `unshard.Sharded`.
 
-    Inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
-    what the functions closed over.
+    Its inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
+    the arrays that the functions closed over.
     """
 
     def __init__(self, parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str):
@@ -60,6 +60,7 @@ class Pipe:
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
 
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
+        """None if the input at `position` can stay a shard until its marks, else the reason; see `unshard.Deferred`."""
         if position < self.num_blocks:
             if self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
                 return "cut on the dim of virtual stages"
@@ -71,7 +72,7 @@ class Pipe:
         return next(filter(None, reasons), None)
 
     def run(self, values: Sequence[Tree]) -> list[Tree]:
-        """[the mean loss]."""
+        """Returns [the mean loss over microbatches], a scalar; `values` are the flat inputs."""
         num_params = self.num_blocks + self.num_shared
         params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
         params = stages.cast(list(params), self.cast)
@@ -92,8 +93,8 @@ class Pipe:
             loss, grads = _Device(self, params, held, data).loss_and_grads(diff, scale)
             return loss, (grads, scale)
 
-        def backward(kept, cotangent):
-            grads, scale = kept  # the gradients have the scale in them already, and so has the cotangent
+        def backward(residuals, cotangent):
+            grads, scale = residuals  # gradients and cotangent both contain the scale: divide by it once
             ratio = cotangent.astype(sum_dtype(cotangent)) / scale
             return jax.tree.map(lambda g: (g * ratio).astype(g.dtype), grads), None, None, None
 
@@ -102,7 +103,11 @@ class Pipe:
 
 
 class _Carry(NamedTuple):
-    """What a device keeps from tick to tick: activation and gradient as they come in, and what has been summed."""
+    """What a device carries from tick to tick.
+
+    `x` and `dx` are the activation and the gradient that came in, `kept` holds stage inputs for the backward pass,
+    `loss` and `grads` are sums so far.
+    """
 
     x: Tree
     kept: Tree
@@ -127,7 +132,7 @@ class _Device:
         return stages.of_round(diff[: self.pipe.num_blocks], turn, self.plan)
 
     def _stage(self, blocks: list[Tree], x: Tree, work: Work) -> Tree:
-        """`blocks`: what is differentiated of them, of this round."""
+        """One chunk's forward pass; `blocks` are the arrays of this round that the loss is differentiated by."""
         n = self.pipe.num_blocks
         held = stages.of_round(self.held[:n], work.round, self.plan)
         values = [_joined(*p) for p in zip(self.params[:n], blocks, held, strict=True)]
@@ -156,6 +161,8 @@ class _Device:
     # Forward alone.
 
     def loss(self, diff: list[Tree]) -> Tree:
+        """The mean loss over microbatches, by forward ticks alone."""
+
         def tick(at, t):
             x, total = at
             device, work = self._at(t), self.plan.forward(t, self.index)
@@ -172,15 +179,15 @@ class _Device:
         return diff[self.pipe.num_blocks :]
 
     def _entering(self, diff: list[Tree], x: Tree, work: Work) -> Tree:
-        """The chunk's input: fresh from the batch at the very first, else what came from the stage before."""
+        """The chunk's input: for the first chunk from `first_fn`, else the activation from the stage before."""
         return stages.select(self.is_first & (work.round == 0), self._first(self._shared_diff(diff), work), x)
 
-    def _leaves(self, work: Work) -> Tree:
-        """Whether this is the last chunk."""
+    def _in_last_chunk(self, work: Work) -> Tree:
+        """Whether the work is in the last chunk, which makes the loss."""
         return self.is_last & (work.round == self.plan.virtual - 1)
 
     def _counted(self, loss: Tree, work: Work) -> Tree:
-        return jnp.where(work.busy & self._leaves(work), loss, 0)
+        return jnp.where(work.busy & self._in_last_chunk(work), loss, 0)
 
     def _no_loss(self) -> Tree:
         loss = self.pipe.last.outs
@@ -211,13 +218,13 @@ class _Device:
         return lax.scan(lambda at, t: (tick(self._at(t), at, t), None), at, ticks)[0]
 
     def _at(self, t: Scalar) -> "_Device":
-        """This device in one tick: shards tied to it, so that XLA does not gather them before the loop of ticks."""
+        """This device in tick `t`, its shards tied to the tick, so that XLA does not gather them before the loop."""
         device, pairs = copy.copy(self), zip(self.params, self.held, strict=True)
         device.held = [lax.optimization_barrier((x, t))[0] if _is_shard(p) else x for p, x in pairs]
         return device
 
     def _forward(self, diff: list[Tree], at: _Carry, t: Scalar) -> tuple[_Carry, Tree, Work]:
-        """(what is kept, what came out, of which work)."""
+        """One forward tick: returns (the carry, the chunk's output, the work that was done)."""
         work = self.plan.forward(t, self.index)
         x = self._entering(diff, at.x, work)
         kept = jax.tree.map(lambda k, x: stages.put(k, x, t % self.plan.num_kept), at.kept, x)
@@ -225,6 +232,7 @@ class _Device:
         return at._replace(x=self._passed(y, 1), kept=kept), y, work
 
     def _both(self, diff: list[Tree], scale: Tree, at: _Carry, t: Scalar) -> _Carry:
+        """One tick in both directions: a forward pass, its loss and the gradient of that, a backward pass."""
         at, y, work = self._forward(diff, at, t)
 
         def head(shared: list[Tree], floats: list[Tree]) -> Tree:
@@ -233,10 +241,11 @@ class _Device:
         loss, pull = jax.vjp(head, self._shared_diff(diff), _floats(y))
         seed = scale.astype(sum_dtype(loss)) / self.plan.num_microbatches
         d_shared, dy = pull(jnp.ones_like(loss) * seed.astype(loss.dtype))
-        grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._leaves(work))
+        grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._in_last_chunk(work))
         return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
 
     def _backward(self, diff: list[Tree], at: _Carry, t: Scalar, dy_of_loss: Tree) -> _Carry:
+        """One backward tick; `dy_of_loss` is the gradient that enters the last chunk."""
         work = self.plan.backward(t - self.plan.delay, self.index)
         slot = self.plan.forward_tick(work, self.index) % self.plan.num_kept
         x, blocks = stages.at(at.kept, slot), self._blocks(diff, work.round)
@@ -245,7 +254,7 @@ class _Device:
             return _floats(self._stage(blocks, _with_floats(x, floats), work))
 
         _, pull = jax.vjp(stage, blocks, _floats(x))
-        d_blocks, dx = pull(stages.select(self._leaves(work), dy_of_loss, at.dx))
+        d_blocks, dx = pull(stages.select(self._in_last_chunk(work), dy_of_loss, at.dx))
         _, pull = jax.vjp(lambda shared: _floats(self._first(shared, work)), self._shared_diff(diff))
         (d_shared,) = pull(dx)
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self.is_first & (work.round == 0))
@@ -260,7 +269,7 @@ class _Device:
         return at._replace(dx=self._passed(dx, -1), grads=grads)
 
     def _added(self, sums: list[Tree], start: int, grads: list[Tree], wanted: Scalar) -> list[Tree]:
-        """The sums with these gradients, from `start` on, where they are `wanted`: what others made of nothing real."""
+        """Adds gradients to the sums from `start` on, if they are `wanted`; those of idle ticks are dropped."""
         new = list(sums)
         for i, g in enumerate(grads, start):
             new[i] = sums[i] + jnp.where(wanted, g, 0).astype(sums[i].dtype)
@@ -268,11 +277,12 @@ class _Device:
 
 
 def _diff(value: Tree) -> Tree:
-    """What is differentiated of a parameter."""
+    """The array that the loss is differentiated by, of one parameter."""
     return value.stand_in if isinstance(value, unshard.Sharded) else value
 
 
 def _held(value: Tree) -> Tree:
+    """The shard or whole copy that `_joined` puts beside it; None for a parameter that is a plain array."""
     return value.local if isinstance(value, unshard.Sharded) else None
 
 
@@ -291,7 +301,7 @@ def _is_primal(x: Tree) -> bool:
 
 
 def _floats(x: Tree) -> list[Tree]:
-    """The leaves of an activation that have gradients; masks or numbers of segments may go along with them."""
+    """The floating leaves of an activation, which have gradients; others (masks, segment ids) have none."""
     return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 

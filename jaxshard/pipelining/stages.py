@@ -1,4 +1,4 @@
-"""What the schedules of a pipeline share: its functions, indices of rounds, microbatches and ticks, activations."""
+"""Parts that all schedules share: the user's functions, indexing by round and microbatch, checks of activations."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,51 +14,57 @@ from jaxshard.pipelining.timetable import Info, Plan
 
 
 class Parts(NamedTuple):
+    """The user's three functions, and `const`, the further argument of `stage_fn` (None: there is none)."""
+
     stage_fn: Callable[..., Tree]
     first_fn: Callable[..., Tree]
     last_fn: Callable[..., Tree]
     const: Tree
 
     def stage(self, blocks: Tree, x: Tree, info: Info) -> Tree:
+        """Runs `stage_fn`, with `const` if there is one."""
         return self.stage_fn(blocks, x, info) if self.const is None else self.stage_fn(blocks, x, info, self.const)
 
 
 def of_round(tree: Tree, turn: Scalar, plan: Plan) -> Tree:
-    """The blocks of one chunk."""
+    """The blocks that this device runs in round `turn`."""
     return tree if plan.virtual == 1 else at(tree, turn)
 
 
 def at(tree: Tree, index: Scalar) -> Tree:
+    """Row `index` of each leaf."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
 def put(x: Tree, row: Tree, index: Scalar) -> Tree:
+    """An array with another row `index`."""
     return lax.dynamic_update_index_in_dim(x, row, index, 0)
 
 
 def select(which: Scalar, one: Tree, other: Tree) -> Tree:
+    """`one` if `which` is True, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
 
 
 def passed(tree: Tree, axis: str, plan: Plan, step: int) -> Tree:
-    """To the next stage (`step` 1) or the one before (-1); with virtual stages around, from one end to the other."""
+    """Sends a tree to the next stage (`step` 1) or the one before (-1); with virtual stages the two ends are joined."""
     num = plan.num_stages
     pairs = [(i, (i + step) % num) for i in range(num) if plan.virtual > 1 or 0 <= i + step < num]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
 
 
 def axes_of_sums(microbatches: Tree, axis: str) -> tuple[str, ...]:
-    """The stages and the batch's axes: params whose types vary over these have their gradients summed once, outside."""
+    """The axes of the stages and of the batch; params cast to vary over these get gradients summed once, outside."""
     return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
 
 
 def cast(tree: Tree, axes: tuple[str, ...]) -> Tree:
-    """Of types that vary over these axes."""
+    """The tree, with types that vary over these axes too."""
     return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
 
 
 def settled(parts: Parts, axis: str, blocks: Tree, shared: Tree, microbatch: Tree, info: Info) -> Tree:
-    """The shapes and types of the activation: of what comes in first, and out of every stage.
+    """The activation's shapes, dtypes and varying axes, which are the same into and out of every stage.
 
     Raises:
       ValueError: a stage changes the shape or dtype.
@@ -88,6 +94,7 @@ def _check_activation(x: Tree, y: Tree) -> None:
 
 
 def check_loss(loss: Tree) -> None:
+    """Raises a TypeError unless `last_fn` returned a floating scalar."""
     if not hasattr(loss, "shape"):
         raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):

@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Info(NamedTuple):
-    """What a stage works on, as whole numbers: the chunk of layers, 0 to S v - 1 from the first, and the microbatch."""
+    """A stage's work, in whole numbers: `chunk` of layers, 0 (the first) to S v - 1, and `microbatch`, 0 to M - 1."""
 
     chunk: Scalar
     microbatch: Scalar
@@ -26,7 +26,7 @@ class Info(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who does what when: S stages, M microbatches, v virtual stages.
+    """The times of all work: S stages, M microbatches, v virtual stages on each device.
 
     >>> Plan(4, 8, 1).num_ticks, Plan(4, 8, 2).num_ticks
     (11, 19)
@@ -38,33 +38,37 @@ class Plan:
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of each direction."""
+        """The number of ticks of the forward pass, and of the backward pass."""
         return self.virtual * self.num_microbatches + self.num_stages - 1
 
     @property
     def delay(self) -> int:
-        """Ticks between the start of the forward and of the backward pass."""
+        """The number of ticks from the start of the forward pass to the start of the backward pass (1F1B)."""
         return self.virtual * self.num_stages - 1
 
     @property
     def num_kept(self) -> int:
-        """Stage inputs that a device keeps at once, so that it can compute backward: those of so many ticks."""
+        """The number of ticks whose stage inputs a device keeps for the backward pass."""
         return 2 * self.delay + 1
 
     def forward(self, tick: Scalar, stage: Scalar) -> "Work":
+        """The forward work of a stage in a tick."""
         return self._work(tick - stage, backward=False)
 
     def backward(self, tick: Scalar, stage: Scalar) -> "Work":
-        """`tick` counted from the first of the backward pass."""
+        """The backward work of a stage in a tick, which is counted from the start of the backward pass."""
         return self._work(tick - (self.num_stages - 1 - stage), backward=True)
 
     def forward_tick(self, work: "Work", stage: Scalar) -> Scalar:
-        """The tick at which a stage did forward what it now does backward."""
+        """The tick of a stage's forward work whose backward work is `work`."""
         group, place = work.microbatch // self.num_stages, work.microbatch % self.num_stages
         return (group * self.virtual + work.round) * self.num_stages + place + stage
 
     def _work(self, unit: Scalar, *, backward: bool) -> "Work":
-        """Units come in groups of S microbatches, each group going v times around the stages."""
+        """The work that a stage does `unit` ticks after its first.
+
+        Units come in groups of S microbatches; each group goes v times around the stages.
+        """
         count = self.virtual * self.num_microbatches
         clipped = jnp.clip(unit, 0, count - 1)
         group, within = clipped // (self.num_stages * self.virtual), clipped % (self.num_stages * self.virtual)
@@ -74,9 +78,9 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """One tick of one stage: whether there is anything to do, in which round (virtual stage), on which microbatch.
+    """One tick of one stage: whether it is `busy`, and its `round` (virtual stage) and `microbatch`.
 
-    Where there is nothing to do, round and microbatch are those of some real work, whose results are dropped.
+    A stage that is not busy has the round and microbatch of some real work, whose results are dropped.
     """
 
     busy: Scalar
@@ -88,7 +92,7 @@ class Work(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One stage's work in one tick: "forward" or "backward", of which chunk of layers, on which microbatch."""
+    """One stage's work in one tick: its direction, chunk of layers and microbatch, all counted from 0."""
 
     stage: int
     tick: int
@@ -98,7 +102,7 @@ class Cell(NamedTuple):
 
 
 def cells(plan: Plan, schedule: Schedule) -> list[Cell]:
-    """Everything that is done, in the order of the ticks; gpipe starts backward when all forward is done."""
+    """All work, in the order of the ticks; gpipe starts the backward pass after the whole forward pass."""
     delay = plan.num_ticks if schedule == "gpipe" else plan.delay
     found = []
     for tick, stage in itertools.product(range(plan.num_ticks), range(plan.num_stages)):
@@ -115,9 +119,9 @@ def _chunk(work: Work, stage: int, plan: Plan) -> int:
 
 
 def chart(plan: Plan, schedule: Schedule) -> str:
-    """Who does which microbatch forward and backward at which tick, a line for each stage and direction.
+    """A table of the schedule: a line for each stage and direction, a column for each tick.
 
-    With virtual stages a cell is microbatch.round.
+    A cell is the microbatch; with virtual stages it is microbatch.round.
 
     >>> print(chart(Plan(2, 3), "1f1b"))
     tick              0  1  2  3  4
@@ -148,8 +152,13 @@ def _name(cell: Cell, plan: Plan) -> str:
 
 
 def draw(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """The chart as a PNG: forward above, backward below in each stage's row, colours by microbatch."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only who draws needs it
+    """Writes the chart to `path` as a PNG: in each stage's row forward above, backward below; colours by microbatch.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+      OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only drawing needs it
     from matplotlib.figure import Figure
 
     found = cells(plan, schedule)

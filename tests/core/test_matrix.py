@@ -331,6 +331,7 @@ def test_every_optimizer(group):
     assert not {strategy: bad for strategy, cells in found.items() if (bad := wrong(cells))}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("part", range(4))
 def test_element_wise_optimizers_have_the_same_bits(part):
     names = sorted(CASES)[part::4]

@@ -96,6 +96,7 @@ def control(optimizer):
     return {path: max(far[path] for far in found) for path in found[0]}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_in_single_precision_no_further_than_another_order_of_rows(optimizer, strategy):
