@@ -46,7 +46,7 @@ def described(path: str, thing: object) -> Iterator[str]:
 
 def parameters(thing: object) -> str:
     """Names, kinds and defaults; annotations are for type checkers, and print otherwise in each Python."""
-    if not callable(thing):
+    if not inspect.isroutine(thing) and not inspect.isclass(thing):
         return ""
     try:
         found = inspect.signature(thing).parameters.values()
