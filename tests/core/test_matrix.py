@@ -267,8 +267,9 @@ def other_bits_without_fma(names, wheres):
         "import conftest, json, sys, test_matrix as t; names, wheres = json.load(sys.stdin); "
         "print(json.dumps([(*where, name) for where in wheres for name in t.other_bits(names, *where)]))"
     )
-    paths = [str(Path(__file__).parents[1]), str(Path(jaxshard.__file__).parent.parent)]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(jaxshard.__file__).parent.parent)]
     env = os.environ | {"XLA_FLAGS": "--xla_cpu_max_isa=AVX", "PYTHONPATH": os.pathsep.join(paths)}
+    env["JAXSHARD_TESTS"] = "optimized"
     asked = json.dumps([names, wheres])
     done = subprocess.run([sys.executable, "-c", code], input=asked, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -331,7 +332,6 @@ def test_every_optimizer(group):
     assert not {strategy: bad for strategy, cells in found.items() if (bad := wrong(cells))}
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("part", range(4))
 def test_element_wise_optimizers_have_the_same_bits(part):
     names = sorted(CASES)[part::4]

@@ -110,6 +110,7 @@ def test_in_single_precision_no_further_than_another_order_of_rows(optimizer, st
     assert not wrong, wrong
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_device_gives_the_same_bits(strategy):
     """Nothing is reduced over one device, so nothing may differ."""

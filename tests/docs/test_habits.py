@@ -75,3 +75,11 @@ def test_workflows_may_do_no_more_than_they_need():
         for name, job in workflow["jobs"].items():
             assert job.get("permissions", {}) == ({"id-token": "write"} if name == "publish" else {}), name
             assert "timeout-minutes" in job, name
+
+
+@pytest.mark.parametrize("name", ["QUICK", "NEWEST"])
+def test_the_makefile_names_tests_that_exist(name):
+    (found,) = re.findall(rf"^{name} := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
+    paths = found.replace("\\", " ").split()
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path.partition("::")[0]).exists()] == []
