@@ -35,7 +35,8 @@ def test_imports_are_found(modules):
         "jaxshard",
     }
     assert rooms["base"] == set()
-    assert {"trainer", "plan", "checkpoint", "jaxshard"} <= rooms["cli"]
+    assert {"trainer", "plan", "checkpoint", "aot"} <= rooms["cli"]
+    assert {"jaxshard", "core", "pipelining"} <= rooms["trainer"]
     assert "jaxshard.core.step" in modules["jaxshard"]
 
 
