@@ -33,7 +33,7 @@ test-floor: lint
 	$(call pytest,$(VENV))
 
 quick: $(VENV)/.test
-	$(call pytest,$(VENV),$(QUICK))
+	JAXSHARD_TESTS=fast $(call pytest,$(VENV),$(QUICK))
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -56,9 +56,9 @@ test-nightly-jax:
 
 # Everything, sweeps included, on both JAX, compiled as users compile.
 nightly: $(VENV)/.test
-	JAXSHARD_TESTS=optimized $(call pytest,$(VENV),-m '' --timeout=3600)
+	$(call pytest,$(VENV),-m '' --timeout=3600)
 	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$(sh scripts/newest_python.sh) EXTRA=test
-	JAXSHARD_TESTS=optimized $(call pytest,$(VENV_NEWEST),-m '' --timeout=3600)
+	$(call pytest,$(VENV_NEWEST),-m '' --timeout=3600)
 
 # Runs the notebooks again, from their .py halves, and keeps what they show.
 notebooks: $(VENV)/.test

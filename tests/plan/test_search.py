@@ -43,9 +43,9 @@ def mesh_of(strategy, n=8):
     return jaxshard.make_mesh(devices=jax.devices()[:n], replica=2 if strategy == "hsdp" else 1)
 
 
-def compiled_and_predicted(step, opt, *args):
+def compiled_and_predicted(step, *args):
     given = shapes(args)
-    report = inspect.report(step.lower(given[0], opt.init(given[0]), *given[1:]).compile())
+    report = inspect.report(step.lower(given[0], init(step.setup, given[0]), *given[1:]).compile())
     return report, plan.predict(step, *given)
 
 
@@ -56,7 +56,7 @@ def compiled_and_predicted(step, opt, *args):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_wire_bytes_and_bytes_at_rest_are_the_compiled_ones(strategy, m):
     step, opt = step_on(strategy, mesh_of(strategy), m)
-    report, found = compiled_and_predicted(step, opt, params(), batch(64))
+    report, found = compiled_and_predicted(step, params(), batch(64))
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
     assert found.at_rest["batch"] == report.arguments[2]
@@ -68,7 +68,7 @@ def test_wire_bytes_and_bytes_at_rest_are_the_compiled_ones(strategy, m):
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_other_device_counts(n):
     step, opt = step_on("zero3", mesh_of("zero3", n))
-    report, found = compiled_and_predicted(step, opt, params(), batch(24))
+    report, found = compiled_and_predicted(step, params(), batch(24))
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2, abs=1)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
 
@@ -81,7 +81,7 @@ def clipped_muon():
 def test_matrix_optimizers_that_are_dealt_out(strategy):
     """Stacked ones go to 4 devices whole; of the two tables that do not, XLA's choices are only nearly known."""
     step, opt = step_on(strategy, mesh_of(strategy, 4), inner=clipped_muon())
-    report, found = compiled_and_predicted(step, opt, params(), batch())
+    report, found = compiled_and_predicted(step, params(), batch())
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=5e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
 
@@ -112,7 +112,7 @@ def test_tensor_and_pipeline_parallel_too(style):
     config = config_of(**STYLES[style])
     mine = command.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
     step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
-    report, found = compiled_and_predicted(step, step.setup, shaped, *rest)
+    report, found = compiled_and_predicted(step, shaped, *rest)
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
     assert (found.costs.trips_known, report.trips_known) == (True, True)
