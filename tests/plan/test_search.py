@@ -18,6 +18,7 @@ from jaxshard import inspect, plan
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.cli import main, plan_tables
 from jaxshard.cli import plan as command
+from jaxshard.core.state import init
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target, from_jaxpr
@@ -67,7 +68,7 @@ def test_wire_bytes_and_bytes_at_rest_are_the_compiled_ones(strategy, m):
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_other_device_counts(n):
-    step, opt = step_on("zero3", mesh_of("zero3", n))
+    step, _ = step_on("zero3", mesh_of("zero3", n))
     report, found = compiled_and_predicted(step, params(), batch(24))
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2, abs=1)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
@@ -80,7 +81,7 @@ def clipped_muon():
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_matrix_optimizers_that_are_dealt_out(strategy):
     """Stacked ones go to 4 devices whole; of the two tables that do not, XLA's choices are only nearly known."""
-    step, opt = step_on(strategy, mesh_of(strategy, 4), inner=clipped_muon())
+    step, _ = step_on(strategy, mesh_of(strategy, 4), inner=clipped_muon())
     report, found = compiled_and_predicted(step, params(), batch())
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=5e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
