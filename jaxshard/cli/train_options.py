@@ -23,6 +23,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
     """
+    _check_options(arguments)
     given = _from_command_line(arguments, Arguments())
     file = given.config
     if (given.resume or given.resume_if_saved) and given.out is None:
@@ -70,6 +71,17 @@ def _from_command_line(arguments: Sequence[str], default: Arguments) -> Argument
         print(f"jaxshard train: {_not_understood(unknown[0])}", file=sys.stderr)
         raise SystemExit(2)
     return given
+
+
+def _check_options(arguments: Sequence[str]) -> None:
+    """Refuses an unknown option before tyro parses, which takes its value for CONFIG.toml where none is given."""
+    known = {*_OTHER_OPTIONS, *toml.known_keys()}
+    for argument in arguments:
+        name = argument[2:].partition("=")[0].replace("-", "_")
+        positive = name.removeprefix("no_").replace(".no_", ".")
+        if argument.startswith("--") and not {name, positive} & known and not name.startswith("tyro_"):
+            print(f"jaxshard train: {_not_understood(argument)}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def _not_understood(argument: str) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 import jaxshard
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main, train
+from jaxshard.cli.train_options import parse
 from jaxshard.trainer import run_folder as folders
 from jaxshard.trainer import toml
 from jaxshard.trainer.build import Run, num_updates
@@ -469,6 +470,19 @@ def test_an_unknown_option_names_the_nearest(tiny, capsys, arguments, message):
     printed = capsys.readouterr()
     assert message in printed.err
     assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+@pytest.mark.parametrize("arguments", [["--train.step", "3"], ["--trian.steps", "3"], ["--train.step=3"]])
+def test_an_unknown_option_is_named_without_a_config_too(capsys, arguments):
+    """Its value was taken for CONFIG.toml, and told as "expected str, bytes or os.PathLike object, not list"."""
+    with pytest.raises(SystemExit) as raised:
+        main(["train", *arguments])
+    assert raised.value.code == 2
+    assert "the nearest known one is --train.steps" in capsys.readouterr().err
+
+
+def test_flags_may_be_negated():
+    assert parse(["--model.no-remat", "--optimizer.learning-rate", "1e-4"]).model.remat is False
 
 
 def test_names_are_shown_as_they_are_and_the_command_to_go_on_is_quoted(tiny, tmp_path, monkeypatch, capsys):
