@@ -8,6 +8,8 @@ The loss is traced once with whole, abstract parameters, so that it sees the sha
 import contextlib
 import contextvars
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -84,21 +86,29 @@ Scale: TypeAlias = jax.Array | None
 class Deferred:
     """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
 
-    It is the policy of a `jax.checkpoint` in the traced program, a policy that saves everything. So any code that meets
-    the equation has the part itself, however the program was traced, cached or called.
+    In the traced program it is a jitted call, found again by its name. (As the policy of a `jax.checkpoint` it would need
+    no names, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
     """
 
     run: Callable[[Sequence[Value]], list[Value]]
-    """Maps flat inputs to flat outputs."""
+    """Flat outputs of flat inputs."""
     why_not_lazy: Callable[[int, int, Dims], str | None]
-    """As the function of that name; takes an input's position, its number of dims, and the `Dims` that cut it."""
-
-    def __call__(self, *_: object, **__: object) -> bool:
-        return True
+    """As the function of that name: of the input at a position, its number of dims, how it is cut."""
 
     def bind(self, values: Sequence[Value]) -> list[Value]:
-        """Calls `run` in a trace, as an equation in which `_deferred` finds this part again."""
-        return jax.checkpoint(lambda *values: self.run(values), policy=self, prevent_cse=False)(*values)
+        """`run`, in a trace, where `_deferred` finds it again."""
+
+        def named(*values: Value) -> list[Value]:
+            return self.run(values)
+
+        named.__name__ = f"{_DEFERRED}{next(_numbers)}"
+        _known[named.__name__] = self
+        return jax.jit(named)(*values)
+
+
+_DEFERRED = "jaxshard_deferred_"
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -120,8 +130,8 @@ _scale: contextvars.ContextVar[Scale] = contextvars.ContextVar("loss_scale", def
 
 
 def _deferred(eqn: Equation) -> Deferred | None:
-    policy = eqn.params.get("policy")
-    return policy if isinstance(policy, Deferred) else None
+    name = eqn.params.get("name")
+    return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None
 
 
 def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims) -> str | None:
