@@ -86,8 +86,8 @@ Scale: TypeAlias = jax.Array | None
 class Deferred:
     """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
 
-    In the traced program it is a jitted call, found again by its name. (As the policy of a `jax.checkpoint` it would need
-    no names, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
+    In the traced program it is a jitted call, found again by its name. (As the policy of a `jax.checkpoint` it would
+    need no names, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
     """
 
     run: Callable[[Sequence[Value]], list[Value]]
