@@ -58,6 +58,8 @@ class Pipe:
         stages.check_loss(self.last.outs)
         _check_loss_varies(self.last.outs, self.cast)
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
+        # Held here, since the traced program holds this pipe: whoever meets the part's equation then finds the part.
+        self.part = unshard.Deferred(self.run, self.why_not_lazy)
 
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
         """None if the input at `position` can stay a shard until its marks, else the reason; see `unshard.Deferred`."""

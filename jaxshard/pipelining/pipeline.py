@@ -85,8 +85,7 @@ def pipeline(
     pipe = Pipe(parts, plan, blocks, shared, microbatches, axis)
     scale = unshard.loss_scale()
     scale = jnp.float32(1) if scale is None else scale
-    part = unshard.Deferred(pipe.run, pipe.why_not_lazy)
-    (loss,) = part.bind(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))
+    (loss,) = pipe.part.bind(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))
     return cast(jax.Array, loss)
 
 
