@@ -33,7 +33,7 @@ test-floor: lint
 	$(call pytest,$(VENV))
 
 quick: $(VENV)/.test
-	JAXSHARD_TESTS=fast $(call pytest,$(VENV),$(QUICK))
+	$(call pytest,$(VENV),$(QUICK))
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -55,6 +55,7 @@ test-nightly-jax:
 	$(call pytest,.venv-nightly)
 
 # Everything, sweeps included, on both JAX, compiled as users compile.
+nightly: export JAXSHARD_TESTS = as-users-compile
 nightly: $(VENV)/.test
 	$(call pytest,$(VENV),-m '' --timeout=3600)
 	$(MAKE) $(VENV_NEWEST)/.test PYTHON=$$(sh scripts/newest_python.sh) EXTRA=test

@@ -1,7 +1,7 @@
 """Device meshes, and the names of the axes that strategies cut over."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,12 +31,13 @@ def make_mesh(
       A `jax.sharding.Mesh` of Auto axes.
 
     Raises:
+      TypeError: something in `devices` is no device.
       ValueError: the sizes' product is not the number of devices, or more than one size is -1.
 
     >>> dict(make_mesh(tensor=2).shape)
     {'pipeline': 1, 'replica': 1, 'data': 4, 'tensor': 2}
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else _listed(devices)
     if not devices:
         raise ValueError("make_mesh: there are 0 devices; give at least one in devices=, or leave it out for all")
     given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
@@ -102,6 +103,18 @@ def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
     if isinstance(mesh, AbstractMesh):
         raise ValueError(f"{who}: the mesh is abstract and has no devices; make one with jaxshard.make_mesh")
     return mesh
+
+
+def _listed(devices: object) -> list[Any]:
+    """The devices as a list; raises a TypeError for anything else, such as their number."""
+    found = list(devices) if isinstance(devices, Iterable) else [devices]
+    for device in found:
+        if not hasattr(device, "platform"):
+            raise TypeError(
+                f"make_mesh: devices={devices!r:.80} has {device!r:.80}, which is no device; give some of "
+                "jax.devices(), such as jax.devices()[:4]"
+            )
+    return found
 
 
 def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:

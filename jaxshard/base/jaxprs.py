@@ -4,7 +4,7 @@ from types import ModuleType
 
 import jax
 
-from jaxshard.base.primitives import CALLS, HANDING_ON, INLINED
+from jaxshard.base.primitives import CALLS, INLINED, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 
 
@@ -101,6 +101,6 @@ def _eqn_hands_on(eqn: Equation, found: list[bool]) -> list[bool]:
     if name == "cond":
         branches = [hands_on(branch, found[1:]) for branch in eqn.params["branches"]]
         return [any(column) for column in zip(*branches, strict=True)]
-    if name in HANDING_ON:
+    if name in SAME_NUMBERS:
         return found if len(found) == len(eqn.outvars) else [any(found)]
     return [name == "select_n" and any(found[1:])] * len(eqn.outvars)

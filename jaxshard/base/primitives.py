@@ -21,7 +21,7 @@ CALLS = INLINED | REMAT | _names("custom_jvp_call custom_vjp_call custom_vjp_cal
 CASTS = _names("pvary pcast")
 """Change only a value's type: the mesh axes over which it varies."""
 
-HANDING_ON = _names("convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier")
+SAME_NUMBERS = _names("convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier")
 """Return the same numbers, cast or in another shape."""
 
 POINTWISE = _names(
@@ -69,13 +69,13 @@ REDUCTIONS = _names(
 UPDATES = _names("dynamic_update_slice scatter scatter-add scatter_add")
 """Write into their first operand."""
 
-FROM_NOTHING = _names("broadcast_in_dim iota axis_index")
+MEMORYLESS = _names("broadcast_in_dim iota axis_index")
 """Read almost no memory, so they are fused into every reader, even where there are several."""
 
-BENT = _names("transpose slice rev convert_element_type")
+FUSED_INTO_DOTS = _names("transpose slice rev convert_element_type")
 """Every compiler fuses these into a matrix product that reads their result."""
 
-BENT_ON_TPU = _names("transpose slice convert_element_type copy")
+PASSED_TO_DOTS_ON_TPU = _names("transpose slice convert_element_type copy")
 """Pass a value on to a matrix product; XLA for TPU may narrow its dtype on the way."""
 
 VIEWS = _names("reshape squeeze expand_dims optimization_barrier pvary pcast name copy_p")

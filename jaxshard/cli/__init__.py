@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+
+import jaxshard
 
 _HELP = """\
 jaxshard shards any optax optimizer over a JAX device mesh.
@@ -53,14 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     if command == "--version":
-        print(f"jaxshard {metadata.version('jaxshard')}")
+        print(f"jaxshard {jaxshard.__version__}")
         return 0
     if command not in _COMMANDS:
-        print(f"jaxshard: no command {command!r}; there is {', '.join(_COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)
+        print(f"jaxshard: {unknown_command(command, _COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)
         return 2
     try:
         module = importlib.import_module(f"jaxshard.cli.{command}")
     except ModuleNotFoundError as error:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
-    return module.command(rest)
+    try:
+        return module.command(rest)
+    except BrokenPipeError:  # who read the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def unknown_command(name: str, known: Sequence[str]) -> str:
+    """The message for a command that is not there.
+
+    >>> unknown_command("plann", ["train", "plan"])
+    "no command 'plann'; did you mean 'plan'? There is train, plan"
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}? There" if near else "; there"
+    return f"no command {name!r}{hint} is {', '.join(known)}"

@@ -22,6 +22,7 @@ from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxshard.checkpoint.leaves import Entry, Index
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.cli import ckpt_export as files
+from jaxshard.cli import unknown_command
 from jaxshard.cli.ckpt_diff import differences
 
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
@@ -40,6 +41,8 @@ _Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard ckpt`; returns the exit status."""
     commands = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        return _fail(unknown_command(arguments[0], list(commands)), 2)
     try:
         with _cpu():
             return tyro.extras.subcommand_cli_from_dict(
@@ -51,6 +54,8 @@ def command(arguments: Sequence[str]) -> int:
             )
     except CorruptCheckpointError as error:
         return _fail(error, 2 if arguments[0] == "diff" else 1)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         return _fail(f"{error.strerror}: {error.filename}" if error.strerror else error, 2)
     except ValueError as error:

@@ -73,6 +73,8 @@ def command(arguments: Sequence[str]) -> int:
     try:
         given = parse(arguments)
         return _compiled(given) if given.compile else _planned(given)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxshard plan: {error}", file=sys.stderr)
         return 2

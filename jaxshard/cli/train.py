@@ -78,6 +78,8 @@ def _command(arguments: Sequence[str]) -> int:
         if given.processes is not None:
             return several_processes.run(arguments, given)
         job = make_job(given)
+    except BrokenPipeError:
+        raise
     except _REFUSALS as error:
         return _fail(error, _status(error, 2))
     except KeyboardInterrupt:

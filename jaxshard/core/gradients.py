@@ -17,6 +17,7 @@ from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
+from jaxshard.core.options import check_flag
 from jaxshard.core.per_device import DeviceLoss
 from jaxshard.core.sharding import Setup
 from jaxshard.core.state import within_reach
@@ -92,8 +93,9 @@ def value_and_grad(
       ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
     """
     setup = setup_of(opt, "value_and_grad")
-    check_microbatches("value_and_grad", microbatches)
-    return LossFunction(LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True))
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    check_options("value_and_grad", options)
+    return LossFunction(options)
 
 
 def evaluate(
@@ -107,7 +109,9 @@ def evaluate(
       The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
     """
     setup = setup_of(opt, "evaluate")
-    return LossFunction(LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False))
+    options = LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False)
+    check_options("evaluate", options)
+    return LossFunction(options)
 
 
 class LossFunction:
@@ -212,9 +216,18 @@ def _how_gathered(leaf: Leaf, reason: str | None, setup: Setup) -> str:
     return f"{what} where unshard is" if reason is None else f"{what} at the start: {reason}"
 
 
-def check_microbatches(who: str, microbatches: int) -> None:
+def check_options(who: str, options: LossOptions) -> None:
+    """Raises a TypeError for a loss that is no function or a flag that is no bool, a ValueError for `microbatches`."""
+    if not callable(options.loss_fn):
+        raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
+    for name in ("has_aux", "weighted", "fold_keys"):
+        check_flag(who, name, getattr(options, name))
+    check_microbatches(who, options.microbatches)
+
+
+def check_microbatches(who: str, microbatches: object) -> None:
     """Raises a ValueError unless `microbatches` is a whole number, 1 or more."""
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if not isinstance(microbatches, int | np.integer) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"{who}: microbatches {microbatches!r} must be a whole number, 1 or more")
 
 

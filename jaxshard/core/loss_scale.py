@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class LossScale:
       maximum: the scale never grows above it.
 
     Raises:
+      TypeError: an argument that is no number.
       ValueError: unless 0 < minimum <= initial <= maximum <= 2**127, factor > 1 and finite, and growth_interval and
         hysteresis are whole numbers, 1 or more.
     """
@@ -34,13 +36,17 @@ class LossScale:
     maximum: float = 2.0**24
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+                raise TypeError(f"LossScale: {field.name}={value!r:.80} is a {type(value).__name__}; give a number")
         if not 0 < self.minimum <= self.initial <= self.maximum <= 2.0**127:
             raise ValueError(
                 "LossScale: needs 0 < minimum <= initial <= maximum <= 2**127, got "
                 f"{self.minimum}, {self.initial}, {self.maximum}"
             )
         counts = (self.growth_interval, self.hysteresis)
-        if not 1 < self.factor < float("inf") or not all(isinstance(n, int) and n >= 1 for n in counts):
+        if not 1 < self.factor < float("inf") or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
             raise ValueError(
                 "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
                 f"{self.factor}, {self.growth_interval}, {self.hysteresis}"

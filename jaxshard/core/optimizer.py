@@ -144,7 +144,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        return f"{self.config.strategy}({type(self.inner).__name__}, {shape})"
+        return ", ".join([f"{self.config.strategy}({type(self.inner).__name__}", shape, *self.config.given]) + ")"
 
 
 def setup_of(opt: object, who: str) -> Setup:
@@ -163,5 +163,7 @@ def setup_of(opt: object, who: str) -> Setup:
 
 def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **options: Any) -> ShardedOptimizer:
     """The optimizer of a strategy, its options checked; see `jaxshard.core.strategies`."""
+    if isinstance(inner, ShardedOptimizer):
+        raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
     methods = _Methods(Setup(inner, mesh, checked_config(strategy, inner, mesh, options)))
     return ShardedOptimizer(methods.init, methods.update)  # pyright: ignore[reportArgumentType]

@@ -5,10 +5,12 @@
 
 import dataclasses
 import difflib
+import operator
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -103,6 +105,12 @@ class Config:
         return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
 
     @property
+    def given(self) -> list[str]:
+        """The options that differ from their defaults, as `name=value`."""
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)[1:]]
+        return [f"{field.name}={_in_short(value)}" for field, value in fields if value != field.default]
+
+    @property
     def widens(self) -> bool:
         """Whether the inner optimizer gets params in a wider dtype, so that new params are its results, rounded."""
         return self.master_dtype is not None or self.stochastic_rounding
@@ -120,9 +128,8 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
     _check_names(strategy, options)
     options = dict(options)
-    for name, default in (("data_axes", ("data",)), ("auto_axes", ())):
-        axes = options.get(name, default)
-        options[name] = (axes,) if isinstance(axes, str) else tuple(axes)
+    for name in options.keys() & {"data_axes", "auto_axes"}:
+        options[name] = _axis_names(strategy, name, options[name])
     if options.get("moment_dtype") == "bfloat16":
         options["moment_dtype"] = jnp.bfloat16
     config = Config(strategy, **options)
@@ -137,7 +144,24 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
 def check_inner(who: str, inner: object) -> None:
     """Raises a TypeError unless `inner` is an optax optimizer."""
     if not (issubclass(type(inner), tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}")
+        cure = "; give its .gradient_transformation()" if hasattr(inner, "gradient_transformation") else ""
+        raise TypeError(
+            f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}{cure}"
+        )
+
+
+def check_flag(who: str, name: str, value: object) -> None:
+    """Raises a TypeError unless `value` is True or False: the text "False" would count as true."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{who}: {name}={value!r:.80} is a {type(value).__name__}; give True or False")
+
+
+def _axis_names(strategy: str, name: str, axes: object) -> tuple[str, ...]:
+    names = cast("Sequence[object]", axes if isinstance(axes, list | tuple) else (axes,))
+    found = tuple(axis for axis in names if isinstance(axis, str))
+    if len(found) < len(names):
+        raise TypeError(f"{strategy}: {name}={axes!r:.80} must be a mesh axis's name, or a tuple of such names")
+    return found
 
 
 def _check_names(strategy: str, options: dict[str, Any]) -> None:
@@ -198,6 +222,7 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
+    check_flag(config.strategy, "stochastic_rounding", config.stochastic_rounding)
     if not _is_count(config.min_shard_size):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
@@ -222,8 +247,13 @@ def _check_numbers(config: Config) -> None:
         )
 
 
+def _in_short(value: object) -> str:
+    """A dtype's name, or the first 80 characters of a value's repr."""
+    return jnp.dtype(value).name if isinstance(value, type) else f"{value!r:.80}"
+
+
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and operator.index(cast(int, value)) >= 0
 
 
 def _is_loss_scale(value: object) -> bool:

@@ -63,8 +63,8 @@ def check_params(config: Config, params: Tree) -> None:
     for names, leaf in named if config.master_dtype is not None else ():
         if jnp.result_type(leaf.dtype, config.master_dtype) != like(config.master_dtype, leaf.dtype):
             raise ValueError(
-                f"master_dtype: {path_of(names)} is {leaf.dtype}, of which {jnp.dtype(config.master_dtype)} masters "
-                f"would lose digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
+                f"master_dtype: {path_of(names)} is {leaf.dtype}; {jnp.dtype(config.master_dtype)} masters would lose "
+                f"some of its digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
             )
     if half is not None and config.loss_scale is not None and config.master_dtype in _HALF_OR_NONE:
         raise ValueError(

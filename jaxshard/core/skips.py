@@ -27,8 +27,9 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, step: int, leaf: str, count: int):
         self.step, self.leaf, self.what = step, leaf, _what(leaf)
         super().__init__(
-            f"train_step: call {step}: {self.what} is not finite, the {count}. time in a row. Params and state "
-            "are as the last good step left them: lower the learning rate, look at the batch, or allow more (max_skips)"
+            f"train_step: call {step}: {self.what} is not finite, {count} times in a row now. Params and "
+            "state are as the last good step left them: lower the learning rate, look at the batch, or allow more "
+            "(max_skips)"
         )
 
 

@@ -41,11 +41,14 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
 
 
 def is_rules(specs: Tree) -> TypeGuard[Rules]:
-    """Whether `specs` is a list of (regex, PartitionSpec) pairs."""
-    return isinstance(specs, list | tuple) and all(
-        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], P)
-        for rule in specs
-    )
+    """Whether `specs` is a list of (regex, PartitionSpec) pairs; a TypeError for a pair with no spec in it."""
+    if isinstance(specs, P) or not isinstance(specs, list | tuple):
+        return False
+    pairs = [isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) for rule in specs]
+    for rule in specs if pairs and all(pairs) else ():
+        if not isinstance(rule[1], P):
+            raise TypeError(f"specs: the rule {rule!r:.80} needs a PartitionSpec: ({rule[0]!r}, P({rule[1]!r}))")
+    return all(pairs)
 
 
 def _by_rule(rules: Rules, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of
 from jaxshard.base.types import Metrics, Params, State, T, Tree
 from jaxshard.core import collectives
-from jaxshard.core.gradients import LossFn, LossFunction, check_batch, check_global, check_microbatches
+from jaxshard.core.gradients import LossFn, LossFunction, check_batch, check_global, check_options
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
+from jaxshard.core.options import check_flag
 from jaxshard.core.sharding import Setup
 from jaxshard.core.skips import Verdicts, judged
 from jaxshard.core.state import check_state, within_reach
@@ -72,8 +73,9 @@ def train_step(
         raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
     if max_skips is None and setup.config.loss_scale is not None:
         raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
-    check_microbatches("train_step", microbatches)
+    check_flag("train_step", "donate", donate)
     options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    check_options("train_step", options)
     return TrainStep(LossFunction(options), donate, extra, max_skips)
 
 

@@ -239,7 +239,11 @@ def _mixed(eqn: Equation, labels: list[Label], trail: Trail, operation: str) -> 
             return label
     largest = max((*eqn.invars, *eqn.outvars), key=_size)
     path = next((label.path for label in labels if isinstance(label, Shard)), None)
-    to = f"{path}, of which each device holds a part here" if path else f"an array of a part's shape, {_shape(largest)}"
+    to = (
+        f"{path}, and each device holds only a part of it here"
+        if path
+        else f"an array of a part's shape, {_shape(largest)}"
+    )
     return Mixed(f"it applies {operation} to {to}", trail)
 
 

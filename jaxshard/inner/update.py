@@ -1,5 +1,6 @@
 """Calls the inner optimizer's `update` as plain optax does."""
 
+import re
 from collections.abc import Mapping
 
 import optax
@@ -22,7 +23,11 @@ def with_fast(tree: Tree, of_fast: Tree) -> Tree:
 def update(
     inner: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Tree]
 ) -> tuple[Tree, Tree]:
-    """Returns (updates, state). A transformation that refuses `value` or `grad`, as sam does, is called without it."""
+    """Returns (updates, state). A transformation that refuses `value` or `grad`, as sam does, is called without it.
+
+    Raises:
+      TypeError: it needs an argument that it is not given.
+    """
     run = optax.with_extra_args_support(inner).update
     while True:
         try:
@@ -30,5 +35,19 @@ def update(
         except TypeError as error:
             refused = [name for name in _OFFERED if f"unexpected keyword argument '{name}'" in str(error)]
             if not refused or refused[0] not in extra:
+                _raise_if_missing(error)
                 raise
             extra = {name: value for name, value in extra.items() if name != refused[0]}
+
+
+def _raise_if_missing(error: TypeError) -> None:
+    """Raises a TypeError with the cure if the error says that an argument is missing, as `value_fn` often is."""
+    missing = re.search(r"missing \d+ required keyword-only arguments?: '(\w+)'", str(error))
+    if not missing:
+        return
+    name = missing[1]
+    raise TypeError(
+        f"update: the optimizer needs the argument {name!r}; give update(..., {name}=...), or train_step(..., "
+        f"extra=lambda params, batch: {{{name!r}: ...}}). A line search's value_fn is a function of params: "
+        "lambda params: loss(params, batch)"
+    ) from error

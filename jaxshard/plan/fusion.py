@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxshard.base.primitives import BENT, FROM_NOTHING, FUSED, REDUCTIONS, UPDATES
+from jaxshard.base.primitives import FUSED, FUSED_INTO_DOTS, MEMORYLESS, REDUCTIONS, UPDATES
 from jaxshard.plan.program import Block, Op, Value
 
 
@@ -46,14 +46,14 @@ class Fusion:
         if op.name not in FUSED or len(op.outs) != 1 or op.outs[0] in self._outs:
             return False
         readers = self.readers.get(op.outs[0], [])
-        return op.name in FROM_NOTHING or all(self._takes(reader, op) for reader in readers)
+        return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in readers)
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether `reader` makes the result of `op` itself, as it goes."""
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True
         if reader.name == "dot_general":
-            return self.platform == "tpu" or op.name in BENT
+            return self.platform == "tpu" or op.name in FUSED_INTO_DOTS
         return reader.name in UPDATES and op.outs[0] is not reader.ins[0].root
 
     def sources(self, x: Value) -> frozenset[Value]:

@@ -131,9 +131,7 @@ class LaidOut:
     @property
     def specs(self) -> list[P]:
         """The PartitionSpecs of all leaves of params, then of the state."""
-        found, cuts = self.layout, self.layout.config.cuts
-        params = [found.spec(leaf, cut=cuts.params) for leaf in found.params]
-        return params + [found.spec(leaf, cut=cuts.state) for leaf in found.state]
+        return jax.tree.leaves((self.layout.param_specs, self.layout.state_specs))
 
     def prediction(self) -> Prediction:
         """See `predict`."""

@@ -8,7 +8,7 @@
 import itertools
 from collections.abc import Callable
 
-from jaxshard.base.primitives import BENT, REDUCTIONS
+from jaxshard.base.primitives import FUSED_INTO_DOTS, REDUCTIONS
 from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.program import Op, Value
 
@@ -33,7 +33,7 @@ def put_off(fusion: Fusion, ops: list[Op], loop: int) -> list[Op]:
     waits = set(ops[loop + 1 :])
     late: list[Op] = []
     for op in itertools.takewhile(lambda op: not op.blocks, reversed(ops[:loop])):
-        movable = op.name == "dot_general" or op.name in BENT or op.moved
+        movable = op.name == "dot_general" or op.name in FUSED_INTO_DOTS or op.moved
         if movable and all(_is_put_off(fusion, out, waits) for out in op.outs):
             waits.add(op)
             late.append(op)

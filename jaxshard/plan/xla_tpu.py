@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.primitives import BENT_ON_TPU, GATHERS
+from jaxshard.base.primitives import GATHERS, PASSED_TO_DOTS_ON_TPU
 from jaxshard.plan.program import Block, Op, Value
 
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
@@ -74,7 +74,7 @@ def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
         return op.params.get("precision") in _DEFAULT
     if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
         return True
-    if op.name in BENT_ON_TPU or op.name in GATHERS:
+    if op.name in PASSED_TO_DOTS_ON_TPU or op.name in GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
     if op.name == "scan" and not consts <= i < consts + carries:

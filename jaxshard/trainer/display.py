@@ -6,6 +6,7 @@ No table cuts a number off: where a terminal is too narrow, cells take several l
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Self
 
@@ -21,9 +22,12 @@ _PLAIN_WIDTH = 120
 
 
 def make_console() -> Console:
-    """Standard output of the first process; the others are silent. Text is shown as it is: brackets are no markup."""
+    """Standard output of the first process; the others are silent. Text is shown as it is: brackets are no markup.
+
+    It is as wide as the terminal, or as COLUMNS says, or 120 wide.
+    """
     quiet, width = jax.process_index() != 0, None
-    if not Console().is_terminal:
+    if not Console().is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         width = _PLAIN_WIDTH
     return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 

@@ -53,25 +53,6 @@ def tiny(tmp_path):
     return str(path)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_compilation_of_each_program(tmp_path_factory):
-    """Most runs here share their programs: JAX's own cache keeps these tests short."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # whether there is a cache is asked once
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def saved_snapshot(folder, *, devices=8):
     """The newest saved model, read by a fresh run of the folder's own configuration."""
     config = toml.load(RunFolder(folder).config)
