@@ -103,6 +103,35 @@ def test_a_dtype_that_is_not_floating(refused, mesh, option, dtype):
     refused((TypeError, ValueError), lambda: zero2(mesh, **{option: dtype}), option, "float")
 
 
+def test_a_multi_steps_that_is_no_transformation_yet(refused, mesh):
+    words = ("zero2", "MultiSteps", ".gradient_transformation()")
+    refused(TypeError, lambda: jaxshard.zero2(optax.MultiSteps(optax.sgd(1.0), 2), mesh), *words)
+
+
+def test_a_strategy_around_a_strategy(refused, mesh):
+    inner = jaxshard.zero1(optax.sgd(1.0), mesh)
+    refused(TypeError, lambda: jaxshard.zero2(inner, mesh), "zero2", "zero1", "sharded already", ".inner")
+
+
+def test_a_flag_that_is_text(refused, mesh):
+    refused(TypeError, lambda: zero2(mesh, stochastic_rounding="False"), "stochastic_rounding", "'False'", "True or")
+    opt = zero2(mesh)
+    for make in (jaxshard.train_step, jaxshard.value_and_grad, jaxshard.evaluate):
+        refused(TypeError, lambda make=make: make(loss_fn, opt, has_aux="no"), make.__name__, "has_aux", "'no'")
+    refused(TypeError, lambda: jaxshard.train_step(loss_fn, opt, donate=1), "train_step", "donate=1", "True or False")
+
+
+@pytest.mark.parametrize("axes", [3, None, ("data", 3)])
+@pytest.mark.parametrize("option", ["data_axes", "auto_axes"])
+def test_axes_that_are_no_names(refused, mesh, option, axes):
+    refused(TypeError, lambda: zero2(mesh, **{option: axes}), "zero2", option, repr(axes), "mesh axis's name")
+
+
+@pytest.mark.parametrize("name", ["initial", "growth_interval", "minimum"])
+def test_a_loss_scale_that_is_no_number(refused, name):
+    refused(TypeError, lambda: jaxshard.LossScale(**{name: "a"}), "LossScale", name, "'a'", "number")
+
+
 def test_a_mesh_of_mixed_axis_types(refused):
     kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=kinds)
@@ -110,6 +139,11 @@ def test_a_mesh_of_mixed_axis_types(refused):
 
 
 # Meshes.
+
+
+@pytest.mark.parametrize("devices", [3, [0, 1], "cpu"])
+def test_devices_that_are_none(refused, devices):
+    refused(TypeError, lambda: jaxshard.make_mesh(devices=devices), "make_mesh", repr(devices), "jax.devices()[:4]")
 
 
 def test_sizes_whose_product_is_not_the_device_count(refused):
@@ -189,6 +223,11 @@ def test_a_spec_that_cannot_be(refused, spec, words):
     opt = zero2(jaxshard.make_mesh(tensor=2), specs={"w": spec, "inside": P()})
     for what in (opt.place, opt.shardings, opt.init):
         refused(ValueError, lambda: what(params_numpy()), *words)
+
+
+def test_a_rule_without_a_spec(refused, mesh):
+    opt = zero2(mesh, specs=[("w", "tensor")])
+    refused(TypeError, lambda: opt.init(params_numpy()), "specs", "the rule ('w', 'tensor')", "('w', P('tensor'))")
 
 
 def test_a_spec_whose_dim_does_not_divide(refused):
@@ -366,6 +405,20 @@ def test_init_and_place_inside_shard_map(refused, mesh):
 
 
 # Loss functions.
+
+
+def test_a_loss_that_is_no_function(refused, mesh):
+    opt = zero2(mesh)
+    for make in (jaxshard.train_step, jaxshard.value_and_grad, jaxshard.evaluate):
+        refused(TypeError, lambda make=make: make(3, opt), make.__name__, "the loss 3", "(params, batch, *args)")
+
+
+def test_a_line_search_without_its_function(refused, mesh):
+    step = jaxshard.train_step(loss_fn, jaxshard.zero2(optax.lbfgs(), mesh))
+    words = ("'value_fn'", "extra=lambda params, batch: {'value_fn': ...}", "loss(params, batch)")
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params_numpy()))
+    state = step.setup.abstract_state(shapes)
+    refused(TypeError, lambda: step.lower(shapes, state, batch_of(8)), *words)
 
 
 def test_a_loss_of_the_wrong_form(refused, mesh):

@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import math
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -237,4 +239,16 @@ def test_main_helps_and_refuses(capsys):
     assert main([]) == main(["--help"]) == 0
     assert "jaxshard train --resume --out" in capsys.readouterr().out
     assert main(["trian"]) == 2
-    assert "no command 'trian'; there is train" in capsys.readouterr().err
+    assert "no command 'trian'; did you mean 'train'? There is train" in capsys.readouterr().err
+    assert main(["ckpt", "lss"]) == 2
+    assert "jaxshard ckpt: no command 'lss'; did you mean 'ls'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "ckpt"])
+def test_a_reader_that_left_is_no_error(command):
+    """As in `jaxshard train --help | head -1`."""
+    asked = [sys.executable, "-m", "jaxshard", command, "--help"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        program.stdout.close()
+        assert program.stderr.read() == ""
+        assert program.wait() == 141
