@@ -4,10 +4,10 @@ import os
 
 import jax
 import pytest
+from compiled_once import keep_programs
 
 # XLA leaves out its costly passes, which halves the tests' time. What is computed and what is moved stays the same, but
-# for rounding; `make nightly` compiles as users do. No persistent cache: XLA for CPU runs the collectives of a program
-# that it reads back in any order, and then hangs or aborts.
+# for rounding; `make nightly` compiles as users do.
 AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"
 
 jax.config.update("jax_platforms", "cpu")
@@ -15,6 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", not AS_USERS_COMPILE)
 if not AS_USERS_COMPILE:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
+keep_programs()
 
 
 @pytest.fixture(autouse=True)
