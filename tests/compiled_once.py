@@ -18,8 +18,11 @@ def keep_programs() -> None:
         compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load)
 
 
+_MOST = 500  # programs kept; those of a whole run would take 4 GB
+
+
 def _kept(compile_program):
-    programs: dict[bytes, Any] = {}
+    programs: dict[bytes, Any] = {}  # the one that was used last is last
 
     def compile_once(backend, module, devices, options, host_callbacks):
         text = module.operation.get_asm(enable_debug_info=False)
@@ -27,8 +30,12 @@ def _kept(compile_program):
             return compile_program(backend, module, devices, options, host_callbacks)
         where = ",".join(str(device.id) for device in devices)
         key = hashlib.sha256(text.encode()).digest() + where.encode() + options.SerializeAsString()
-        if key not in programs:
-            programs[key] = compile_program(backend, module, devices, options, host_callbacks)
-        return programs[key]
+        program = programs.pop(key, None)
+        if program is None:
+            program = compile_program(backend, module, devices, options, host_callbacks)
+        programs[key] = program
+        if len(programs) > _MOST:
+            programs.pop(next(iter(programs)))
+        return program
 
     return compile_once

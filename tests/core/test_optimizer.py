@@ -531,6 +531,7 @@ def test_synchronize_shards_repeated_over_replica_and_tensor():
 # Masters and reduce_dtype.
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_masters(strategy):
     """bf16 params are the masters' roundings, bit for bit; the inner state is plain optax's on float32 params."""

@@ -104,6 +104,7 @@ def test_each_update_and_each_array_has_chances_of_its_own(count):
 @pytest.mark.parametrize(
     "options", [{"stochastic_rounding": True}, {"stochastic_rounding": True, "moment_dtype": jnp.bfloat16}]
 )
+@pytest.mark.optimized
 def test_given_equal_gradients_every_strategy_rounds_alike(strategy, options):
     """Roundings depend on the update and the place in the whole leaf, not on the device or the mesh."""
 
@@ -262,6 +263,7 @@ def narrowed(tree):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_params_that_were_changed_take_their_masters_along(strategy):
     """Loaded, pruned, clipped: plain optax would go on from them, and so do masters; others keep all their digits."""
@@ -369,6 +371,7 @@ def test_gradients_that_underflow_are_saved_and_clipped_after_unscaling(strategy
     assert [m["grad_norm"] for m in lost] != pytest.approx(norms, rel=0.1)
 
 
+@pytest.mark.optimized
 def test_overflow_lowers_the_scale_and_nothing_else():
     opt = make("zero2", optax.adamw(1e-2), master_dtype=jnp.float32, loss_scale=LossScale(2.0**24, hysteresis=1))
     start = params(np.float16)
@@ -484,6 +487,7 @@ def test_batches_without_weight_say_nothing_of_the_scale():
     assert scales == [16, 16, 16, 32]
 
 
+@pytest.mark.optimized
 def test_hyperparameters_set_to_pythons_numbers():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     opt = make("zero2", tx)

@@ -119,6 +119,7 @@ def test_old_or_new_params_are_chosen_after_the_gather_as_on_a_tpu(strategy, mon
     assert {"16,32", "32,8"} <= set(chosen)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_rest_of_the_run_equals_one_without_the_bad_batch(strategy):
     ends = []

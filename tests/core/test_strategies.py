@@ -119,6 +119,7 @@ def test_one_device_gives_the_same_bits(strategy):
     assert_same_bits(got[:2], want[:2])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_given_equal_gradients_the_update_has_the_same_bits(strategy):
     opt, params = make(strategy, "adamw", 8), hostile_params(np.float32)

@@ -159,6 +159,7 @@ def test_monitors_beside_what_options_add(options):
     assert_close(state.inner[0], want, 1e-5 if "master_dtype" in options else 1e-2)
 
 
+@pytest.mark.optimized
 def test_a_first_step_that_is_skipped():
     """What the monitors have is what they saw; all else stays as `init` made it."""
     good = batches(3)
