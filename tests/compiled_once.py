@@ -18,7 +18,7 @@ def keep_programs() -> None:
         compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load)
 
 
-_MOST = 500  # programs kept; those of a whole run would take 4 GB
+_MOST = 200  # programs kept; a whole run has 4000, and LLVM maps memory for each until Linux allows no more
 
 
 def _kept(compile_program):
