@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-
-import jaxshard
+from importlib import metadata
 
 _HELP = """\
 jaxshard shards any optax optimizer over a JAX device mesh.
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     if command == "--version":
-        print(f"jaxshard {jaxshard.__version__}")
+        print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
     if command not in _COMMANDS:
         print(f"jaxshard: {unknown_command(command, _COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)

@@ -106,8 +106,8 @@ class Config:
 
     @property
     def given(self) -> list[str]:
-        """The options that differ from their defaults, as `name=value`."""
-        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)[1:]]
+        """The options that differ from their defaults, as `name=value`; `specs`, which may be long, are left out."""
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)[2:]]
         return [f"{field.name}={_in_short(value)}" for field, value in fields if value != field.default]
 
     @property

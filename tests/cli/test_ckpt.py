@@ -582,7 +582,7 @@ def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, ca
     assert (sorted(tmp_path.rglob("*")), everything(run)) == before
 
 
-@pytest.mark.parametrize("arguments", [[], ["prune"], ["ls"], ["export", "run"], ["info", "run", "--stop", "3"]])
+@pytest.mark.parametrize("arguments", [[], ["ls"], ["export", "run"], ["info", "run", "--stop", "3"]])
 def test_wrong_options_are_refused(capsys, arguments):
     with pytest.raises(SystemExit) as raised:
         main(["ckpt", *arguments])
