@@ -1,13 +1,21 @@
-"""Compiles a program once, however often tests ask for it: half of what they compile, they had compiled before.
+"""Compiles the tests' programs fast, and each only once, however often tests ask for it.
 
-JAX's persistent cache would do this too. But XLA for CPU runs the collectives of a program that it reads back in any
-order, and then hangs or aborts. So the programs are kept in the memory of the test process, which JAX has no public way
-to do. If JAX moves its function, the tests only become slower.
+* XLA leaves its costly passes out: what is computed and what is moved stays the same, but for rounding and for what a
+  program holds while it runs.
+* Programs are kept in the memory of the test process. JAX's persistent cache is no help: XLA for CPU runs the
+  collectives of a program that it reads back in any order, and then hangs or aborts.
+
+JAX has no public way to do the second. If JAX moves its function, the tests only become slower.
 """
 
 import contextlib
 import hashlib
 from typing import Any
+
+import jax
+
+_MOST = 200  # programs kept; a whole run has 4000, and LLVM maps memory for each until Linux allows no more
+_FASTER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}  # half the time; jax 0.10
 
 
 def keep_programs() -> None:
@@ -15,18 +23,33 @@ def keep_programs() -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import compiler
 
-        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load)
+        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load, _known(_FASTER))
 
 
-_MOST = 200  # programs kept; a whole run has 4000, and LLVM maps memory for each until Linux allows no more
+def compile_fast(yes: bool) -> None:
+    """Whether XLA leaves its costly passes out from now on."""
+    jax.config.update("jax_disable_most_optimizations", yes)
 
 
-def _kept(compile_program):
+def _known(options):
+    """The options, if this XLA has them all, else none."""
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
+
+
+def _kept(compile_program, faster):
     programs: dict[bytes, Any] = {}  # the one that was used last is last
 
     def compile_once(backend, module, devices, options, host_callbacks):
+        if backend.platform != "cpu":
+            return compile_program(backend, module, devices, options, host_callbacks)
+        if options.executable_build_options.debug_options.xla_backend_optimization_level == 0:
+            options.env_option_overrides = [*options.env_option_overrides, *faster.items()]
         text = module.operation.get_asm(enable_debug_info=False)
-        if backend.platform != "cpu" or host_callbacks or "callback" in text:
+        if host_callbacks or "callback" in text:
             return compile_program(backend, module, devices, options, host_callbacks)
         where = ",".join(str(device.id) for device in devices)
         key = hashlib.sha256(text.encode()).digest() + where.encode() + options.SerializeAsString()

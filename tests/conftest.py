@@ -4,25 +4,22 @@ import os
 
 import jax
 import pytest
-from compiled_once import keep_programs
+from compiled_once import compile_fast, keep_programs
 
-# XLA leaves out its costly passes, which halves the tests' time. What is computed and what is moved stays the same, but
-# for rounding; `make nightly` compiles as users do.
-AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"
+AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"  # `make nightly` does
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", not AS_USERS_COMPILE)
+compile_fast(not AS_USERS_COMPILE)
+keep_programs()
 if not AS_USERS_COMPILE:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
-keep_programs()
 
 
 @pytest.fixture(autouse=True)
 def optimization(request):
-    """Tests of rounding or of speed, marked `optimized`, compile as users do, always."""
-    as_users = AS_USERS_COMPILE or request.node.get_closest_marker("optimized") is not None
-    jax.config.update("jax_disable_most_optimizations", not as_users)
+    """Tests of rounding, memory or speed, marked `optimized`, compile as users do, always."""
+    compile_fast(not AS_USERS_COMPILE and request.node.get_closest_marker("optimized") is None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -211,6 +211,6 @@ def hybrid(
     >>> from jax.sharding import PartitionSpec as P
     >>> from jaxshard.mesh import abstract_mesh
     >>> hybrid(optax.adamw(1e-3), abstract_mesh(8, tensor=2), [("kernel", P(None, "tensor"))], zero=3)
-    hybrid(GradientTransformationExtraArgs, data 4 x tensor 2)
+    hybrid(GradientTransformationExtraArgs, data 4 x tensor 2, zero=3)
     """
     return make("hybrid", inner, mesh, specs=specs, zero=zero, **options)

@@ -68,6 +68,7 @@ def test_wire_bytes_stay_near_those_of_adamw(strategy, num_devices, decay, ratio
     assert ours / adamw == pytest.approx(ratio, rel=0.01)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_the_plain_global_view_would_cost_several_times_more(strategy, monkeypatch):
     ours = cost(strategy, tx_of(), 8)

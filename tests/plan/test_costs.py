@@ -100,6 +100,7 @@ def test_gradients_are_reduce_scattered_layer_by_layer_and_never_all_reduced():
     assert all(c.bytes < 1024 for c in collectives if c.kind == "all-reduce")
 
 
+@pytest.mark.optimized
 def test_whole_gradients_never_exist_under_zero2_and_zero3():
     """At 4 microbatches zero1 accumulates whole gradients; zero2 and zero3 only shards of them."""
     temp = {
