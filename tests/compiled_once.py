@@ -9,6 +9,7 @@ JAX has no public way to do the second. If JAX moves its function, the tests onl
 """
 
 import contextlib
+import functools
 import hashlib
 from typing import Any
 
@@ -20,10 +21,11 @@ _FASTER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split
 
 def keep_programs() -> None:
     """From now on each program is compiled once in this process; JAX still reports every compilation."""
+    _faster()  # asked now, since asking compiles
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import compiler
 
-        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load, _known(_FASTER))
+        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load)
 
 
 def compile_fast(yes: bool) -> None:
@@ -31,23 +33,29 @@ def compile_fast(yes: bool) -> None:
     jax.config.update("jax_disable_most_optimizations", yes)
 
 
-def _known(options):
-    """The options, if this XLA has them all, else none."""
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options
+def fast_flags() -> str:
+    """XLA's flags for the same in a program that a test starts."""
+    options = {"xla_backend_optimization_level": 0} | _faster()
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 
-def _kept(compile_program, faster):
+@functools.cache
+def _faster() -> dict[str, bool | int]:
+    """More options that save time, if this XLA has them; an unknown flag would end a program."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.jit(lambda x: x, compiler_options=_FASTER).lower(0.0).compile()
+        return _FASTER
+    return {}
+
+
+def _kept(compile_program):
     programs: dict[bytes, Any] = {}  # the one that was used last is last
 
     def compile_once(backend, module, devices, options, host_callbacks):
         if backend.platform != "cpu":
             return compile_program(backend, module, devices, options, host_callbacks)
         if options.executable_build_options.debug_options.xla_backend_optimization_level == 0:
-            options.env_option_overrides = [*options.env_option_overrides, *faster.items()]
+            options.env_option_overrides = [*options.env_option_overrides, *_faster().items()]
         text = module.operation.get_asm(enable_debug_info=False)
         if host_callbacks or "callback" in text:
             return compile_program(backend, module, devices, options, host_callbacks)

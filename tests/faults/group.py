@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from compiled_once import fast_flags
+
 ROOT = Path(__file__).parents[2]
-COMPILED: Path | None = None  # where JAX keeps programs
 
 
 class Group:
@@ -53,10 +54,8 @@ class Group:
             ),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
-            # What is proved here are ends and states, not speed: programs of this level are ready twice as soon.
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-            "JAX_COMPILATION_CACHE_DIR": str(COMPILED or self.folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            # What is proved here are ends and states, not speed: such programs are ready twice as soon.
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {fast_flags()}",
         }
         if count > 1:
             made |= {

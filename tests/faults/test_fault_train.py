@@ -67,9 +67,10 @@ def train(tmp_path, *arguments, count=2, devices=4, seconds=100, status=0):
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory, programs_are_kept):
+def whole(tmp_path_factory):
     """The folder of a run of two processes that nothing disturbed, made once for all workers."""
-    base = programs_are_kept.parent
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with filelock.FileLock(base / "whole.lock"):
         if not (base / "whole").exists():
             (base / "tiny.toml").write_text(TINY)
