@@ -13,7 +13,9 @@ NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
 
 # The tests of `make quick`: under 3 minutes on 2 quiet cores.
 QUICK := tests/core/test_layout.py tests/core/test_options.py tests/core/test_once.py tests/core/test_errors.py \
-  tests/test_mesh.py tests/test_public_api.py tests/trainer/test_config.py tests/docs/test_architecture.py
+  tests/core/test_traps.py tests/core/test_local_view.py tests/core/test_mutations.py tests/core/test_shipped_bugs.py \
+  tests/plan/test_costs.py tests/test_mesh.py tests/test_public_api.py tests/trainer/test_config.py \
+  tests/docs/test_architecture.py
 
 # What a newer JAX can break, one of each kind; `make nightly` runs the whole suite on it.
 NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/core/test_options.py \
