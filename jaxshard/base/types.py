@@ -5,9 +5,10 @@ type. `Tree` is any pytree whose leaves are arrays or shapes, for functions that
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 T = TypeVar("T")
@@ -22,6 +23,11 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 DType: TypeAlias = jax.typing.DTypeLike
 Scalar: TypeAlias = jax.Array | int | bool  # a number, traced or not
 AxisSizes: TypeAlias = Mapping[str, int]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether `value` is a whole number of Python's or NumPy's, `least` or more; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and cast(int, value) >= least
 
 
 # Traced programs: the attributes that we read of classes in `jax.extend.core`, whose import takes 70 ms.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import without
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
-from jaxshard.base.types import Params, Tree
+from jaxshard.base.types import Params, Tree, is_whole
 from jaxshard.core import collectives
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
@@ -222,13 +222,8 @@ def check_options(who: str, options: LossOptions) -> None:
         raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
     for name in ("has_aux", "weighted", "fold_keys"):
         check_flag(who, name, getattr(options, name))
-    check_microbatches(who, options.microbatches)
-
-
-def check_microbatches(who: str, microbatches: object) -> None:
-    """Raises a ValueError unless `microbatches` is a whole number, 1 or more."""
-    if not isinstance(microbatches, int | np.integer) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"{who}: microbatches {microbatches!r} must be a whole number, 1 or more")
+    if not is_whole(options.microbatches, 1):
+        raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
 
 
 def check_batch(batch: Tree, options: LossOptions) -> None:

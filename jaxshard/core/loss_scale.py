@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.base.types import is_whole
+
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
@@ -46,7 +48,7 @@ class LossScale:
                 f"{self.minimum}, {self.initial}, {self.maximum}"
             )
         counts = (self.growth_interval, self.hysteresis)
-        if not 1 < self.factor < float("inf") or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
+        if not 1 < self.factor < float("inf") or not all(is_whole(n, 1) for n in counts):
             raise ValueError(
                 "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
                 f"{self.factor}, {self.growth_interval}, {self.hysteresis}"

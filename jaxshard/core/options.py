@@ -5,7 +5,6 @@
 
 import dataclasses
 import difflib
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import REPLICA_AXIS, axes_of
-from jaxshard.base.types import AnyMesh, DType, Tree
+from jaxshard.base.types import AnyMesh, DType, Tree, is_whole
 from jaxshard.core.loss_scale import LossScale
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
@@ -175,7 +174,7 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
 
 
 def _check_zero(config: Config) -> None:
-    if config.strategy == "hybrid" and not (_is_count(config.zero) and config.zero in (0, 1, 2, 3)):
+    if config.strategy == "hybrid" and not (is_whole(config.zero, 0) and config.zero in (0, 1, 2, 3)):
         raise ValueError(f"hybrid: zero={config.zero!r} is no level of ZeRO; there are 0 (ddp), 1, 2 and 3")
 
 
@@ -223,7 +222,7 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     check_flag(config.strategy, "stochastic_rounding", config.stochastic_rounding)
-    if not _is_count(config.min_shard_size):
+    if not is_whole(config.min_shard_size, 0):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
         )
@@ -250,10 +249,6 @@ def _check_numbers(config: Config) -> None:
 def _in_short(value: object) -> str:
     """A dtype's name, or the first 80 characters of a value's repr."""
     return jnp.dtype(value).name if isinstance(value, type) else f"{value!r:.80}"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and operator.index(cast(int, value)) >= 0
 
 
 def _is_loss_scale(value: object) -> bool:

@@ -41,19 +41,21 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
 
 
 def is_rules(specs: Tree) -> TypeGuard[Rules]:
-    """Whether `specs` is a list of (regex, PartitionSpec) pairs; a TypeError for a pair with no spec in it."""
-    if isinstance(specs, P) or not isinstance(specs, list | tuple):
-        return False
-    pairs = [isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) for rule in specs]
-    for rule in specs if pairs and all(pairs) else ():
-        if not isinstance(rule[1], P):
-            raise TypeError(f"specs: the rule {rule!r:.80} needs a PartitionSpec: ({rule[0]!r}, P({rule[1]!r}))")
-    return all(pairs)
+    """Whether `specs` is a list of pairs that begin with a text, and so are meant as (regex, PartitionSpec)."""
+    return (
+        isinstance(specs, list | tuple)
+        and not isinstance(specs, P)
+        and all(isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) for rule in specs)
+    )
 
 
 def _by_rule(rules: Rules, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
     paths = ["/".join(names) for names, _ in leaves]
-    for pattern, _ in rules:
+    for pattern, spec in rules:
+        if not isinstance(spec, P):
+            raise TypeError(
+                f"specs: the rule {(pattern, spec)!r:.80} needs a PartitionSpec: ({pattern!r}, P({spec!r}))"
+            )
         try:
             re.compile(pattern)
         except re.error as error:
