@@ -11,10 +11,12 @@ JAX has no public way to do the second. If JAX moves its function, the tests onl
 import contextlib
 import functools
 import hashlib
+import os
 from typing import Any
 
 import jax
 
+AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"  # `make nightly` does
 _MOST = 200  # programs kept; a whole run has 4000, and LLVM maps memory for each until Linux allows no more
 _FASTER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}  # half the time; jax 0.10
 

@@ -4,9 +4,7 @@ import os
 
 import jax
 import pytest
-from compiled_once import compile_fast, keep_programs
-
-AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"  # `make nightly` does
+from compiled_once import AS_USERS_COMPILE, compile_fast, keep_programs
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

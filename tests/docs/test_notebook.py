@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_once import AS_USERS_COMPILE, fast_flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "notebooks" / "01_shard_your_optimizer.py"
@@ -109,6 +110,8 @@ def test_notebook_runs(tmp_path):
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
+    if not AS_USERS_COMPILE:
+        environment["XLA_FLAGS"] = fast_flags()
     environment.pop("MPLBACKEND", None)  # the kernel's own backend puts the pictures into the notebook
     result = tmp_path / "result.ipynb"
     command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(result), "--kernel", "this-python"]
