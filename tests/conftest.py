@@ -1,5 +1,6 @@
 """Eight simulated devices for every test, and fixtures that several modules share."""
 
+import gc
 import os
 
 import jax
@@ -31,6 +32,13 @@ def x64():
     """Double precision: rounding no longer hides a wrong sum."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def damage():
+    """Orbax leaves coroutines behind where reading fails; they are to end within the test that expects that."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Checkpoints: any strategy's state fits any other, every flipped bit is found, and nothing is lost."""
 
 import errno
-import gc
 import os
 import pathlib
 import shutil
@@ -90,13 +89,6 @@ def test_every_strategy_restores_under_every_other(tmp_path):
                 assert_same_bits(found, saved)
                 for x, like in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
                     assert like.sharding is None or x.sharding.is_equivalent_to(like.sharding, x.ndim)
-
-
-@pytest.fixture
-def damage():
-    """Orbax leaves coroutines behind where reading fails; they are to end within the test that expects that."""
-    yield
-    gc.collect()
 
 
 Pair = namedtuple("Pair", ["left", "right"])
