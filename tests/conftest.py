@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 
 import jax
 import pytest
@@ -36,7 +37,11 @@ def x64():
 
 @pytest.fixture
 def damage():
-    """Orbax leaves coroutines behind where reading fails; they are to end within the test that expects that."""
+    """Orbax leaves coroutines behind where reading fails; they end, in silence, within the test that expects that."""
+    warnings.filterwarnings(
+        "ignore", category=pytest.PytestUnraisableExceptionWarning
+    )  # pytest ends both after the test
+    warnings.filterwarnings("ignore", "coroutine 'Store", RuntimeWarning)
     yield
     gc.collect()
 

@@ -186,7 +186,6 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
 
 
 @pytest.mark.usefixtures("damage")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine 'Store:RuntimeWarning")
 @pytest.mark.parametrize("harm", ["short", "empty", "zeros", "gone", "index", "a digit of the index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
