@@ -4,12 +4,16 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jaxshard.base.command import is_command as _is_command  # noqa: F401  (first: it acts before JAX is imported)
+from jaxshard.core.arguments import whole
 from jaxshard.core.batch import shard_batch, specs_of
+from jaxshard.core.check import LossReport, RowsError, check
 from jaxshard.core.gradients import evaluate, value_and_grad
 from jaxshard.core.loss_scale import LossScale
 from jaxshard.core.optimizer import ShardedOptimizer
 from jaxshard.core.options import Options
 from jaxshard.core.precision import ShardedState
+from jaxshard.core.predict import predict
 from jaxshard.core.skips import NonFiniteError
 from jaxshard.core.step import train_step
 from jaxshard.core.strategies import (
@@ -27,15 +31,20 @@ from jaxshard.core.unshard import unshard
 from jaxshard.mesh import make_mesh
 from jaxshard.pipelining.pipeline import pipeline
 from jaxshard.processes.start import initialize
+from jaxshard.rows.verdict import RowsWarning
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LossReport",
     "LossScale",
     "NonFiniteError",
     "Options",
+    "RowsError",
+    "RowsWarning",
     "ShardedOptimizer",
     "ShardedState",
+    "check",
     "ddp",
     "evaluate",
     "fsdp",
@@ -45,12 +54,14 @@ __all__ = [
     "make_mesh",
     "pipeline",
     "pipeline_parallel",
+    "predict",
     "shard_batch",
     "specs_of",
     "tensor_parallel",
     "train_step",
     "unshard",
     "value_and_grad",
+    "whole",
     "zero1",
     "zero2",
     "zero3",

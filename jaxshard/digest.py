@@ -7,7 +7,8 @@ unseen with a chance of one in 2**32.
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -22,6 +23,9 @@ from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
 
 __all__ = ["ReplicaError", "digests", "replica_digests"]
+
+_SMALL_BYTES = 2**14  # of a leaf's part on one device
+_SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 8  # in one program
 
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
@@ -77,16 +81,76 @@ def _named(tree: Tree) -> dict[str, Any]:
 
 
 def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    leaves = {path: _array(leaf) for path, leaf in named.items()}
-    found: dict[str, np.ndarray] = {}
-    for mesh in dict.fromkeys(_mesh_of(leaf) for leaf in leaves.values()):
-        some = {path: leaf for path, leaf in leaves.items() if _mesh_of(leaf) == mesh}
-        specs = tuple(leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P() for leaf in some.values())
+    """One small program for each kind of leaf, run as often as there are leaves of it, and one exchange for each mesh:
+    what is compiled does not grow with the number of leaves."""
+    parts, found = dict[Mesh | None, dict[tuple[str, ...], jax.Array]](), dict[str, np.ndarray]()
+    for paths in _groups(named):
+        arrays = [_array(named[path]) for path in paths]
+        mesh = _mesh_of(arrays[0])
         with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():  # whatever mesh the caller has set
-            digests = jax.device_get(_on_mesh(tuple(some.values()), mesh, specs))
-        shape = mesh.devices.shape if mesh else ()
-        found |= {path: digest.reshape(shape) for path, digest in zip(some, digests, strict=True)}
-    return {path: found[path] for path in leaves}
+            parts.setdefault(mesh, {})[paths] = _parts(arrays, mesh, _spec_of(arrays[0]))
+    for mesh, some in parts.items():
+        for paths, columns in zip(some, _fetched(list(some.values()), mesh), strict=True):
+            found |= {path: _of_copies(columns[i], mesh, _spec_of(named[path])) for i, path in enumerate(paths)}
+    return {path: found[path] for path in named}
+
+
+def _groups(named: Mapping[str, _Leaf]) -> Iterator[tuple[str, ...]]:
+    """The paths in groups that one program takes: of one shape, dtype and sharding.
+
+    A group has 32 small leaves, the last of them repeated where fewer are left: one program serves all groups. It has
+    8, 4, 2 or 1 of other leaves: four programs serve, and nothing is computed twice.
+    """
+    kinds = dict[Hashable, list[str]]()
+    for path, x in named.items():
+        kind = np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)
+        kinds.setdefault(kind, []).append(path)
+    for left in kinds.values():
+        stacked = len(left) > 1 and _is_small(named[left[0]])
+        while stacked and left:
+            group, left = left[:_SMALL_AT_ONCE], left[_SMALL_AT_ONCE:]
+            yield (*group, *[group[-1]] * (_SMALL_AT_ONCE - len(group)))
+        while left:
+            count = min(_LARGE_AT_ONCE, 2 ** (len(left).bit_length() - 1))
+            yield tuple(left[:count])
+            left = left[count:]
+
+
+def _is_small(leaf: _Leaf) -> bool:
+    """Whether each device holds few bytes of it: copying them takes less time than compiling a sum for each leaf."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf).nbytes <= _SMALL_BYTES
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize <= _SMALL_BYTES
+
+
+def _fetched(parts: Sequence[jax.Array], mesh: Mesh | None) -> list[np.ndarray]:
+    """What each device of the mesh found, on the host; of other processes' devices by one exchange between devices."""
+    if mesh is None or parts[0].is_fully_addressable:
+        return jax.device_get(parts)
+    here = [np.concatenate(rows) for rows in zip(*(_of_devices_here(x) for x in parts), strict=True)]
+    columns = [jax.device_put(rows, device) for rows, device in zip(here, mesh.local_devices, strict=True)]
+    whole = (sum(map(len, parts)), mesh.size)
+    cut = jax.make_array_from_single_device_arrays(whole, NamedSharding(mesh, P(None, mesh.axis_names)), columns)
+    with jax.set_mesh(mesh):
+        found = jax.device_get(_exchanged(cut, mesh))
+    return np.split(found, np.cumsum([len(x) for x in parts])[:-1])
+
+
+def _of_devices_here(x: jax.Array) -> list[np.ndarray]:
+    """The parts of an array that lie on this process's devices, in the order of `mesh.local_devices`."""
+    found = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    mesh = _mesh_of(x)
+    assert mesh is not None
+    return [found[device] for device in mesh.local_devices]
+
+
+def _of_copies(parts: np.ndarray, mesh: Mesh | None, spec: P) -> np.ndarray:
+    """The digest of the copy that each device holds a part of: parts add up."""
+    if mesh is None:
+        return parts
+    grid = parts.reshape(mesh.devices.shape)
+    cut = tuple(mesh.axis_names.index(axis) for entry in spec for axis in axes_in(entry))
+    return np.broadcast_to(grid.sum(axis=cut, keepdims=True, dtype=np.uint32), grid.shape)
 
 
 class ReplicaError(RuntimeError):
@@ -124,27 +188,46 @@ def _mesh_of(leaf: jax.Array) -> Mesh | None:
     return cast(Mesh, leaf.sharding.mesh) if isinstance(leaf.sharding, NamedSharding) else None
 
 
+def _spec_of(leaf: _Leaf) -> P:
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return sharding.spec if isinstance(sharding, NamedSharding) else P()
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _on_mesh(leaves: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence[P]) -> list[jax.Array]:
-    """Digests of all leaves in one program with one exchange: for each leaf uint32 of shape (devices of the mesh,)."""
+def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array:
+    """What each device finds of its own parts of equal leaves: uint32 of shape (leaves, devices of the mesh), each
+    column on its device; of shape (leaves,) without a mesh."""
     if mesh is None:
-        return [_sum_of(x, [0] * x.ndim) for x in leaves]
+        return _sums_of(leaves, [0] * leaves[0].ndim)
 
-    def of_shards(leaves):
-        sums = jnp.stack([_of_shard(x, spec) for x, spec in zip(leaves, specs, strict=True)])
-        return lax.all_gather(sums, mesh.axis_names)
+    def of_parts(leaves: Sequence[jax.Array]) -> jax.Array:
+        shape = leaves[0].shape
+        cut = [axes_in(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+        starts = [lax.axis_index(entry) * size if entry else 0 for entry, size in zip(cut, shape, strict=True)]
+        return _sums_of(leaves, starts)[:, None]
 
+    specs = ([spec] * len(leaves),)
     # check_vma=False: each device's own result is wanted, also where the types say that all are equal.
-    run = jax.shard_map(of_shards, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-    return list(run(tuple(leaves)).T)
+    run = jax.shard_map(of_parts, mesh=mesh, in_specs=specs, out_specs=P(None, mesh.axis_names), check_vma=False)
+    return run(list(leaves))
 
 
-def _of_shard(x: jax.Array, spec: P) -> jax.Array:
-    """The digest of the copy of `x` that this device holds, or holds a part of."""
-    cut = [axes_in(entry) for entry in (*spec, *(None,) * (x.ndim - len(spec)))]
-    starts = [lax.axis_index(entry) * size if entry else 0 for entry, size in zip(cut, x.shape, strict=True)]
-    axes = tuple(axis for entry in cut for axis in entry)
-    return lax.psum(_sum_of(x, starts), axes) if axes else _sum_of(x, starts)
+def _sums_of(leaves: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
+    """The sum over each of these parts; many small ones are copied into one array first."""
+    if len(leaves) == _SMALL_AT_ONCE:
+        return jax.vmap(lambda x: _sum_of(x, starts))(jnp.stack(leaves))
+    return jnp.stack([_sum_of(x, starts) for x in leaves])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _exchanged(cut: jax.Array, mesh: Mesh) -> jax.Array:
+    """A matrix whose columns lie on one device each, whole on every device."""
+
+    def gathered(column: jax.Array) -> jax.Array:
+        return lax.all_gather(column, mesh.axis_names, axis=1, tiled=True)
+
+    specs = P(None, mesh.axis_names)
+    return jax.shard_map(gathered, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(cut)
 
 
 def _sum_of(x: jax.Array, starts: Sequence[Any]) -> jax.Array:

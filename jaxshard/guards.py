@@ -24,7 +24,10 @@ _calls = itertools.count(1)  # of `reached`, in all of this process's loops: JAX
 
 
 class Preemption:
-    """While entered, SIGTERM and Ctrl-C ask the run to end between two steps; a second one ends it at once.
+    """While entered, SIGTERM, SIGHUP and Ctrl-C ask the run to end between two steps; a second one ends it at once.
+
+    SIGHUP says that the terminal is gone. A shell sends several, or SIGTERM too, so it never makes another signal the
+    second one. Where it is ignored from the start, as by `nohup`, it stays so.
 
     With several processes a signal to any of them reaches all, by way of JAX's preemption service, and all of them see
     it at the same step. For this all of them must call `reached` at every step.
@@ -64,13 +67,16 @@ class Preemption:
         if self._previous:
             raise RuntimeError("Preemption: it is entered already; make another for another loop")
         self._signal = None
+        self._numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            self._numbers.remove(signal.SIGHUP)
         if threading.current_thread() is not threading.main_thread():
             warnings.warn("Preemption: outside of the main thread Python hands over no signals", stacklevel=2)
             return self
         if jax.process_count() > 1:
             self._handler = _handler_of_jax()
             self._watch()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._numbers:
             self._previous[number] = signal.signal(number, self._in_python)
         return self
 
@@ -100,16 +106,19 @@ class Preemption:
             with here:
                 while numbers := here.recv(16):
                     for number in numbers:
-                        if number in (signal.SIGINT, signal.SIGTERM):
+                        if number in self._numbers:
                             self._got(number)
 
         self._there = there
         threading.Thread(target=listen, name="jaxshard signals", daemon=True).start()
 
     def _got(self, number: int) -> None:
-        if self._signal is not None:
+        before = self._signal or signal.SIGHUP
+        if signal.SIGHUP not in (before, number):
             self._leave(number)
-        self._signal = number
+        first, self._signal = self._signal is None, max(before, number)  # SIGHUP is the lowest
+        if not first:
+            return
         if self._handler:
             ctypes.CFUNCTYPE(None, ctypes.c_int)(self._handler)(signal.SIGTERM)  # which tells the other processes
         with contextlib.suppress(Exception, SystemExit):  # an error of `say` must not keep the run from ending

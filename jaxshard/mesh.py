@@ -105,6 +105,16 @@ def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
     return mesh
 
 
+def check_context(mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ValueError where `jax.set_mesh` has set another mesh, in whose axes JAX would read every spec."""
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty and dict(current.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"the mesh that jax.set_mesh has set, {dict(current.shape)}, is not the optimizer's, {dict(mesh.shape)}: "
+            "call this outside of it, or make the optimizer for that mesh"
+        )
+
+
 def _listed(devices: object) -> list[Any]:
     """The devices as a list; raises a TypeError for anything else, such as their number."""
     found = list(devices) if isinstance(devices, Iterable) else [devices]

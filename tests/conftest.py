@@ -1,8 +1,7 @@
 """Eight simulated devices for every test, and fixtures that several modules share."""
 
-import gc
 import os
-import warnings
+import signal
 
 import jax
 import pytest
@@ -22,6 +21,17 @@ def optimization(request):
     compile_fast(not AS_USERS_COMPILE and request.node.get_closest_marker("optimized") is None)
 
 
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal():
+    """Programs that tests start inherit what is ignored here: Ctrl-C in a shell's background, SIGHUP under nohup."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def eight_devices():
     """One device where eight were meant would make every test pass."""
@@ -33,17 +43,6 @@ def x64():
     """Double precision: rounding no longer hides a wrong sum."""
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def damage():
-    """Orbax leaves coroutines behind where reading fails; they end, in silence, within the test that expects that."""
-    warnings.filterwarnings(
-        "ignore", category=pytest.PytestUnraisableExceptionWarning
-    )  # pytest ends both after the test
-    warnings.filterwarnings("ignore", "coroutine 'Store", RuntimeWarning)
-    yield
-    gc.collect()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from jaxshard.guards import HUNG, Preemption, Watchdog
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_asks_and_the_handlers_come_back(number):
     said, before = [], signal.getsignal(number)
     with Preemption(said.append) as preemption:
@@ -30,6 +30,29 @@ def test_a_second_ctrl_c_is_one():
         assert preemption.reached(0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_terminal_that_closes_sends_many_and_none_of_them_ends_at_once():
+    """A shell and the kernel send SIGHUP each, and systemd SIGTERM too: the second one would lose what is not saved."""
+    said = []
+    for later, status in (([signal.SIGHUP] * 2, 129), ([signal.SIGTERM, signal.SIGHUP], 143), ([signal.SIGINT], 130)):
+        with Preemption(said.append) as preemption:
+            for number in (signal.SIGHUP, *later):
+                os.kill(os.getpid(), number)
+            assert preemption.reached(0)
+            assert preemption.status == status
+    assert len(said) == 3
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.reached(0)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_preemption_where_it_cannot_be():

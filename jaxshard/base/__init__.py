@@ -1,1 +1,4 @@
-"""Foundations: trees and their paths, mesh axes, traced programs, units, types. Imports no other part of jaxshard."""
+"""Foundations: trees and their paths, mesh axes, traced programs, units, types, and how the command begins.
+
+Imports no other part of jaxshard.
+"""

@@ -47,3 +47,9 @@ def axes_of(specs: Tree) -> set[str]:
 def without(spec: P, axes: Names) -> P:
     """The PartitionSpec with these axes removed."""
     return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)
+
+
+def varying(x: Tree) -> frozenset[str]:
+    """The mesh axes over which JAX's types say that `x` differs (always none under `check_vma=False`)."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)  # None: a mutable array
+    return kind.varying if kind is not None else frozenset()

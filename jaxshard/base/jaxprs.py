@@ -1,11 +1,14 @@
 """Reads traced programs (jaxprs) in the same way on jax 0.10 to 0.12."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 
-from jaxshard.base.primitives import CALLS, INLINED, SAME_NUMBERS
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.base.primitives import CALLS, INLINED, NO_GRADIENT, SAME_NUMBERS
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 
 
 def core() -> ModuleType:
@@ -48,6 +51,30 @@ def inner_jaxpr(eqn: Equation) -> Jaxpr:
     return next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
 
 
+def run_equations(jaxpr: OpenJaxpr, eqns: list[Equation], env: dict[Var, Tree]) -> None:
+    """Runs equations of a program as one piece, so that JAX's own evaluation keeps names and contexts.
+
+    `env` has the values of variables, and gets those of the results.
+    """
+    if not eqns:
+        return
+    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
+    own = set(outs)
+    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not is_literal(v) and v not in own))
+    piece = jaxpr.replace(
+        constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=unnamed(jaxpr, len(ins), len(outs))
+    )
+    results = core().jaxpr_as_fun(core().ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
+    env |= dict(zip(outs, results, strict=True))
+
+
+def subprograms(eqn: Equation) -> Iterator[Jaxpr]:
+    """All programs among the parameters of an equation, alone or in tuples."""
+    for value in eqn.params.values():
+        several = [*cast(Iterable[Jaxpr], value)] if isinstance(value, tuple | list) else [value]
+        yield from (one for one in several if hasattr(open_jaxpr(one), "eqns"))
+
+
 def scan_split(eqn: Equation) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan, from the ranks of its operands and results.
 
@@ -57,6 +84,23 @@ def scan_split(eqn: Equation) -> tuple[int, int]:
     num_scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
     num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
     return len(eqn.invars) - num_scanned - num_carry, num_carry
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """All equations of a program and of the programs that it runs."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in subprograms(eqn):
+            yield from equations(inner)
+
+
+def axes_named(jaxpr: Jaxpr) -> set[str]:
+    """The mesh axes that a program's collectives, and its questions for a device's index, name."""
+    found: list[Any] = []
+    for eqn in equations(jaxpr):
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        found += named if isinstance(named, tuple | list) else [named]
+    return {axis for axis in found if isinstance(axis, str)}
 
 
 def depends(jaxpr: Jaxpr, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
@@ -79,6 +123,39 @@ def _eqn_depends(eqn: Equation, found: list[bool], summed: frozenset[str] | None
     if name.startswith(("psum", "pmax", "pmin")) and summed is not None and summed <= set(eqn.params.get("axes", ())):
         return [False] * len(eqn.outvars)
     return [any(found) or name == "axis_index"] * len(eqn.outvars)
+
+
+def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
+    """For each output, whether it may have a gradient with respect to an input that is marked in `wrt`.
+
+    Comparisons, whole numbers and `stop_gradient` have none.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, wrt, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [not is_literal(v) and env[v] for v in eqn.invars]
+        name = eqn.primitive.name
+        outs = [any(found) and name not in NO_GRADIENT] * len(eqn.outvars)
+        if any(found) and name in CALLS:
+            outs = varies_smoothly(inner_jaxpr(eqn), found)
+        smooth = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+        env |= {v: out and yes for v, out, yes in zip(eqn.outvars, outs, smooth, strict=True)}
+    return [not is_literal(v) and env[v] for v in jaxpr.outvars]
+
+
+def reaches(jaxpr: Jaxpr, name: str, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """For each input, whether an operand of a primitive of this name, or an output that is `wanted`, depends on it."""
+    jaxpr = open_jaxpr(jaxpr)
+    marked = {v for v, yes in zip(jaxpr.outvars, wanted or (), strict=False) if yes and not is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [v in marked for v in eqn.outvars]
+        flags = [any(outs) or eqn.primitive.name == name] * len(eqn.invars)
+        if eqn.primitive.name in (*CALLS, "shard_map", "scan"):
+            flags = reaches(inner_jaxpr(eqn), name, [any(outs)] * len(outs) if eqn.primitive.name == "scan" else outs)
+        elif any(inner.primitive.name == name for program in subprograms(eqn) for inner in equations(program)):
+            flags = [True] * len(eqn.invars)
+        marked |= {v for v, yes in zip(eqn.invars, flags, strict=True) if yes and not is_literal(v)}
+    return [v in marked for v in jaxpr.invars]
 
 
 def hands_on(jaxpr: Jaxpr, marked: list[bool]) -> list[bool]:

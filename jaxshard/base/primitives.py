@@ -13,8 +13,11 @@ INLINED = _names("jit pjit closed_call core_call")
 REMAT = _names("remat remat2 checkpoint")
 """Calls that the backward pass recomputes."""
 
-CALLS = INLINED | REMAT | _names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+CALLS = INLINED | REMAT | _names("composite custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
 """All calls. A custom_jvp or custom_vjp equals its inner program only where nothing is differentiated."""
+
+LOOPS = _names("cond scan while")
+"""Control flow, whose inner programs are followed."""
 
 # Operations by what they do to a value.
 
@@ -28,13 +31,31 @@ POINTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    name ne neg nextafter not or pcast polygamma population_count pow pvary real reduce_precision
-    regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic
+    lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or pcast polygamma population_count pow
+    pvary real reduce_precision rem reshard round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
     """
 )
 """Each element of the result depends only on the operands' elements at the same index."""
+
+PURE = _names(
+    """
+    approx_top_k argmax argmin broadcast_in_dim cholesky cholesky_update concatenate conv_general_dilated cumlogsumexp
+    cummax cummin cumprod cumsum custom_linear_solve dot_general dynamic_slice dynamic_update_slice eig eigh fft
+    gather hessenberg householder_product iota lu lu_pivots_to_permutation ormqr pad platform_index pure_callback qr
+    ragged_dot_general random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
+    random_wrap reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window
+    reduce_window_max reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta reshape rev
+    rng_bit_generator scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+    select_and_scatter_add slice sort split squeeze stack svd symmetric_product threefry2x32 tile top_k transpose
+    triangular_solve tridiagonal tridiagonal_solve unstack
+    """
+)
+"""Depend on their operands and parameters alone: equal ones give equal results on every device.
+
+(`regularized_incomplete_beta` goes on until all elements converge, so that each depends on all, in its last digits.)
+"""
 
 KEEPS_FILL = _names("broadcast_in_dim reshape rev slice squeeze transpose")
 """Turn an array that holds one number in every element into another such array."""
@@ -42,10 +63,14 @@ KEEPS_FILL = _names("broadcast_in_dim reshape rev slice squeeze transpose")
 FILL_IF_ANY = _names("reduce_and reduce_max reduce_min reduce_or")
 """Reduce equal numbers to that number."""
 
-PER_DEVICE = (
-    "axis_index", "all_", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "reduce_scatter", "ragged_all"
-)  # fmt: skip
-"""Prefixes of the names of collectives, and of `axis_index`, which differs between devices."""
+ALL_REDUCES = _names("psum psum_invariant pmax pmin")
+"""Give all devices along their `axes` one result, whatever each of them had."""
+
+NO_GRADIENT = _names("stop_gradient sign floor ceil round")
+"""Have a gradient of zero, though their results are floating."""
+
+DEBUGGING = _names("debug_callback debug_print")
+"""Call the host for a look at values, on each device that computes them; nothing depends on that."""
 
 LINEAR_ALGEBRA = _names("cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal")
 """Operations on whole matrices, batched over the dims before the last two."""

@@ -12,8 +12,9 @@ from jaxshard.base.types import T, Tree, TreeDef
 Names: TypeAlias = tuple[str, ...]
 
 
-_trees: Any = jax.tree  # JAX gives the functions of these two modules no types
+_trees: Any = jax.tree  # JAX gives the functions of these modules no types
 _paths: Any = jax.tree_util
+_jax: Any = jax
 
 
 def flatten(tree: Tree) -> tuple[list[Tree], TreeDef]:
@@ -22,8 +23,23 @@ def flatten(tree: Tree) -> tuple[list[Tree], TreeDef]:
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[object]) -> Tree:
-    """The tree of this structure with these leaves."""
-    return _trees.unflatten(treedef, leaves)
+    """The tree of this structure with these leaves.
+
+    Raises:
+      TypeError: a node of it, of the user's own type, refuses such leaves.
+    """
+    leaves = list(leaves)
+    try:
+        return _trees.unflatten(treedef, leaves)
+    except Exception as error:  # of any type: it is the user's own code
+        if len(leaves) != treedef.num_leaves:
+            raise
+        raise TypeError(
+            "a node of the tree, of your own type, cannot be rebuilt with other leaves than arrays, and jaxshard, as "
+            f"JAX does, puts specs and shapes into it: {type(error).__name__}: {error}\n"
+            "Let its tree_unflatten make the node without checks and conversions: node = object.__new__(cls), then set "
+            "the attributes"
+        ) from error
 
 
 def structure(tree: Tree) -> TreeDef:
@@ -78,6 +94,17 @@ def shape_of(x: Tree, sharding: jax.sharding.Sharding | None = None) -> jax.Shap
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
 
+def dtype_of(x: Tree) -> Any:
+    """The dtype of an array, or of a Python number, on a device."""
+    return jax.dtypes.canonicalize_dtype(jnp.result_type(x), allow_extended_dtype=True)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """The shapes of a tree whose leaves may be Python's numbers."""
+    leaves, treedef = flatten(tree)
+    return unflatten(treedef, [jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x)) for x in leaves])
+
+
 def have_same_shapes(one: Tree, other: Tree) -> bool:
     """Whether two trees of arrays or shapes agree in structure, shapes and dtypes."""
     if one is other:
@@ -117,6 +144,23 @@ def is_traced(*trees: Tree) -> bool:
 def is_key(x: Tree) -> bool:
     """Whether this is an array of typed PRNG keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def without_boxes(tree: Tree) -> Tree:
+    """The tree with flax's boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`) taken off its leaves."""
+
+    def is_box(x: object) -> bool:
+        return hasattr(x, "unbox") and hasattr(x, "replace_boxed") and hasattr(x, "value")
+
+    return _trees.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)  # pyright: ignore
+
+
+def is_like_raw_key(x: Tree) -> bool:
+    """Whether this may be what `jax.random.PRNGKey` makes: numbers of 32 bits, as many in a row as a key has."""
+    if getattr(x, "dtype", None) != jnp.uint32 or not x.shape:
+        return False
+    default: jax.ShapeDtypeStruct = _jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return x.shape[-1:] == default.shape
 
 
 def check_alive(what: str, tree: Tree) -> None:

@@ -4,7 +4,7 @@
 type. `Tree` is any pytree whose leaves are arrays or shapes, for functions that know nothing more about it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import jax
@@ -53,6 +53,7 @@ class Equation(Protocol):
     invars: list[Var]
     outvars: list[Var]
     params: dict[str, Any]
+    effects: Iterable[object]
     source_info: Any
 
 

@@ -1,6 +1,8 @@
-"""Sizes and times in words, to three digits, with the unit that suits them."""
+"""Sizes, times and places in words; names that are spelled alike."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 
 def size_in_words(num_bytes: float) -> str:
@@ -61,3 +63,23 @@ def size_from_words(words: str) -> int:
     if not found:
         raise ValueError(f"{words!r} is no size: write a number and B, kB, MB, GB or TB, such as 5GB")
     return round(float(found[1]) * scales[found[2]])
+
+
+def ordinal(number: int) -> str:
+    """A number as a place in a row.
+
+    >>> [ordinal(n) for n in (1, 2, 3, 4, 11, 22, 112)]
+    ['1st', '2nd', '3rd', '4th', '11th', '22nd', '112th']
+    """
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error about an unknown name adds: the known name that is spelled like it, or nothing.
+
+    >>> nearest("tensr", ["data", "tensor"]), nearest("tp", ["data", "tensor"])
+    ("; did you mean 'tensor'?", '')
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

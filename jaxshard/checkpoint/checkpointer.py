@@ -6,12 +6,11 @@ devices, and compared. The structure of the tree comes from the template alone, 
 """
 
 import contextlib
-import errno
-import operator
+import functools
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Self, SupportsFloat, SupportsIndex
 
 import jax
@@ -20,16 +19,18 @@ import numpy as np
 
 from jaxshard.base.types import T, Tree
 from jaxshard.checkpoint import leaves, manifest
+from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_saved
 from jaxshard.checkpoint.leaves import FlatTree, Index, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
-from jaxshard.checkpoint.template import check_fits, spread, unflatten
+from jaxshard.checkpoint.template import check_fits, part_of, spread, unflatten
 from jaxshard.processes import agreement
 
 try:
     from jaxshard.checkpoint import orbax_store
-    from jaxshard.checkpoint.reading import read_leaves
+    from jaxshard.checkpoint.plain_path import PlainPath
+    from jaxshard.checkpoint.reading import check_saved, newest_whole, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
@@ -71,13 +72,7 @@ class Checkpointer:
         keep_best: Best | None = None,
     ):
         retention = Retention(keep_last, keep_every, keep_best)
-        if "://" in str(path) or not str(path):
-            raise ValueError(
-                f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
-            )
-        self.path = Path(path).expanduser().absolute()
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "Checkpointer: this is a file; name a folder", str(self.path))
+        self.path = folder_of(path)
         self._folders = StepFolders(self.path)
         self._writer = Writer(self._folders, retention)
         self._saving: tuple[int, orbax_store.Save] | None = None
@@ -97,6 +92,11 @@ class Checkpointer:
         """The steps that were written to their end, the oldest first."""
         return self._folders.steps()
 
+    def damaged(self) -> dict[int, str]:
+        """The steps that are no longer whole: step -> which file of theirs is missing. `restore` passes them over, with
+        a warning."""
+        return self._folders.damaged()
+
     def info(self, step: SupportsIndex) -> CheckpointInfo:
         """What a checkpoint says of itself; no array is read.
 
@@ -105,9 +105,10 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
+          NewerFormatError: only a newer jaxshard reads it.
           CorruptCheckpointError: its index cannot be read.
         """
-        number = _whole_number(step)
+        number = whole_number(step)
         found = self._folders.manifest(number)
         return {"step": number, "metrics": found["metrics"], "run": found["run"], "leaves": found["leaves"]}
 
@@ -120,7 +121,7 @@ class Checkpointer:
           the run's id: 32 hex digits, the same for all runs that write in this folder one after the other.
 
         Raises:
-          ValueError: orbax cannot write under this path: it has one of the characters * ? [ or a backslash.
+          ValueError: orbax cannot write under this path; on Linux it can under all.
           OSError: the folder cannot be made or written to, or another run is writing there.
         """
         return agreement.from_first("claim", self._writer.claim)
@@ -151,42 +152,53 @@ class Checkpointer:
           OSError: no space; another run writes here; or an earlier save failed and nobody has waited for it.
         """
         self.wait()
-        number, measured, flat = agreement.together("save", lambda: _asked(step, metrics, tree))
-        what = f"{leaves.described(number, flat)}\n{measured}"
+        number, numbers, flat = agreement.together(
+            "save", lambda: (whole_number(step), measured(metrics), leaves.flatten(tree))
+        )
+        what = f"{leaves.described(number, flat)}\n{numbers}"
         agreement.check_same("save", what, "all must save the same step of the same tree")
-        self._begin(number, measured, flat, self.claim())
+        self._begin(number, numbers, flat, self.claim())
         if blocking:
             self.wait()
+            self._writer.settle()
 
     def _begin(self, step: int, metrics: dict[str, float] | None, tree: FlatTree, run: str) -> None:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
         index = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
         if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes)):
-            made = manifest.sealed({"format": manifest.FORMAT, "run": run, "metrics": metrics, "leaves": index})
-            folder = self._folders.of(step)
-            self._saving = step, agreement.together("save", lambda: orbax_store.Save.begin(folder, arrays, made))
+            made = manifest.sealed(
+                {"format": manifest.FORMAT, "step": step, "run": run, "metrics": metrics, "leaves": index}
+            )
+            place, check = PlainPath.of_all(self.path), functools.partial(check_saved, self._folders, step, index)
+            begin = functools.partial(orbax_store.Save.begin, place, str(step), arrays, made, check)
+            self._saving = step, agreement.together("save", begin)
 
     def wait(self) -> None:
-        """Waits until the last save is written, and deletes the checkpoints that are not to be kept.
+        """Waits until the last save is written, and begins to delete the checkpoints that are not to be kept.
 
         Raises:
           OSError: on every process, if the save failed on one.
         """
         if self._saving is None:
             return
-        (step, saving), self._saving = self._saving, None
-        if errors := saving.wait():
+        step, saving = self._saving
+        try:
+            errors = saving.wait()
+        except Exception:
+            self._saving = None
+            raise
+        self._saving = None  # but not after Ctrl-C: `close` waits again
+        if errors:
             raise not_saved(step, errors, self.path)
-        for trouble in agreement.from_first("wait", lambda: self._writer.prune(step)):
-            warnings.warn(f"an old checkpoint could not be deleted: {trouble}", stacklevel=2)
+        _tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
     def close(self) -> None:
-        """Waits for the last save, and lets other runs write here."""
+        """Waits for the last save, and a while for what is being deleted; lets other runs write here."""
         try:
             self.wait()
         finally:
-            self._writer.release()
+            _tell(self._writer.close())
 
     def _abandon(self) -> None:
         """Gives the last save some time, and asks no other process about it."""
@@ -198,7 +210,9 @@ class Checkpointer:
 
     # Restoring.
 
-    def restore(self, template: T, step: SupportsIndex | None = None, *, cast: bool = False) -> tuple[int, T]:
+    def restore(
+        self, template: T, step: SupportsIndex | None = None, *, cast: bool = False, only: str | None = None
+    ) -> tuple[int, T]:
         """Loads a checkpoint, each array as `template` has it, and checks every digest.
 
         Args:
@@ -206,6 +220,8 @@ class Checkpointer:
             plain optax has it.
           step: None: the newest that is whole; where one is not, there is a warning and the one before is tried.
           cast: let dtypes be converted to the template's.
+          only: a regular expression: only leaves in whose paths it has a match are restored, such as "^params/". The
+            template's other leaves stay as they are; it may lack the checkpoint's other leaves.
 
         Returns:
           (its step, the tree).
@@ -213,36 +229,28 @@ class Checkpointer:
         Raises:
           FileNotFoundError: nothing is saved here.
           ValueError: the template has other leaves, shapes or dtypes. Nothing was read.
+          NewerFormatError: only a newer jaxshard reads it.
           CorruptCheckpointError: what is on disk is not what was saved.
           OSError: it cannot be read now: it is another user's, or memory ran out.
         """
         self.wait()
-        wanted = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
+        flat = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
+        wanted = agreement.together("restore", lambda: part_of(flat, only))
+
+        def read(step: int) -> dict[str, Leaf]:
+            return self._restored(wanted, step, cast, only)
+
         if step is not None:
-            number = _whole_number(step)
-            return number, unflatten(template, wanted, self._restored(wanted, number, cast))
-        number, found = self._newest_whole(wanted, cast)
-        return number, unflatten(template, wanted, found)
+            number = whole_number(step)
+            return number, unflatten(template, flat, read(number))
+        number, found = newest_whole(self._folders, read, self._writer.corrupt.add)
+        return number, unflatten(template, flat, found)
 
-    def _newest_whole(self, wanted: FlatTree, cast: bool) -> tuple[int, dict[str, Leaf]]:
-        """The newest checkpoint that is what was saved: (its step, its leaves)."""
-        tried: dict[int, Exception] = {}
-        while left := [each for each in agreement.from_first("restore", self.steps) if each not in tried]:
-            step = left[-1]
-            try:
-                return step, self._restored(wanted, step, cast)
-            except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
-                tried[step] = error
-            except CorruptCheckpointError as error:
-                warnings.warn(f"{error}; trying the one before", stacklevel=3)
-                tried[step] = error
-                self._writer.corrupt.add(step)
-        raise next(iter(tried.values()), FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self.path)))
-
-    def _restored(self, wanted: FlatTree, step: int, cast: bool) -> dict[str, Leaf]:
+    def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
         index, what = self._index(step), f"checkpoint {step} does"
-        agreement.together("restore", lambda: check_fits(wanted, index, what, cast))
-        return read_leaves(self._folders, step, index, wanted.leaves)
+        part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
+        agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
+        return read_leaves(self._folders, step, part, wanted.leaves)
 
     def verify(self, step: SupportsIndex) -> None:
         """Reads every array of a checkpoint and compares digests; at a time 256 MiB, spread over all devices.
@@ -251,7 +259,7 @@ class Checkpointer:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
-        number = _whole_number(step)
+        number = whole_number(step)
         index = self._index(number)
         stored = {path: entry for path, entry in index.items() if "digest" in entry}
         for group in leaves.groups(stored, _VERIFIED_BYTES):
@@ -271,7 +279,7 @@ class Checkpointer:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
-        number = _whole_number(step)
+        number = whole_number(step)
         index = self._index(number)
         asked = {path: index[path] for path in (index if paths is None else paths)}
         for group in leaves.groups(asked, _VERIFIED_BYTES):
@@ -280,7 +288,11 @@ class Checkpointer:
             yield from ((path, np.asarray(found[path])) for path in group)
 
     def latest_valid(self) -> int | None:
-        """The newest step whose arrays are all as they were saved; it reads them. None: there is none."""
+        """The newest step whose arrays are all as they were saved; it reads them. None: there is none.
+
+        Raises:
+          NewerFormatError: a step that is newer can only be read by a newer jaxshard.
+        """
         for step in reversed(agreement.from_first("latest_valid", self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
@@ -291,18 +303,6 @@ class Checkpointer:
         return agreement.together("restore", lambda: self._folders.manifest(step))["leaves"]
 
 
-def _whole_number(step: object) -> int:
-    if isinstance(step, bool | float) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
-        raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
-    return operator.index(step)
-
-
-def _asked(
-    step: object, metrics: Mapping[str, SupportsFloat] | None, tree: Tree
-) -> tuple[int, dict[str, float] | None, FlatTree]:
-    """What is to be saved, checked: (step, metrics, leaves)."""
-    try:
-        measured = {str(name): float(value) for name, value in metrics.items()} if metrics else None
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"checkpoint: metrics must be numbers, got {metrics!r:.200}: {error}") from None
-    return _whole_number(step), measured, leaves.flatten(tree)
+def _tell(errors: Iterable[str]) -> None:
+    for error in errors:
+        warnings.warn(f"an old checkpoint could not be deleted: {error}", stacklevel=3)

@@ -20,6 +20,20 @@ class CorruptCheckpointError(RuntimeError):
         self.step, self.leaf = step, leaf
 
 
+class NewerFormatError(ValueError):
+    """A checkpoint has a format that only a newer jaxshard reads.
+
+    Attributes:
+      step: of the checkpoint; None: `from_bytes` raised it.
+      found: the number of its format.
+    """
+
+    def __init__(self, step: int | None, found: int, known: int):
+        what = "these bytes have" if step is None else f"checkpoint {step} has"
+        super().__init__(f"{what} format {found}, and this jaxshard reads formats up to {known}: update jaxshard")
+        self.step, self.found = step, found
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 400 characters; the error's type, if it has no message.
 

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import re
 import socket
 import uuid
 from pathlib import Path
 
 import filelock
+
+_ID = re.compile("[0-9a-f]{32}")
 
 
 class Lock:
@@ -16,12 +19,17 @@ class Lock:
     Attributes:
       run: the id in `run.json`, which the first run that wrote here made: 32 hex digits.
 
+    Args:
+      path: the folder.
+      run: the id where none is noted, or None to make one.
+
     Raises:
       OSError: another run has it.
     """
 
-    def __init__(self, path: Path):
-        self._lock, self._notes = filelock.FileLock(path / ".lock"), path / "run.json"
+    def __init__(self, path: Path, run: str | None = None):
+        self._path, self._notes = path / ".lock", path / "run.json"
+        self._lock = filelock.FileLock(self._path)
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -29,21 +37,45 @@ class Lock:
             raise OSError(
                 errno.EBUSY, f"{writer} is writing checkpoints here; end it, or give each run its own folder", str(path)
             ) from None
-        self.run: str = self._noted().get("id") or uuid.uuid4().hex
-        writer = f"process {os.getpid()} on {socket.gethostname()}"
-        self._notes.write_text(json.dumps({"id": self.run, "writer": writer}))
+        self._file = _identity(self._path)
+        noted = self._noted().get("id", "")
+        self.run: str = noted if _ID.fullmatch(noted) else run or uuid.uuid4().hex
+        self.note()
+
+    def note(self) -> None:
+        """Writes down who writes here; a full disk leaves what was written before."""
+        text = json.dumps({"id": self.run, "writer": f"process {os.getpid()} on {socket.gethostname()}"})
+        temporary = self._notes.with_name(f".{self._notes.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._notes)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def is_noted(self) -> bool:
+        """Whether it is written down who writes here."""
+        return self._notes.exists()
 
     def _noted(self) -> dict[str, str]:
         try:
-            found = json.loads(self._notes.read_text())
-        except (OSError, ValueError):
+            found = json.loads(self._notes.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
         return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
-    def is_there(self) -> bool:
-        """Whether the folder still has `run.json`; False: the folder was deleted, and the lock with it."""
-        return self._notes.exists()
+    def is_held(self) -> bool:
+        """Whether the file that is locked is still the folder's `.lock`, so that no other run can lock it."""
+        return self._file is not None and _identity(self._path) == self._file
 
     def release(self) -> None:
         """Lets other runs write in the folder."""
         self._lock.release()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from all others as long as it is open; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

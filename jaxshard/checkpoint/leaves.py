@@ -1,7 +1,9 @@
 """The leaves of a tree as a checkpoint has them: each one's path, its array or number, and its entry in the index."""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import jax
@@ -21,7 +23,8 @@ Shaped: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 Leaf: TypeAlias = Shaped | Number
 
 _DTYPES: dict[type, str] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
-_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn")
+_SMALL_BYTES, _SMALL_BYTES_IN_ALL = 2**20, 2**28
+_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn", "float8_e4m3")
 
 
 class ArrayEntry(TypedDict):
@@ -72,6 +75,7 @@ def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
     found = FlatTree({}, {})
     for names, leaf in named_leaves(tree):
         path = unambiguous_path(names)
+        _check_name(path)
         if path in found.leaves:
             raise ValueError(f"checkpoint: two leaves are called {path!r}; rename one")
         if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
@@ -100,6 +104,7 @@ def _storable(path: str, leaf: object) -> Leaf:
     if isinstance(leaf, np.ndarray | np.generic):
         return _as_on_devices(path, np.asarray(leaf))
     if isinstance(leaf, NUMBERS):
+        _check_digits(path, leaf)
         return leaf
     if isinstance(leaf, Tracer):
         raise TypeError(f"checkpoint: {path} is being traced; save outside of jit")
@@ -108,6 +113,22 @@ def _storable(path: str, leaf: object) -> Leaf:
     if str(leaf.dtype) in _NEVER_STORED:
         raise TypeError(f"checkpoint: {path} is {leaf.dtype}, which cannot be stored; convert it to a dtype of 8 bits")
     return _key_data(leaf) if is_key(leaf) else leaf
+
+
+def _check_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"checkpoint: the name {path!r} is not UTF-8; rename this leaf") from None
+
+
+def _check_digits(path: str, x: Number) -> None:
+    try:
+        repr(x)
+    except ValueError:  # Python's own limit
+        raise ValueError(
+            f"checkpoint: {path} is a whole number of more than {sys.get_int_max_str_digits()} digits"
+        ) from None
 
 
 def _key_data(keys: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
@@ -119,7 +140,8 @@ def _key_data(keys: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDt
 
 def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
     """NumPy's 64-bit dtypes as JAX has them: float64 is rounded to float32, unless x64 is on."""
-    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)) or not x.dtype.isnative:
+    known = (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)) and x.dtype not in (np.longdouble, np.clongdouble)
+    if not known or not x.dtype.isnative:
         raise TypeError(f"checkpoint: {path} is an array of {x.dtype}; JAX has none such")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and x.size and not (x.astype(dtype) == x).all():
@@ -131,6 +153,18 @@ def is_local(x: Leaf) -> bool:
     """Whether an array lies on devices of this process alone, or in host memory."""
     sharding = getattr(x, "sharding", None)
     return sharding is None or sharding.is_fully_addressable
+
+
+def small(arrays: Mapping[str, Shaped]) -> list[str]:
+    """The paths of arrays of at most 1 MiB, and 256 MiB in all: orbax takes as much time for each piece of an array on
+    a device as for the whole of one in host memory, and for that many pieces it takes minutes."""
+    found, total = list[str](), 0
+    for path, x in arrays.items():
+        num_bytes = math.prod(x.shape) * x.dtype.itemsize
+        if num_bytes <= _SMALL_BYTES and total + num_bytes <= _SMALL_BYTES_IN_ALL:
+            found.append(path)
+            total += num_bytes
+    return found
 
 
 def on_all_devices(x: Shaped) -> Shaped:
@@ -153,10 +187,17 @@ def index_of(tree: FlatTree) -> dict[str, Entry]:
 
 def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:
     if isinstance(x, NUMBERS):
-        return {"shape": [], "dtype": dtype_of_number(x), "value": repr(x)}
+        return {"shape": [], "dtype": dtype_of_number(x), "value": repr(_plain(x))}
     assert digest is not None
     entry: ArrayEntry = {"shape": list(x.shape), "dtype": str(x.dtype), "digest": digest}
     return entry if key is None else {**entry, "key": key}
+
+
+def _plain(x: Number) -> Number:
+    """The number without what a subclass adds, such as an enumeration."""
+    if isinstance(x, bool):
+        return x
+    return int(x) if isinstance(x, int) else float(x) if isinstance(x, float) else complex(x)
 
 
 def dtype_of_number(x: Number) -> str:
@@ -190,6 +231,31 @@ def number(entry: NumberEntry) -> Number:
 def num_bytes(entry: Entry) -> int:
     """The bytes of the leaf's elements."""
     return math.prod(entry["shape"]) * jnp.dtype(entry["dtype"]).itemsize
+
+
+def is_stored(entry: Entry) -> bool:
+    """Whether an array is stored for the leaf: not for a number, or an array without elements."""
+    return "digest" in entry and 0 not in entry["shape"]
+
+
+def matching(paths: Iterable[str], only: str | None) -> list[str]:
+    """The paths in which a regular expression has a match anywhere; all, if it is None.
+
+    Raises:
+      ValueError: it is no regular expression, or matches none.
+
+    >>> matching(["params/w", "state/0/mu/w"], "^params/")
+    ['params/w']
+    """
+    paths = list(paths)
+    try:
+        found = [path for path in paths if only is None or re.search(only, path)]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"checkpoint: only={only!r} is no regular expression: {error}") from None
+    if not found:
+        first = f"; the first is {paths[0]}" if paths else ""
+        raise ValueError(f"checkpoint: only={only!r} matches none of {len(paths)} leaves{first}")
+    return found
 
 
 def groups(index: Index, max_bytes: int) -> Iterator[list[str]]:

@@ -1,19 +1,30 @@
-"""The manifest of a checkpoint: the index of its leaves, its run and metrics, and a digest of all of these."""
+"""The manifest of a checkpoint: the index of its leaves, its step, run and metrics, and a digest of all of these.
+
+Format 1 is all that was written so far. Its manifests have their step since 0.2: an older jaxshard ignores it, so that
+what is new can still be read by what is old, and a manifest without it is read as before. The number grows only when
+an older jaxshard could no longer read what is written.
+"""
 
 import hashlib
 import json
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
-from jaxshard.checkpoint.leaves import Entry
+import jax.numpy as jnp
+
+from jaxshard.checkpoint.errors import NewerFormatError
+from jaxshard.checkpoint.leaves import Entry, number
 
 FORMAT = 1
 DIGEST_BYTES = 32
+_FORMATS = 1000  # a larger number is none
 
 
 class Manifest(TypedDict):
-    """What is saved beside the arrays. `run`: the id of the run; `digest`: SHA-256, in hex, of the rest as JSON."""
+    """What is saved beside the arrays. `step`: missing in what 0.1 wrote; `run`: the id of the run; `digest`: SHA-256,
+    in hex, of the rest as JSON."""
 
     format: int
+    step: NotRequired[int]
     run: str
     metrics: dict[str, float] | None
     leaves: dict[str, Entry]
@@ -34,10 +45,16 @@ def digest_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def check_format(found: int) -> None:
-    """Raises ValueError for the number of a format that this version does not read."""
-    if found != FORMAT:
-        raise ValueError(f"its format is {found}, and this jaxshard reads {FORMAT}; update it")
+def check_format(found: object, step: int | None = None) -> None:
+    """Checks the number of a format; `step` is named in the error.
+
+    Raises:
+      NewerFormatError: only a newer jaxshard reads it.
+      ValueError: there is no such format.
+    """
+    _check_not_newer(found, step)
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"its format is {found!r:.40}, which no jaxshard writes")
 
 
 def sealed(manifest: Manifest) -> Manifest:
@@ -45,17 +62,45 @@ def sealed(manifest: Manifest) -> Manifest:
     return {**manifest, "digest": _digest(manifest)}
 
 
-def opened(manifest: Manifest) -> Manifest:
-    """The manifest without its digest, which was compared.
+def opened(found: object, step: int) -> Manifest:
+    """The manifest of a step without its digest, once everything in it was checked.
 
     Raises:
-      ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed.
+      NewerFormatError: only a newer jaxshard reads it.
+      ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed for this step.
     """
-    rest: Manifest = {**manifest}
-    if rest.pop("digest") != _digest(rest):
+    rest = cast(Manifest, dict(cast(dict[str, object], found)))
+    digest = rest.pop("digest")
+    if digest != _digest(rest):
+        if digest != _digest({**rest, "format": FORMAT}):  # the number may be all that is wrong
+            _check_not_newer(rest["format"], step)
         raise ValueError("its digest is another")
-    check_format(rest["format"])
+    check_format(rest["format"], step)
+    if rest.get("step", step) != step:
+        raise ValueError(f"it is of step {rest.get('step')}, and its folder has another step's name")
+    for path, entry in rest["leaves"].items():
+        if not _is_entry(entry):
+            raise ValueError(f"{path} is described by {entry!r:.200}")
+    if not isinstance(rest["run"], str) or not isinstance(rest["metrics"], dict | None):
+        raise ValueError("its run or its metrics are none")
     return rest
+
+
+def _check_not_newer(found: object, step: int | None) -> None:
+    if type(found) is int and FORMAT < found < _FORMATS:
+        raise NewerFormatError(step, found, FORMAT)
+
+
+def _is_entry(entry: Entry) -> bool:
+    """Whether this describes a leaf: only what an index was sealed with by hand does not."""
+    shape, dtype = entry["shape"], jnp.dtype(entry["dtype"])
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        return False
+    if str(dtype) != entry["dtype"] or not (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)):
+        return False
+    if "value" in entry:
+        return shape == [] and isinstance(entry["value"], str) and repr(number(entry)) == entry["value"]
+    return isinstance(entry.get("key", ""), str) and type(entry["digest"]) is int and 0 <= entry["digest"] < 2**32
 
 
 def _digest(manifest: Manifest) -> str:

@@ -3,64 +3,65 @@
 Its barrier, which is another matter, is in `jaxshard.processes.barrier`.
 """
 
-import concurrent.futures
-import errno
+import contextlib
 import json
 import math
+import os
 import re
+import sys
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.checkpoint.errors import first_line
-from jaxshard.checkpoint.leaves import Shaped
+from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
+from jaxshard.checkpoint.plain_path import PlainPath
+from jaxshard.checkpoint.quiet import quiet, quietly
 from jaxshard.processes import agreement
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
+_ARRAYS, _ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
+_ZARR = "/zarr.json"  # ends the name of what describes an array
 _LAST_FILES = ("commit_success.txt", _METADATA_FILE)  # written before the folder gets its name
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 _NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; `stored_name` makes no such name
 
 _READ_BYTES = 2**28  # in flight at once, from the disk to the devices
-_ABANDONED_SECONDS = 60
+_ABANDONED_SECONDS, _ENDING_SECONDS = 60, 5
+_SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing if each writes as much
+_ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
 # Errors with these words keep a checkpoint from being read, and say nothing of its bits.
-_BACKSLASH = "a backslash in a path"
-_NOT_CORRUPT = (
-    "RESOURCE_EXHAUSTED",
-    "MemoryError",
-    "PERMISSION_DENIED",
-    "Permission denied",
-    "Too many open files",
-    _BACKSLASH,
-)
+_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
 
 
 # Folders.
 
 
-def check_path(folder: Path) -> None:
-    """Raises ValueError for a folder in which orbax would lose what it is to write.
-
-    Its last step looks for files by a pattern that begins with the path, so that * ? and [ in it stand for other names;
-    and a backslash becomes a slash where arrays are written.
-    """
-    if wrong := sorted(set("*?[\\") & set(str(folder))):
-        raise ValueError(
-            f"Checkpointer: orbax loses what is saved under a path with {' '.join(wrong)}, as {folder} has; name "
-            "another folder"
-        )
-
-
 def is_committed(folder: Path) -> bool:
     """Whether orbax has written a folder to its end."""
     return all((folder / name).is_file() for name in _LAST_FILES)
+
+
+def lacks(folder: Path) -> str | None:
+    """What keeps a folder from being a whole step, although it has a part of one; None: it is whole, or has no part.
+
+    Orbax gives a folder its step's name once it is whole: what is missing was lost later.
+    """
+    missing = [name for name in _LAST_FILES if not (folder / name).is_file()]
+    if not missing or (missing == list(_LAST_FILES) and not (folder / _ARRAYS).is_dir()):
+        return None
+    return " and ".join(missing)
 
 
 def is_temporary(name: str) -> bool:
@@ -72,13 +73,13 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> object:
     """What was saved beside the arrays, unchecked.
 
     Raises:
-      OSError, ValueError, KeyError, TypeError: there is none, or it cannot be decoded.
+      OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
-    return json.loads((folder / _METADATA_FILE).read_text())["custom_metadata"]
+    return json.loads((folder / _METADATA_FILE).read_text(encoding="utf-8"))["custom_metadata"]
 
 
 def stored_name(path: str) -> str:
@@ -98,24 +99,48 @@ def stored_name(path: str) -> str:
 class Save:
     """A step that orbax is writing, or has written."""
 
-    def __init__(self, response: ocp.AsyncResponse[None]):
-        self._response = response
+    def __init__(
+        self,
+        path: Path,
+        response: ocp.AsyncResponse[None],
+        place: PlainPath,
+        unheard: ExitStack,
+        check: Callable[[], None],
+    ):
+        self._response, self._place, self._unheard, self._check = response, place, unheard, check
         self._over = threading.Event()
         self._failed: list[BaseException] = []
+        self._notice = ExitNotice(lambda: self._cut_off(path), "jaxshard tells of a save that is cut off")
+        threading.Thread(target=self._listen, daemon=True).start()
 
     @classmethod
-    def begin(cls, folder: Path, arrays: Mapping[str, Shaped], manifest: Manifest) -> Self:
-        """Starts to write arrays, by path, in `folder`; returns once they are copied off the devices.
+    def begin(
+        cls,
+        place: PlainPath,
+        name: str,
+        arrays: Mapping[str, Shaped],
+        manifest: Manifest,
+        check: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """Starts to write arrays, by path, in the sub-folder `name`; returns once they are copied off the devices.
 
         They are not compressed: zstd would save a tenth of the bytes of float32 numbers, take two to three times the
         processor's time, and hold as much more memory as is written.
+
+        Args:
+          place: the folder, by the same path on all processes; it is closed when all is written.
+          name: of the step.
+          arrays: of all processes.
+          manifest: what is saved beside them.
+          check: process 0 calls it once all is written; the save failed if it raises.
         """
-        stored = {stored_name(path): x for path, x in arrays.items() if x.size}
-        plain = ocp.Context()
-        plain.array.saving.use_compression = False
-        with plain:
-            written: Any = stored or _NOTHING
-            return cls(ocp.save_async(str(folder), written, custom_metadata=cast(dict[str, Any], manifest)))
+        stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
+        path, written, notes = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest)
+        with ExitStack() as unheard:
+            unheard.enter_context(quiet(path))
+            with _ONE_AT_A_TIME, _writing():
+                response = ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes)
+            return cls(place.folder / name, response, place, unheard.pop_all(), check)
 
     def wait(self) -> dict[int, BaseException]:
         """Waits until all processes have written their parts, or one has failed; returns the errors by process.
@@ -123,7 +148,6 @@ class Save:
         The processes ask each other again and again, because where one has failed, orbax in the others may wait for
         it without end.
         """
-        self._listen()
         pause = 0.05
         while True:
             self._over.wait(None if jax.process_count() == 1 else pause)
@@ -132,6 +156,7 @@ class Save:
             if errors and jax.process_count() > 1:
                 _leave_at_exit()
             if errors or over:
+                self._notice.off()
                 return errors
 
     def _exchanged(self) -> tuple[bool, dict[int, BaseException]]:
@@ -147,44 +172,63 @@ class Save:
 
     def abandon(self) -> str | None:
         """Waits for 60 s at most and asks no other process; returns why it was not written, or None if it was."""
-        self._listen()
-        if self._over.wait(_ABANDONED_SECONDS) and not self._failed:
+        over = self._over.wait(_ABANDONED_SECONDS)
+        self._notice.off()
+        if over and not self._failed:
             return None
         _leave_at_exit()
         return first_line(self._failed[0]) if self._failed else "it was not written in time"
 
     def _listen(self) -> None:
-        """Hears from orbax, in a thread, when this process's part has ended, and of its error."""
+        """Hears from orbax, in a thread, when this process's part has ended, and of its error; then has it checked."""
+        try:
+            self._response.result()
+            self._place.close()  # not after an error: other threads of orbax may still write there
+            if jax.process_index() == 0:
+                self._check()
+        except BaseException as error:
+            self._failed.append(self._place.named_in(error))
+        self._unheard.close()
+        self._over.set()
+        if not self._failed:
+            self._notice.off()
 
-        def listen() -> None:
-            try:
-                self._response.result()
-            except BaseException as error:
-                self._failed.append(error)
-            self._over.set()
+    def _cut_off(self, path: Path) -> None:
+        """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
+        wait for others for minutes."""
+        if self._over.wait(_ENDING_SECONDS) and not self._failed:
+            return
+        print(
+            f"jaxshard: {path} was NOT saved: Python ended first. Call close() before the end of your program, or use "
+            "`with Checkpointer(...)`",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        os._exit(1)
 
-        threading.Thread(target=listen, daemon=True).start()
+
+def _writing() -> ocp.Context:
+    made = ocp.Context()
+    saving = made.array.saving
+    saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
+    saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES
+    saving.use_compression = saving.enable_post_merge_validation = saving.enable_write_sharding_file = False
+    return made
+
+
+def _on_host_if_small(arrays: Mapping[str, Shaped]) -> dict[str, Any]:
+    """The same arrays, small ones in host memory: orbax then writes each in one piece, not one for each device. With
+    several processes no process may have the whole."""
+    fetched = small(arrays) if jax.process_count() == 1 else []
+    return {**arrays, **jax.device_get({path: arrays[path] for path in fetched})}
 
 
 def _leave_at_exit() -> None:
-    """Lets Python end although orbax may be waiting for another process.
-
-    Before Python ends it joins all threads, orbax's too. Orbax gives up waiting when this process leaves
-    `jax.distributed`, which must therefore happen before threads are joined. What is registered with `atexit` runs too
-    late; but the threads of a `ThreadPoolExecutor` are told to end before any thread is joined. So this makes such a
-    thread, which is idle, and another one that waits for it to end and then leaves.
-    """
-    if any(thread.name == _LEAVES for thread in threading.enumerate()):
-        return
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    idle = pool.submit(threading.current_thread).result()
-
-    def leave() -> None:
-        with pool:  # which would end if nothing held it
-            idle.join()
-        jax.distributed.shutdown()
-
-    threading.Thread(target=leave, name=_LEAVES).start()
+    """Lets Python end although orbax may be waiting for another process: it gives up when this one leaves
+    `jax.distributed`."""
+    if not any(thread.name == _LEAVES for thread in threading.enumerate()):
+        ExitNotice(jax.distributed.shutdown, _LEAVES)
 
 
 # Reading.
@@ -196,8 +240,6 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     Each process reads its parts and waits for no other, so that one that fails can tell the others. What is read at a
     time is limited: where an array was saved in other parts than are asked for, more is read than kept.
     """
-    if "\\" in str(folder):
-        raise OSError(errno.EINVAL, f"orbax takes {_BACKSLASH} for a slash; rename the folder", str(folder))
     wanted = {stored_name(path): x for path, x in targets.items()}
     if not wanted:
         return {}
@@ -207,9 +249,46 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     alone.pytree.loading.partial_load = True
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
     alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
-    with alone:
-        found: Any = ocp.load(str(folder), cast(Any, wanted))
+    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
+        path = plain.path / folder.name
+        try:
+            found: Any = quietly(lambda: _load(alone, path, wanted), path)
+        except Exception as error:
+            raise plain.named_in(error) from None
     return {path: found[stored_name(path)] for path in targets}
+
+
+def _load(context: ocp.Context, folder: Path, wanted: Mapping[str, Shaped]) -> object:
+    with _ONE_AT_A_TIME, context:
+        return ocp.load(str(folder), cast(Any, wanted), checkpointable_name=_ARRAYS)
+
+
+def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of a step whose pieces are all listed, by its stored name; no piece is read.
+
+    Raises:
+      Exception: as `read` would, where a list cannot be read.
+    """
+    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
+        arrays = plain.path / folder.name / _ARRAYS
+        json.loads((arrays / _ARRAY_NAMES).read_text(encoding="utf-8"))
+        base = {"driver": "file", "path": f"{arrays}/"}
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        keys = [key.decode() for key in store.list().result()]
+        asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
+        described = {name: json.loads(answer.result().value) for name, answer in asked.items()}
+    num_pieces = Counter(key.partition("/c")[0] for key in keys)
+    return {
+        name: (tuple(said["shape"]), said["data_type"])
+        for name, said in described.items()
+        if num_pieces[name] == _num_pieces(said)
+    }
+
+
+def _num_pieces(said: Mapping[str, Any]) -> int:
+    """How many pieces zarr's description of an array gives it."""
+    piece = said["chunk_grid"]["configuration"]["chunk_shape"]
+    return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
 
 
 def is_corruption(error: BaseException) -> bool:

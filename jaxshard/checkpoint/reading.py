@@ -1,12 +1,15 @@
 """Arrays read from a checkpoint: each digest is computed again, on the devices, and compared."""
 
+import contextlib
 import errno
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxshard.base.types import T
 from jaxshard.checkpoint import leaves, orbax_store, template
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
@@ -31,11 +34,32 @@ def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[s
     """
     asked = {path: index[path] for path in wanted}
     numbers = {path: leaves.number(entry) for path, entry in asked.items() if "value" in entry}
-    targets = {path: template.target(x, index[path]) for path, x in wanted.items() if path not in numbers}
+    targets = template.targets({path: x for path, x in wanted.items() if path not in numbers}, index)
     with jax.enable_x64(jax.config.read("jax_enable_x64") or leaves.need_x64(index)):
         stored = _read(folders, step, {path: x for path, x in targets.items() if x.size})
         _check_digests(step, index, stored)
     return {**numbers, **targets, **stored}
+
+
+def check_saved(folders: StepFolders, step: int, index: Index) -> None:
+    """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, none of which is
+    read. If something is missing, the step is put aside.
+
+    Raises:
+      OSError: what is missing.
+    """
+    try:
+        if folders.manifest(step)["leaves"] != index:
+            raise CorruptCheckpointError(step, None, "its index is not what was saved")
+        stored = orbax_store.listed(folders.of(step))
+        for path, entry in index.items():
+            whole = tuple(entry["shape"]), entry["dtype"]
+            if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
+                raise CorruptCheckpointError(step, path, "it is not there")
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            folders.put_aside(step, "unreadable")
+        raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
 
 
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
@@ -51,6 +75,53 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
         raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
     assert found is not None
     return found
+
+
+def newest_whole(
+    folders: StepFolders, read: Callable[[int], T], corrupt: Callable[[int], object] = lambda step: None
+) -> tuple[int, T]:
+    """The newest step that can be read, and what `read` returns for it. Those that are passed over are warned of.
+
+    Args:
+      folders: where the steps are.
+      read: reads a step.
+      corrupt: is told each step that is not what was saved.
+
+    Raises:
+      FileNotFoundError: nothing is saved here.
+      NewerFormatError: the newest step, but for corrupt ones, can only be read by a newer jaxshard.
+      CorruptCheckpointError: of the newest step, where none can be read.
+    """
+    tried: dict[int, Exception] = {}
+    while left := [each for each in agreement.from_first("restore", folders.steps) if each not in tried]:
+        step = left[-1]
+        try:
+            found = read(step)
+            _warn_of_damaged(folders, step)
+            return step, found
+        except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
+            tried[step] = error
+        except CorruptCheckpointError as error:
+            warnings.warn(f"{error}; trying the one before", stacklevel=4)
+            tried[step] = error
+            corrupt(step)
+    if tried:
+        raise next(iter(tried.values()))
+    if damaged := _damaged(folders):
+        step, missing = damaged[-1]
+        raise CorruptCheckpointError(step, None, f"{missing} is missing in {folders.of(step)}; none is whole")
+    raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(folders.path))
+
+
+def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
+    for step, missing in _damaged(folders):
+        if step > taken:
+            place = folders.of(step)
+            warnings.warn(f"checkpoint {step} is passed over: {missing} is missing in {place}", stacklevel=5)
+
+
+def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
+    return agreement.from_first("restore", lambda: list(folders.damaged().items()))
 
 
 def _deleted(step: int, path: Path) -> FileNotFoundError:

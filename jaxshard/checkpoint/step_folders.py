@@ -1,17 +1,33 @@
 """The folder of a run's checkpoints: a sub-folder for each step, and others that are no checkpoints."""
 
+import contextlib
 import errno
+import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxshard.checkpoint import manifest, orbax_store
-from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
+from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError, first_line
 from jaxshard.checkpoint.manifest import Manifest
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
-_PUT_ASIDE = re.compile(r"\d+\.(uncommitted|corrupt)\..*")
+_PUT_ASIDE = re.compile(r"\d+\.(uncommitted|corrupt|unreadable)\..*")
+
+
+def located(folder: Path) -> tuple[Path, int | None]:
+    """The folder of checkpoints that a folder stands for, and the step if it is the folder of one.
+
+    It may be the folder of checkpoints itself, a run's, which has them in model/, or a step's.
+    """
+    folder = folder.resolve()
+    if _is_step(folder.name) and (orbax_store.is_committed(folder) or orbax_store.lacks(folder)):
+        return folder.parent, int(folder.name)
+    if not StepFolders(folder).steps() and (folder / "model").is_dir():
+        return folder / "model", None
+    return folder, None
 
 
 class StepFolders:
@@ -26,17 +42,27 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """The steps that were written to their end, the oldest first."""
-        found = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(int(entry.name) for entry in found if _is_step(entry.name) and orbax_store.is_committed(entry))
+        return [step for step in self._numbered() if orbax_store.is_committed(self.of(step))]
+
+    def damaged(self) -> dict[int, str]:
+        """Step -> what is missing, of the folders that have a part of a checkpoint, the oldest first."""
+        lacking = ((step, orbax_store.lacks(self.of(step))) for step in self._numbered())
+        return {step: missing for step, missing in lacking if missing}
+
+    def _numbered(self) -> list[int]:
+        found = os.listdir(self.path) if self.path.is_dir() else []
+        return sorted(int(name) for name in found if _is_step(name))
 
     def others(self) -> dict[str, str]:
         """Name -> what it is, of the sub-folders that look like checkpoints and are no whole ones."""
-        steps, found = self.steps(), dict[str, str]()
+        steps, damaged, found = self.steps(), self.damaged(), dict[str, str]()
         for name in sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()):
             if orbax_store.is_temporary(name):
                 found[name] = "temporary: it is being written, or its writing was cut off"
             elif aside := _PUT_ASIDE.fullmatch(name):
                 found[name] = f"put aside, {aside[1]}"
+            elif _is_step(name) and int(name) in damaged:
+                found[name] = f"damaged: {damaged[int(name)]} is missing"
             elif name.isdecimal() and int(name) not in steps:
                 found[name] = "uncommitted: it was not written to its end"
         return found
@@ -46,37 +72,61 @@ class StepFolders:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          CorruptCheckpointError: the manifest cannot be read, or is not what was saved.
+          NewerFormatError: only a newer jaxshard reads it.
+          CorruptCheckpointError: the manifest is missing, cannot be read, or is not what was saved.
         """
-        if step not in self.steps():
-            raise FileNotFoundError(
-                errno.ENOENT, f"there is no checkpoint of step {step}; there are {self.steps()}", str(self.path)
-            )
+        folder = self.of(step)
+        if missing := orbax_store.lacks(folder):
+            raise CorruptCheckpointError(step, None, f"{missing} is missing in {folder}")
         try:
-            return manifest.opened(orbax_store.read_manifest(self.of(step)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return manifest.opened(orbax_store.read_manifest(folder), step)
+        except NewerFormatError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if not orbax_store.is_committed(folder):
+                raise self._gone(step) from None
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {first_line(error)}") from error
+
+    def _gone(self, step: int) -> FileNotFoundError:
+        newest = self.steps()[-8:]
+        there = f"the newest are {newest}" if newest else "there is none"
+        return FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {step}; {there}", str(self.path))
 
     # What only the run that writes here may do.
 
-    def remove_rests(self) -> None:
-        """Deletes what saves and deletions that were cut off have left."""
-        for entry in self.path.iterdir():
-            if orbax_store.is_temporary(entry.name) or _DELETED.fullmatch(entry.name):
-                shutil.rmtree(entry, ignore_errors=True)
+    def rests(self, step: int | None = None) -> Iterator[Path]:
+        """Renames what saves and deletions that were cut off have left, and yields it, to be deleted.
+
+        Args:
+          step: only of saves of this step.
+        """
+        for name in os.listdir(self.path):
+            number = name.partition(".")[0]
+            if orbax_store.is_temporary(name) and step in (None, int(number)):
+                with contextlib.suppress(OSError):  # it may be another user's
+                    yield self._renamed(name, f"{number}.deleted")
+            elif step is None and _DELETED.fullmatch(name):
+                yield self.path / name
 
     def put_aside(self, step: int, why: str) -> None:
         """Renames a step's folder to, for example, 7.corrupt.1f2e3d4c."""
-        self.of(step).rename(self.path / f"{step}.{why}.{uuid.uuid4().hex[:8]}")
+        self._renamed(str(step), f"{step}.{why}")
 
-    def delete(self, step: int) -> None:
-        """Renames a step's folder and then deletes it, so that no step is ever half there."""
-        shutil.rmtree(self.of(step).rename(self.path / f"{step}.deleted.{uuid.uuid4().hex[:8]}"))
+    def discard(self, step: int) -> Path:
+        """Renames a step's folder, so that no step is ever half there; returns what is to be deleted."""
+        return self._renamed(str(step), f"{step}.deleted")
+
+    def _renamed(self, name: str, beginning: str) -> Path:
+        return (self.path / name).rename(self.path / f"{beginning}.{uuid.uuid4().hex[:8]}")
+
+    def has_space(self, num_bytes: int) -> bool:
+        """Whether the disk has this many bytes free."""
+        return shutil.disk_usage(self.path).free >= num_bytes
 
     def check_space(self, num_bytes: int) -> None:
         """Raises OSError where the disk has less free space."""
-        free = shutil.disk_usage(self.path).free
-        if free < num_bytes:
+        if not self.has_space(num_bytes):
+            free = shutil.disk_usage(self.path).free
             raise OSError(
                 errno.ENOSPC,
                 f"no space: the checkpoint takes {num_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; nothing "

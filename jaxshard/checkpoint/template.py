@@ -22,7 +22,9 @@ from jaxshard.checkpoint.leaves import (
     dtype_of_number,
     is_local,
     key_implementation,
+    matching,
     number,
+    small,
 )
 
 
@@ -45,6 +47,7 @@ def check_fits(template: FlatTree, index: Index, what: str, cast: bool) -> None:
             wrong += _misfits(path, x, template.keys.get(path), index[path], cast)
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        more += " (only= restores a part)" if set(template.leaves) < set(index) else ""
         raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
 
 
@@ -89,9 +92,14 @@ def _can_hold(x: Shaped, value: Number) -> bool:
 # Where arrays are loaded to.
 
 
-def target(x: Leaf, entry: Entry) -> Shaped:
-    """Where a saved array is loaded to that is `x` in the template: a NumPy array, or a shape with a sharding. It has
-    the dtype that was saved."""
+def targets(wanted: Mapping[str, Leaf], index: Index) -> dict[str, Shaped]:
+    """Where saved arrays are loaded to, by their paths and what they are in the template: NumPy arrays, or shapes with
+    shardings. They have the dtypes that were saved. Small ones are loaded to host memory first."""
+    found = {path: _target(x, index[path]) for path, x in wanted.items()}
+    return {**found, **{path: np.zeros(found[path].shape, found[path].dtype) for path in small(found)}}
+
+
+def _target(x: Leaf, entry: Entry) -> Shaped:
     dtype = jnp.dtype(entry["dtype"])
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _loaded_to_host(x):
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
@@ -117,8 +125,26 @@ def spread(entry: Entry) -> jax.ShapeDtypeStruct:
 # The tree.
 
 
+def part_of(template: FlatTree, only: str | None) -> FlatTree:
+    """The leaves of a template that are to be restored, by a regular expression for their paths; None: all.
+
+    Raises:
+      ValueError: it is no regular expression, or matches no leaf; or another leaf is but a shape.
+    """
+    paths = set(matching(template.leaves, only))
+    for path, x in template.leaves.items():
+        if path not in paths and isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"checkpoint: {path} is only a shape in the template, and only={only!r} leaves it as it is; give its "
+                "array, or a template of the leaves to restore alone"
+            )
+    chosen = {path: x for path, x in template.leaves.items() if path in paths}
+    return FlatTree(chosen, {path: key for path, key in template.keys.items() if path in paths})
+
+
 def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
-    """The leaves that were loaded, in the template's structure, each of the type, dtype and sharding it has there.
+    """The leaves that were loaded, in the template's structure, each of the type, dtype and sharding it has there; the
+    others are the template's.
 
     Args:
       template: the tree that the caller gave.
@@ -126,7 +152,7 @@ def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
       found: what was loaded, by path.
     """
     leaves, treedef = jax.tree.flatten(template)
-    made = [_like(leaf, found[path]) for leaf, path in zip(leaves, flat.leaves, strict=True)]
+    made = [_like(leaf, found[path]) if path in found else leaf for leaf, path in zip(leaves, flat.leaves, strict=True)]
     return jax.tree.unflatten(treedef, made)
 
 
@@ -156,4 +182,7 @@ def _placed(leaf: jax.Array | jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
         x = x.astype(leaf.dtype)
     if leaf.sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
         return jnp.array(x)
-    return jax.device_put(x, leaf.sharding, may_alias=False)
+    if leaf.sharding.is_fully_addressable:
+        return jax.device_put(x, leaf.sharding, may_alias=False)
+    # `device_put` would send the array to all processes, to compare.
+    return jax.make_array_from_callback(x.shape, leaf.sharding, lambda index: x[index])

@@ -3,16 +3,22 @@
 With several processes only process 0 calls these.
 """
 
-import contextlib
 import os
+import time
 from collections.abc import Mapping
 
 from jaxshard.checkpoint import orbax_store
-from jaxshard.checkpoint.errors import CorruptCheckpointError
+from jaxshard.checkpoint.deletion import Deletion
+from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.checkpoint.leaves import Index
+from jaxshard.checkpoint.plain_path import check_path
 from jaxshard.checkpoint.retention import Retention
 from jaxshard.checkpoint.step_folders import StepFolders
+
+_PRUNING_SECONDS = 0.5  # after a save; what takes longer is done after the next ones
+_DELETION_SECONDS = 60  # waited for where the disk is full
+_CLOSING_SECONDS, _SETTLING_SECONDS = 10, 1
 
 
 class Writer:
@@ -23,8 +29,10 @@ class Writer:
     """
 
     def __init__(self, folders: StepFolders, retention: Retention):
-        self._folders, self._retention = folders, retention
+        self._folders, self._retention, self._deletion = folders, retention, Deletion()
         self._lock: Lock | None = None
+        self._measured, self._unread = dict[int, Mapping[str, float]](), set[int]()
+        self._errors: list[str] = []
         self.corrupt: set[int] = set()
 
     def claim(self) -> str:
@@ -34,13 +42,17 @@ class Writer:
           ValueError: orbax cannot write under this path.
           OSError: the folder cannot be made or written to, or another run is writing there.
         """
-        orbax_store.check_path(self._folders.path)
-        if self._lock is not None and not self._lock.is_there():  # the folder was deleted
+        check_path(self._folders.path)
+        run = self._lock.run if self._lock else None
+        if self._lock is not None and not self._lock.is_held():  # the folder was deleted, or its lock
             self.release()
         if self._lock is None:
             self._folders.path.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(self._folders.path)
-            self._folders.remove_rests()
+            self._lock = Lock(self._folders.path, run)
+            self._deletion.begin(self._folders.rests())
+            self._prune(None)
+        elif not self._lock.is_noted():
+            self._lock.note()
         return self._lock.run
 
     def release(self) -> None:
@@ -48,6 +60,16 @@ class Writer:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def close(self) -> list[str]:
+        """Waits for deletions, for 10 s at most, and lets other runs write here; returns the errors of deletions."""
+        self._deletion.wait(_CLOSING_SECONDS)
+        self.release()
+        return self._errors_so_far()
+
+    def settle(self) -> None:
+        """Waits for deletions, for a second at most."""
+        self._deletion.wait(_SETTLING_SECONDS)
 
     def prepare(self, step: int, index: Index, num_bytes: int) -> bool:
         """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
@@ -60,6 +82,7 @@ class Writer:
           OSError: less than `num_bytes` are free on the disk.
         """
         self._put_aside(step)
+        self._measured.pop(step, None)
         steps = self._whole_steps()
         if step in steps:
             if self._folders.manifest(step)["leaves"] == index:
@@ -72,6 +95,9 @@ class Writer:
                 f"checkpoint: step {step} is older than {steps[-1]}, which is in {self._folders.path}: to go on from "
                 "an older step, save in a new folder, or take the newer ones away"
             )
+        self._deletion.begin(self._folders.rests(step))
+        if not self._folders.has_space(num_bytes):
+            self._deletion.wait(_DELETION_SECONDS)
         self._folders.check_space(num_bytes)
         return True
 
@@ -83,19 +109,44 @@ class Writer:
         self.corrupt.discard(step)
 
     def prune(self, saved: int) -> list[str]:
-        """Deletes the checkpoints that are not to be kept, but never `saved`; returns the errors."""
-        steps, failed = self._whole_steps(), []
-        for step in set(steps) - {saved} - self._retention.kept(steps, self._metrics):
+        """Begins to delete the checkpoints that are not to be kept, but never `saved`; returns the errors since it was
+        last called. It ends after half a second: what is left then is deleted after the next saves."""
+        self._prune(saved)
+        return self._errors_so_far()
+
+    def _errors_so_far(self) -> list[str]:
+        found, self._errors = [*self._errors, *self._deletion.errors()], []
+        return found
+
+    def _prune(self, saved: int | None) -> None:
+        if self._lock is None or not self._lock.is_held():
+            return
+        end = time.monotonic() + _PRUNING_SECONDS
+        steps, surplus = self._whole_steps(), list[int]()
+        if self._measure(steps, end):
+            kept = self._retention.kept(steps, lambda step: self._measured.get(step, {})) | self._unread
+            surplus = [step for step in steps if step not in kept and step != saved]
+        for step in surplus:
+            if time.monotonic() > end:
+                return
             try:
-                self._folders.delete(step)
+                self._deletion.begin([self._folders.discard(step)])
             except OSError as error:
-                failed.append(str(error))
-        return failed
+                self._errors.append(str(error))
 
     def _whole_steps(self) -> list[int]:
         return [step for step in self._folders.steps() if step not in self.corrupt]
 
-    def _metrics(self, step: int) -> Mapping[str, float]:
-        with contextlib.suppress(CorruptCheckpointError):
-            return self._folders.manifest(step)["metrics"] or {}
-        return {}
+    def _measure(self, steps: list[int], end: float) -> bool:
+        """Reads the metrics that decide what is kept; returns whether it has all, at `end` at the latest. A step whose
+        metrics cannot be read now may be the best, and is kept."""
+        self._unread.clear()
+        for step in steps if self._retention.keep_best else ():
+            if time.monotonic() > end:
+                return False
+            if step not in self._measured:
+                try:
+                    self._measured[step] = self._folders.manifest(step)["metrics"] or {}
+                except (CorruptCheckpointError, NewerFormatError, FileNotFoundError):
+                    self._unread.add(step)
+        return True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+
+from jaxshard.base.command import INTERRUPTED, is_command
+from jaxshard.cli import streams
 
 _HELP = """\
 jaxshard shards any optax optimizer over a JAX device mesh.
@@ -16,29 +21,37 @@ jaxshard shards any optax optimizer over a JAX device mesh.
 usage: jaxshard COMMAND [OPTIONS]
 
 commands:
-  train [CONFIG.toml] [OPTIONS]   train a byte-level transformer with a sharded optimizer
-                                  (with nothing given: 8 simulated devices, ZeRO-2, English text)
-  plan [CONFIG.toml] [OPTIONS]    what training will cost each device, all strategies side by side, on
-                                  machines that are not there; --compile asks their own compilers
-  ckpt ls DIR                     list the checkpoints of a folder or of a run
-  ckpt info DIR                   show a checkpoint's leaves
-  ckpt verify DIR                 read all arrays and compare their digests
-  ckpt diff DIR DIR2              compare two checkpoints
+  train [CONFIG.toml] [OPTIONS]
+          train a byte-level transformer with a sharded optimizer
+          (with nothing given: 8 simulated devices, ZeRO-2, English text)
+  plan [CONFIG.toml] [OPTIONS]
+          what training will cost each device, all strategies side by side, on
+          machines that are not there; --compile asks their own compilers
+  ckpt ls DIR
+          list the checkpoints of a folder or of a run
+  ckpt info DIR
+          show a checkpoint's leaves
+  ckpt verify DIR
+          read all arrays and compare their digests
+  ckpt diff DIR DIR2
+          compare two checkpoints
   ckpt export DIR --safetensors FILE
-                                  write a checkpoint's arrays to one file, or to shards with an index
+          write a checkpoint's arrays to one file, or to shards with an index
 
 options:
-  -h, --help                      show this text; `jaxshard COMMAND --help` lists a command's options
-  --version                       show the version
+  -h, --help
+          show this text; `jaxshard COMMAND --help` lists a command's options
+  --version
+          show the version
 
 examples:
   jaxshard train
-  jaxshard train configs/zero3.toml --data my_texts/ --train.steps 2000 --out runs/mine
+  jaxshard train configs/zero3.toml --data my_texts/ --out runs/mine
   jaxshard train --resume --out runs/mine
   jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
   jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
   jaxshard ckpt verify runs/mine
-  jaxshard ckpt export runs/mine --safetensors model.safetensors --only ^params/
+  jaxshard ckpt export runs/mine --safetensors model.safetensors
 """
 _COMMANDS = ("train", "plan", "ckpt")
 
@@ -48,9 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ. 2: bad input,
-      and nothing was written. 75: a step hung. 134: another process was lost. 130, 143: interrupted by Ctrl-C, by
-      SIGTERM. After 75 and 134 the same command is worth another try.
+      and nothing was written. 75: a step hung. 134: another process was lost. 129, 130, 143: interrupted by SIGHUP, by
+      Ctrl-C, by SIGTERM. 141: who read the output has left (`plan` and `ckpt`; `train` goes on). After 75 and 134 the
+      same command is worth another try.
     """
+    if is_command():
+        _show_any_character()
+        streams.without_lines_of_gloo()
+    status = _run(arguments)
+    if status == INTERRUPTED and is_command():  # JAX crashes where Python ends while XLA compiles
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
         print(_HELP, end="")
@@ -67,10 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
     try:
-        return module.command(rest)
-    except BrokenPipeError:  # who read the output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        with streams.output_needed():
+            return module.command(rest)
+    except streams.OutputGoneError as gone:
+        if isinstance(gone.reason, BrokenPipeError):  # who read the output has left, as `head` does
+            return 128 + signal.SIGPIPE
+        print(f"jaxshard {command}: standard output cannot be written: {gone}", file=sys.stderr)
+        return 2
+
+
+def _show_any_character() -> None:
+    """What the terminal's encoding lacks is shown escaped, in place of an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unknown_command(name: str, known: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,22 +15,22 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from jaxshard.base.command import INTERRUPTED, is_command
+from jaxshard.base.text import printable
 from jaxshard.base.units import size_from_words, size_in_words
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.leaves import Entry, Index
-from jaxshard.checkpoint.step_folders import StepFolders
+from jaxshard.checkpoint.step_folders import StepFolders, located
 from jaxshard.cli import ckpt_export as files
 from jaxshard.cli import unknown_command
 from jaxshard.cli.ckpt_diff import differences
+from jaxshard.cli.ckpt_tables import make_console, say, show
 
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
 
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
 Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
-_NUMBERS = ("step", "on disk", "leaves", "elements", "in arrays", "bytes", "digest or number")
 
 _File = Annotated[Path, tyro.conf.arg(metavar="FILE")]
 _Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
@@ -40,6 +41,8 @@ _Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard ckpt`; returns the exit status."""
+    if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # an export takes its files away
     commands = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         return _fail(unknown_command(arguments[0], list(commands)), 2)
@@ -54,14 +57,12 @@ def command(arguments: Sequence[str]) -> int:
             )
     except CorruptCheckpointError as error:
         return _fail(error, 2 if arguments[0] == "diff" else 1)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         return _fail(f"{error.strerror}: {error.filename}" if error.strerror else error, 2)
     except ValueError as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 130)
+        return _fail("interrupted; nothing was written", INTERRUPTED)
 
 
 def ls(folder: _Dir) -> int:
@@ -75,14 +76,12 @@ def ls(folder: _Dir) -> int:
     others = StepFolders(checkpoints.path).others() if step is None else {}
     if not steps and not others:
         raise ValueError(_none_in(checkpoints.path))
-    console = _console()
+    console = make_console()
     if steps:
-        table = _table("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "metrics")
-        for each in steps:
-            table.add_row(*_row(checkpoints, each))
-        console.print(table)
+        headings = ("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "metrics")
+        show(console, headings, [_row(checkpoints, each) for each in steps], long="metrics")
     for name, what in others.items():
-        _say(console, f"{name}: no checkpoint: {what}")
+        say(console, f"{name}: no checkpoint: {what}")
     return 0
 
 
@@ -94,17 +93,16 @@ def info(folder: _Dir, step: _Step = None) -> int:
       step: the step to take; by default the newest.
     """
     checkpoints, step = _chosen(folder, step)
-    found, console = checkpoints.info(step), _console()
-    _say(console, f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
-    _say(console, f"run: {found['run']}")
-    _say(console, f"metrics: {_metrics(found['metrics']) or 'none'}")
-    table = _table("path", "shape", "dtype", "bytes", "digest or number")
-    leaves = found["leaves"]
+    found, console = checkpoints.info(step), make_console()
+    say(console, f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
+    say(console, f"run: {found['run']}")
+    say(console, f"metrics: {_metrics(found['metrics']) or 'none'}")
+    rows, leaves = [], found["leaves"]
     for path, leaf in leaves.items():
         shape, mark = str(tuple(leaf["shape"])), leaf["value"] if "value" in leaf else f"{leaf['digest']:08x}"
-        table.add_row(_printable(path), shape, leaf["dtype"], f"{files.num_bytes(leaf):,}", _printable(mark))
-    console.print(table)
-    _say(console, f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
+        rows.append([path, shape, leaf["dtype"], f"{files.num_bytes(leaf):,}", mark])
+    show(console, ("path", "shape", "dtype", "bytes", "digest or number"), rows, long="path")
+    say(console, f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
     return 0
 
 
@@ -116,17 +114,22 @@ def verify(folder: _Dir, step: _Step = None) -> int:
       step: the step to take; by default all.
     """
     checkpoints, steps = _asked(folder, step)
-    corrupt, console = False, _console()
+    corrupt, newer, console = False, False, make_console()
     for each in steps:
         try:
             checkpoints.verify(each)
             found = "whole"
+        except NewerFormatError as error:
+            newer, found = True, f"not read: {error}"
         except (CorruptCheckpointError, FileNotFoundError) as error:
             gone = each not in checkpoints.steps()
             corrupt |= not gone
             found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
-        _say(console, f"step {each}: {found}")
-    return int(corrupt)
+        say(console, f"step {each}: {found}")
+    damaged = checkpoints.damaged() if step is None and _opened(folder)[1] is None else {}
+    for each, missing in damaged.items():
+        say(console, f"step {each}: corrupt: {missing} is missing")
+    return 1 if corrupt or damaged else 2 if newer else 0
 
 
 def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
@@ -139,15 +142,15 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
       right: the other.
       values: read the leaves that differ, and show their largest absolute difference.
     """
-    console = _console()
+    console = make_console()
     one, two = _chosen(left, None), _chosen(right, None)
     for sign, (checkpoints, step) in (("-", one), ("+", two)):
-        _say(console, f"{sign} step {step} in {checkpoints.path}")
+        say(console, f"{sign} step {step} in {checkpoints.path}")
     num_apart = 0
     for line in differences(one, two, values):
-        _say(console, line)
+        say(console, line)
         num_apart += 1
-    _say(console, f"leaves that differ: {num_apart}")
+    say(console, f"leaves that differ: {num_apart}")
     return int(num_apart > 0)
 
 
@@ -173,7 +176,7 @@ def export(folder: _Dir, safetensors: _File, shard_size: _Size = "5GB", step: _S
     num_shards = files.write(safetensors, leaves, lambda paths: checkpoints.read(step, paths), notes, most)
     size = size_in_words(_num_bytes(leaves))
     made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
-    _say(_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    say(make_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
     return 0
 
 
@@ -194,13 +197,8 @@ def _opened(folder: Path) -> tuple[Checkpointer, int | None]:
     """The checkpoints that a folder stands for, and the step if it is the folder of one."""
     if not folder.is_dir():
         raise ValueError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a folder")
-    folder = folder.resolve()
-    here, above = Checkpointer(folder), Checkpointer(folder.parent)
-    if folder.name.isdecimal() and int(folder.name) in above.steps():
-        return above, int(folder.name)
-    if not here.steps() and (folder / "model").is_dir():
-        return Checkpointer(folder / "model"), None
-    return here, None
+    place, step = located(folder)
+    return Checkpointer(place), step
 
 
 def _asked(folder: Path, step: int | None) -> tuple[Checkpointer, list[int]]:
@@ -208,13 +206,15 @@ def _asked(folder: Path, step: int | None) -> tuple[Checkpointer, list[int]]:
     checkpoints, itself = _opened(folder)
     if step is not None and itself is not None:
         raise ValueError(f"--step {step}: {folder} is the folder of step {itself}; leave --step out")
-    steps = checkpoints.steps()
+    one, steps, damaged = itself if step is None else step, checkpoints.steps(), checkpoints.damaged()
+    if one in damaged or (damaged and not steps):
+        number = max(damaged) if one is None else one
+        raise CorruptCheckpointError(number, None, f"{damaged[number]} is missing in {checkpoints.path / str(number)}")
     if not steps:
         raise ValueError(_none_in(checkpoints.path))
-    if step is not None and step not in steps:
+    if one is not None and one not in steps:
         newest = ", ".join(map(str, steps[-8:]))
-        raise ValueError(f"--step {step}: no such checkpoint in {checkpoints.path}; the newest are {newest}")
-    one = itself if step is None else step
+        raise ValueError(f"--step {one}: no such checkpoint in {checkpoints.path}; the newest are {newest}")
     return checkpoints, steps if one is None else [one]
 
 
@@ -247,6 +247,8 @@ def _row(checkpoints: Checkpointer, step: int) -> list[str]:
         found = checkpoints.info(step)
     except CorruptCheckpointError:
         return [*cells, "", "", "", "unreadable", ""]
+    except NewerFormatError as error:
+        return [*cells, "", "", "", f"format {error.found}", ""]
     except FileNotFoundError:  # by the run that writes here
         return [str(step), "deleted", *[""] * 6]
     leaves = found["leaves"]
@@ -263,7 +265,7 @@ def _size(folder: Path) -> int:
 
 
 def _metrics(metrics: Mapping[str, float] | None) -> str:
-    return _printable(", ".join(f"{name} {value}" for name, value in (metrics or {}).items()))
+    return ", ".join(f"{name} {value}" for name, value in (metrics or {}).items())
 
 
 def _num_elements(leaves: Index) -> int:
@@ -272,30 +274,6 @@ def _num_elements(leaves: Index) -> int:
 
 def _num_bytes(leaves: Index) -> int:
     return sum(map(files.num_bytes, leaves.values()))
-
-
-def _console() -> Console:
-    """In a terminal of its width; else without end, for other programs to read lines that are whole."""
-    width = None if Console().is_terminal else 10**5
-    return Console(highlight=False, markup=False, emoji=False, width=width)
-
-
-def _say(console: Console, line: str) -> None:
-    """Prints a line whole, for the terminal to wrap; what was read from a file cannot move the cursor."""
-    console.print(_printable(line), soft_wrap=True)
-
-
-def _table(*headings: str) -> Table:
-    """An empty table that cuts nothing off: in a narrow terminal a cell takes several lines."""
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
-    return table
-
-
-def _printable(text: str) -> str:
-    """What was read from a file cannot move the cursor."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # How it runs.
@@ -316,5 +294,5 @@ def _cpu() -> Iterator[None]:
 
 
 def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard ckpt: {_printable(str(reason))}", file=sys.stderr)
+    print(f"jaxshard ckpt: {printable(str(reason))}", file=sys.stderr)
     return status

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,9 +17,14 @@ import tyro
 from rich.console import Console
 
 from jaxshard import aot
+from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.text import printable, printable_lines
 from jaxshard.base.types import AnyMesh
 from jaxshard.base.units import size_in_words
+from jaxshard.cli import arguments as words
 from jaxshard.cli import plan_compiled, plan_tables
+from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.train_options import fitting_warmup
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import chip as chip_named
 from jaxshard.plan import choices, search
@@ -71,15 +77,20 @@ def command(arguments: Sequence[str]) -> int:
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is started or taken from others
     try:
-        given = parse(arguments)
-        return _compiled(given) if given.compile else _planned(given)
-    except BrokenPipeError:
-        raise
+        with ended_at_once(lambda: "jaxshard plan: interrupted"):
+            given = parse(arguments)
+            return _compiled(given) if given.compile else _planned(given)
     except (ValueError, OSError, ImportError) as error:
-        print(f"jaxshard plan: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     finally:
         jax.config.update("jax_platforms", before)
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"jaxshard plan: {printable_lines(str(reason))}", file=sys.stderr)
+    return status
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -88,11 +99,18 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
     """
-    given = _from_command_line(arguments, Arguments())
+    words.check(arguments, Arguments, "jaxshard plan", {"data": str})
+    given, in_file = _from_command_line(arguments, Arguments()), frozenset()
     if given.config is not None:
-        given = _from_command_line(arguments, Arguments(**toml.sections(given.config)))
-    check(given)
+        config, in_file = toml.parsed(given.config)
+        given = _from_command_line(arguments, Arguments(**vars(config)))
     _check(given)
+    warmup = "optimizer.warmup_steps"
+    optimizer, notes = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
+    given = dataclasses.replace(given, optimizer=optimizer)
+    check(given)
+    for note in notes:
+        print(f"jaxshard plan: {note}", file=sys.stderr)
     return given
 
 
@@ -108,13 +126,16 @@ def _check(given: Arguments) -> None:
         chip_named(given.chip)  # an unknown one is told before all else that is wrong
     if given.devices is None and given.chip is not None:
         raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
-    for name, value in (("--devices", given.devices), ("--memory", given.memory)):
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} {value} must be above 0")
+    for name, value, most in (("--devices", given.devices, 2**31 - 1), ("--memory", given.memory, 1e9)):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{name} {value} must be above 0, and at most {most:,.0f}")
 
 
 def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
-    return tyro.cli(Arguments, args=list(arguments), default=default, prog="jaxshard plan", description=_DESCRIPTION)
+    how = {"prog": "jaxshard plan", "description": _DESCRIPTION, "return_unknown_args": True}
+    given, unknown = tyro.cli(Arguments, args=list(arguments), default=default, **how)
+    words.check_none_left(unknown, Arguments, "jaxshard plan")
+    return given
 
 
 def target_of(given: Arguments) -> Target:
@@ -213,7 +234,7 @@ def _planned(given: Arguments) -> int:
         _show(console, given, rows, target)
         _write(given, rows, notes)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(note, soft_wrap=not console.is_terminal)  # a terminal would break it within a word
     return 0 if any(row.fits for row in rows) else 1
 
 
@@ -275,8 +296,9 @@ def _cures(row: Row) -> str:
 
 def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
     count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params)
+    in_words = f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
     console.print(
-        f"{count / 1e6:,.1f} M parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
+        f"{in_words} parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
         f"{target.num_devices} x {target.chip.name} of {size_in_words(target.memory_bytes)}",
         soft_wrap=True,
     )
@@ -296,7 +318,10 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
 
     given.out.mkdir(parents=True, exist_ok=True)
     title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
-    drawing.draw(rows, given.out / "plan.png", title=title)
+    title = printable(title)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
+        drawing.draw(rows, given.out / "plan.png", title=title)
     html.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
@@ -304,11 +329,11 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
 
 
 def _compiled(given: Arguments) -> int:
-    target, console = target_of(given), make_console()
     machine, build = aot.machine(str(given.compile)), building(given)
+    devices = plan_compiled.devices_of(machine)  # first: a machine that cannot be is told before what is wrong on it
+    target, console = target_of(given), make_console()
     wanted = candidates(given, target) if given.strategies else [own(given, target)]
     rows = search.compare(build, wanted, target)
-    devices = plan_compiled.devices_of(machine)
     _show(console, given, rows, target)
     found = plan_compiled.compiled(console, build, rows, machine, devices)
     if given.json is not None:

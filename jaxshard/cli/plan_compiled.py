@@ -17,11 +17,14 @@ from jaxshard.core.state import init
 from jaxshard.inspect import Report
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Build, Row
+from jaxshard.trainer.devices import MOST_SIMULATED
 
 
 def devices_of(machine: aot.Machine) -> list[Any]:
     """The devices to compile for; CPU devices are made here, if JAX does not run yet."""
     if machine.chip.platform == "cpu":
+        if machine.num_devices > MOST_SIMULATED:
+            raise ValueError(f"--compile {machine.name}: at most {MOST_SIMULATED} CPU devices can be simulated")
         with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
             jax.config.update("jax_num_cpu_devices", machine.num_devices)
     return aot.devices(machine)

@@ -31,7 +31,7 @@ class _Column:
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Prints all rows side by side: as one table if the console is wide enough, else as two, else row by row."""
-    memory, rest = _memory_columns(), [*_step_columns(), *_batch_columns(rows)]
+    memory, rest = _memory_columns(rows), [*_step_columns(), *_batch_columns(rows)]
     tables = [_wide([*memory, *rest], rows, "On each device, per step")]
     if not _fits(console, *tables):
         tables = [_wide(memory, rows, "Memory on each device"), _wide(rest, rows, "A step, and what fits")]
@@ -47,7 +47,7 @@ def _fits(console: Console, *tables: Table) -> bool:
     return all(Measurement.get(console, unbounded, table).minimum <= console.width for table in tables)
 
 
-def _memory_columns() -> list[_Column]:
+def _memory_columns(rows: Sequence[Row]) -> list[_Column]:
     def of_kind(kind: str) -> Callable[[Row], str]:
         return lambda row: size_in_words(row.prediction.memory[kind])
 
@@ -55,7 +55,7 @@ def _memory_columns() -> list[_Column]:
     columns = [_Column(head, of_kind(kind)) for head, kind in zip(heads, KINDS, strict=True)]
     peak = _Column("peak", lambda row: size_in_words(row.peak_bytes))
     excess = _Column("too much", lambda row: "" if row.fits else size_in_words(row.excess_bytes))
-    return [*columns, peak, excess]
+    return [*columns, peak] if all(row.fits for row in rows) else [*columns, peak, excess]
 
 
 def _step_columns() -> list[_Column]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from jaxshard.processes.lines import RUN_ID
 from jaxshard.trainer.config import Arguments
 
 _DEVICES = 8
@@ -25,25 +27,30 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     Raises:
       ValueError: the devices do not divide.
     """
-    count, devices = given.processes or 1, given.sharding.devices or _DEVICES
-    if count < 1 or devices % count:
+    count, devices = 1 if given.processes is None else given.processes, given.sharding.devices or _DEVICES
+    if count < 1:
+        raise ValueError(f"--processes {count}: it must be above 0")
+    if devices % count:
         raise ValueError(f"--processes {count}: {devices} devices (sharding.devices) must be divisible by it")
     if count > 1 and given.out is None:
         raise ValueError("several processes need --out DIR, the folder that all of them use")
     address = f"127.0.0.1:{_free_port()}"
-    environments = [_environment(address, count, index, devices // count) for index in range(count)]
+    run = os.environ.get(RUN_ID) or secrets.token_hex(16)
+    environments = [_environment(address, count, index, devices // count, run) for index in range(count)]
     command = [sys.executable, "-m", "jaxshard", "train", *_without_processes(arguments)]
     children = [
         subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
         for environment in environments
     ]
-    with _signals_passed_on(children):
-        return _first_failure(children)
+    with _signals_passed_on(children) as received:
+        status = _first_failure(children)
+    return 128 + signal.SIGHUP if signal.SIGHUP in received and status == 128 + signal.SIGTERM else status
 
 
-def _environment(address: str, count: int, index: int, devices: int) -> dict[str, str]:
+def _environment(address: str, count: int, index: int, devices: int, run: str) -> dict[str, str]:
     return {
         **os.environ,
+        RUN_ID: run,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": address,
@@ -80,16 +87,27 @@ def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 @contextlib.contextmanager
-def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Passes Ctrl-C on to all children, and SIGTERM to the first, which tells the others."""
+def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
+    """Passes Ctrl-C on to all children, and SIGTERM to the first, which tells the others. SIGHUP is passed on once, as
+    SIGTERM: a terminal that closes sends several. Yields the signals that came."""
+    received: set[int] = set()
 
     def pass_on(number: int, _: object) -> None:
-        for child in children if number == signal.SIGINT else children[:1]:
+        again = number in received
+        received.add(number)
+        if number == signal.SIGHUP:
+            to_whom, number = [] if again else children[:1], signal.SIGTERM
+        else:
+            to_whom = children if number == signal.SIGINT else children[:1]
+        for child in to_whom:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -18,9 +18,13 @@ import jax
 from rich.console import Console
 
 import jaxshard.inspect
-from jaxshard.checkpoint import Checkpointer
+from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.text import printable, printable_lines
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.cli import several_processes
-from jaxshard.cli.train_options import check_folder, parse
+from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import output_not_needed
+from jaxshard.cli.train_options import Given, check_folder, parse
 from jaxshard.core.step import TrainStep
 from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
@@ -28,7 +32,7 @@ from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 from jaxshard.trainer import toml
 from jaxshard.trainer.build import Run, prepare
-from jaxshard.trainer.config import Arguments, Config
+from jaxshard.trainer.config import Config
 from jaxshard.trainer.data import zlib_bits_per_byte
 from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.loop import Hooks, Meter, fit
@@ -47,12 +51,14 @@ class Job:
       folder: where it is saved.
       resume: whether the run goes on with what is saved.
       again: whether the same command starts the run and restarts it (--resume-if-saved).
+      notes: what there is to say before it starts.
     """
 
     run: Run
     folder: RunFolder
     resume: bool
     again: bool = False
+    notes: Sequence[str] = ()
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -73,18 +79,19 @@ _LEAVE_SECONDS = 60  # in which the others tell the same error, or find that thi
 
 
 def _command(arguments: Sequence[str]) -> int:
+    interrupted = "interrupted; nothing was written"
     try:
-        given = parse(arguments)
-        if given.processes is not None:
-            return several_processes.run(arguments, given)
-        job = make_job(given)
-    except BrokenPipeError:
-        raise
+        with ended_at_once(lambda: f"jaxshard train: {interrupted}"):
+            given = parse(arguments)
+            if given.processes is not None:
+                return several_processes.run(arguments, given)
+            job = make_job(given)
     except _REFUSALS as error:
         return _fail(error, _status(error, 2))
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 130)
-    return _trained(job)
+        return _fail(interrupted, INTERRUPTED)
+    with output_not_needed("jaxshard train"), ended_at_once(lambda: f"jaxshard train: {_interrupted(job.folder)}"):
+        return _trained(job)
 
 
 _REFUSALS = (ValueError, agreement.ProcessError, OSError)
@@ -101,21 +108,23 @@ def _trained(job: Job) -> int:
     except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
         return _fail(error, HUNG if busy else _status(error, 2))
+    for note in job.notes:
+        say(console, printable(note))
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
-    except (FloatingPointError, OSError, ReplicaError) as error:
+    except (FloatingPointError, OSError, ReplicaError, CorruptCheckpointError, NewerFormatError) as error:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
-        return _fail(f"interrupted; {_saved_so_far(job.folder)}", 130)
+        return _fail(_interrupted(job.folder), INTERRUPTED)
     conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
     return status
 
 
 def _leave_at_once(status: int, seconds: float) -> NoReturn:
     """Ends this process, in order if the other processes end within `seconds`, too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     if seconds:
         agreement.take_leave(seconds)
     os._exit(status)
@@ -137,7 +146,7 @@ def _fingerprint(job: Job) -> str:
     return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
 
 
-def make_job(given: Arguments) -> Job:
+def make_job(given: Given) -> Job:
     """Reads the text, lays everything out and looks at the folder.
 
     Raises:
@@ -146,8 +155,8 @@ def make_job(given: Arguments) -> Job:
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
-    resume = agreement.from_first("start", lambda: check_folder(given, folder, config))
-    return Job(run, folder, resume, given.resume_if_saved)
+    resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
+    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes])
 
 
 def compile_step(job: Job, console: Console) -> TrainStep:
@@ -175,7 +184,8 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     writes, train = jax.process_index() == 0, run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
     if writes:
-        folder.begin(toml.dump(run.config), snapshot.step)
+        for note in folder.begin(toml.dump(run.config), snapshot.step):
+            say(console, printable(note))
     with (
         Recorder(folder, snapshot.step, writes) as recorder,
         Display(console, snapshot.step, train.steps) as display,
@@ -191,8 +201,16 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
     if writes:
-        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
+        _draw(run, folder, console)
     return snapshot, preemption.status if keeping.was_ended else 0
+
+
+def _draw(run: Run, folder: RunFolder, console: Console) -> None:
+    """Draws the curves. The model is saved: whatever keeps the figure from being drawn, the run has succeeded."""
+    try:
+        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
+    except Exception as error:
+        say(console, printable(f"{folder.figure} was not drawn: {error}"))
 
 
 def _dated_folder() -> Path:
@@ -201,11 +219,15 @@ def _dated_folder() -> Path:
     return Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
+def _interrupted(folder: RunFolder) -> str:
+    return f"interrupted; {_saved_so_far(folder)}"
+
+
 def _saved_so_far(folder: RunFolder) -> str:
     step = folder.latest_step()
     return "nothing was saved" if step is None else f"the last save is step {step}"
 
 
 def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard train: {reason}", file=sys.stderr)
+    print(f"jaxshard train: {printable_lines(str(reason))}", file=sys.stderr)
     return status

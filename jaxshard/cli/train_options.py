@@ -3,54 +3,94 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from jaxshard.cli import arguments as words
 from jaxshard.trainer import toml
-from jaxshard.trainer.config import Arguments, Config, check
+from jaxshard.trainer.config import Arguments, Config, OptimizerConfig, check
 from jaxshard.trainer.run_folder import RunFolder
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
+_COMMAND = "jaxshard train"
 
 
-def parse(arguments: Sequence[str]) -> Arguments:
+@dataclasses.dataclass(frozen=True)
+class Given(Arguments):
+    """The command line, and what there is to say about it. `notes`: a line for each thing."""
+
+    notes: tuple[str, ...] = ()
+
+
+def parse(arguments: Sequence[str]) -> Given:
     """The command line over the TOML file (given, or of the run to resume) over the defaults.
 
     Raises:
-      ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
+      ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
     """
-    _check_options(arguments)
+    words.check(arguments, Arguments, _COMMAND, {"data": str})
     given = _from_command_line(arguments, Arguments())
-    file = given.config
+    file, notes = given.config, []
     if (given.resume or given.resume_if_saved) and given.out is None:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
     if given.out is not None:
+        folder = RunFolder(given.out)
         if given.resume:
-            RunFolder(given.out).check_saved()
-        if _goes_on(given):
-            file = file or RunFolder(given.out).config
+            folder.check_saved(configured=file is not None)
+        if _goes_on(given) and file is None:
+            file, notes = folder.config, _check_own(folder)
+    in_file: frozenset[str] = frozenset()
     if file is not None:
-        given = _from_command_line(arguments, Arguments(**toml.sections(file)))
+        config, in_file = toml.parsed(file)
+        given = _from_command_line(arguments, Arguments(**vars(config)))
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
+    warmup = "optimizer.warmup_steps"
+    optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
+    given = Given(**(vars(given) | {"optimizer": optimizer, "notes": (*notes, *note)}))
     check(given)
     return given
 
 
-def check_folder(given: Arguments, folder: RunFolder, config: Config) -> bool:
-    """Returns whether the run goes on with what is saved there."""
+def fitting_warmup(config: Config, is_given: bool) -> tuple[OptimizerConfig, list[str]]:
+    """The optimizer's options, with fewer steps of warm-up where the default leaves no step and the user gave none.
+
+    Returns:
+      the options, and what there is to say.
+
+    >>> from jaxshard.trainer.config import TrainConfig
+    >>> _, (note,) = fitting_warmup(Config(train=TrainConfig(steps=30)), is_given=False)
+    >>> note
+    'optimizer.warmup_steps = 3, since the default, 50, leaves no step of train.steps = 30'
+    """
+    given, steps = config.optimizer, config.train.steps
+    if is_given or given.warmup_steps < steps or steps < 1:
+        return given, []
+    shorter = dataclasses.replace(given, warmup_steps=steps // _STEPS_PER_WARMUP_STEP)
+    default = f"the default, {given.warmup_steps}, leaves no step of train.steps = {steps}"
+    return shorter, [f"optimizer.warmup_steps = {shorter.warmup_steps}, since {default}"]
+
+
+_STEPS_PER_WARMUP_STEP = 8  # as in the defaults
+
+
+def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[bool, list[str]]:
+    """(whether the run goes on with what is saved there, what there is to say).
+
+    Raises:
+      ValueError: the folder cannot be that of this run.
+    """
     goes_on = _goes_on(given)
     if goes_on:
-        _check_same_model(folder, config)
-    elif given.resume_if_saved:
+        return True, _compared(folder, config)
+    if given.resume_if_saved:
         folder.check_unsaved()
     else:
         folder.check_free()
-    return goes_on
+    return False, []
 
 
 def _goes_on(given: Arguments) -> bool:
@@ -63,36 +103,12 @@ def _from_command_line(arguments: Sequence[str], default: Arguments) -> Argument
         Arguments,
         args=arguments,
         default=default,
-        prog="jaxshard train",
+        prog=_COMMAND,
         description=_DESCRIPTION,
         return_unknown_args=True,
     )
-    if unknown:
-        print(f"jaxshard train: {_not_understood(unknown[0])}", file=sys.stderr)
-        raise SystemExit(2)
+    words.check_none_left(unknown, Arguments, _COMMAND)
     return given
-
-
-def _check_options(arguments: Sequence[str]) -> None:
-    """Refuses an unknown option before tyro parses, which takes its value for CONFIG.toml where none is given."""
-    known = {*_OTHER_OPTIONS, *toml.known_keys()}
-    for argument in arguments:
-        name = argument[2:].partition("=")[0].replace("-", "_")
-        positive = name.removeprefix("no_").replace(".no_", ".")
-        if argument.startswith("--") and not {name, positive} & known and not name.startswith("tyro_"):
-            print(f"jaxshard train: {_not_understood(argument)}", file=sys.stderr)
-            raise SystemExit(2)
-
-
-def _not_understood(argument: str) -> str:
-    if not argument.startswith("-"):
-        return f"unknown argument {argument!r}: give one CONFIG.toml, and the name of an option before its value"
-    name = argument.lstrip("-").partition("=")[0]
-    nearest = toml.nearest(name.replace("-", "_"), [*_OTHER_OPTIONS, *toml.known_keys()]).replace("_", "-")
-    return f"unknown option --{name}; the nearest known one is --{nearest} (jaxshard train --help lists all)"
-
-
-_OTHER_OPTIONS = ("data", "out", "resume", "resume_if_saved", "processes", "help")
 
 
 def _check_encodable(name: str, path: str | Path | None) -> None:
@@ -103,22 +119,65 @@ def _check_encodable(name: str, path: str | Path | None) -> None:
         raise ValueError(f"{name} {str(path)!r}: this name is not UTF-8: rename it") from None
 
 
-def _check_same_model(folder: RunFolder, config: Config) -> None:
-    """Raises ValueError for options that would change the saved arrays or the random numbers.
+def _check_own(folder: RunFolder) -> list[str]:
+    """Checks that a run's own configuration is as the run wrote it; returns what there is to say.
+
+    A user may have edited it, and means it. But an edit looks like a bad disk; so the user says it once more, by naming
+    the file.
+    """
+    try:
+        state, lacking = toml.looked_at(folder.config)
+    except ValueError as error:
+        raise ValueError(f"--resume: {error}; {folder.cure()}") from None
+    if state == "changed":
+        cure = folder.cure(folder.config)
+        raise ValueError(f"--resume: {folder.config} is not what the run wrote; if you changed it yourself, {cure}")
+    if not lacking:
+        return []
+    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+    names = ", ".join(lacking[:5]) + more
+    return [f"{folder.config} lacks {names}: an older jaxshard wrote it, or it was cut short; the defaults are taken"]
+
+
+def _compared(folder: RunFolder, config: Config) -> list[str]:
+    """Compares the run's options with what is saved; returns what there is to say.
 
     In which type sums are made (precision.reduce) may change.
+
+    Raises:
+      ValueError: an option would change the saved arrays or the random numbers, or leave no step.
     """
     taken = folder.latest_step() or 0
     if config.train.steps < taken:
         raise ValueError(
             f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: give more"
         )
-    saved, given = (_saved_as(each) for each in (toml.load(folder.config), config))
+    try:
+        before, (state, _) = toml.load(folder.config), toml.looked_at(folder.config)
+    except ValueError as error:
+        return [f"{error}; so the options are not compared with those of the saved run"]
+    saved, given = _saved_as(before), _saved_as(config)
     changes = ", ".join(
         f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
     )
+    if changes and state == "changed":
+        return [f"{folder.config} is not what the run wrote, and has other options: {changes}"]
     if changes:
         raise ValueError(f"--resume: the run saved in {folder.path} is another one: {changes}; leave these as saved")
+    return _other_heldout(before, config)
+
+
+def _other_heldout(before: Config, now: Config) -> list[str]:
+    """What there is to say where other text is held out than before."""
+    changes = [
+        f"data.{name} = {getattr(now.data, name)}, saved {getattr(before.data, name)}"
+        for name in ("heldout", "heldout_bytes")
+        if getattr(now.data, name) != getattr(before.data, name)
+    ]
+    if not changes:
+        return []
+    seen = "the model has seen some of it in training, and " if now.data.heldout > before.data.heldout else ""
+    return [f"{', '.join(changes)}: other text is held out: {seen}earlier evaluations do not compare"]
 
 
 def _saved_as(config: Config) -> dict[str, Any]:

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import Dims
+from jaxshard.base.axes import varying as varying
 from jaxshard.base.tree import is_key, is_traced
 from jaxshard.base.types import AnyMesh, T, Tree
 
@@ -76,11 +78,6 @@ def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
         part = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)
     return x
-
-
-def varying(x: Tree) -> frozenset[str]:
-    """The mesh axes over which JAX's types say that `x` differs (always none under `check_vma=False`)."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def varying_of_shape(x: jax.ShapeDtypeStruct) -> frozenset[str]:
@@ -220,12 +217,28 @@ def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
     return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
 
 
+def moved(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
+    """As `at(tree, mesh, tos)`, and in a trace `tree` itself is laid out by `froms`.
+
+    Otherwise XLA lays out `tree` by `tos` too, and what the user's program makes of it: params would leave a scan cut.
+    """
+    return at(at(tree, mesh, froms) if is_traced(tree) else tree, mesh, tos)
+
+
 def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
     if not traced:
         return lying_at(x, sharding)
     if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
+
+
+def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
+    """`x`, whole on each device, in the order of its rows; within `globally`."""
+    if not is_traced(x):
+        return lying_at(x, NamedSharding(x.sharding.mesh, P())) if isinstance(x.sharding, NamedSharding) else x
+    x = lax.with_sharding_constraint(x, P() if is_explicit(mesh) else NamedSharding(mesh, P()))
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def laid_out(tree: T, shardings: Tree) -> T:
@@ -260,6 +273,8 @@ def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
         whole = np.array(x)  # `device_put` would send the whole array to all processes, to compare
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     placed = jax.device_put(x, sharding, may_alias=False)
+    if is_traced(placed):
+        return placed  # a trace copies what it is given
     if isinstance(x, jax.Array):
         return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
     start = np.asarray(x).ctypes.data

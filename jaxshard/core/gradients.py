@@ -1,27 +1,31 @@
 """`value_and_grad` and `evaluate`: the boundary of differentiation, and the loss over the whole mesh."""
 
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, overload
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import without
+from jaxshard.base.axes import axes_of, without
+from jaxshard.base.jaxprs import axes_named
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import Params, Tree, is_whole
 from jaxshard.core import collectives
+from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
-from jaxshard.core.loss_program import LossOptions
+from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
-from jaxshard.core.per_device import DeviceLoss
+from jaxshard.core.per_device import DeviceLoss, Notes
 from jaxshard.core.sharding import Setup
 from jaxshard.core.state import within_reach
 from jaxshard.core.unshard import Scale
+from jaxshard.rows.verdict import RowsWarning
 
 LossFn = Callable[..., Tree]
 
@@ -130,6 +134,7 @@ class LossFunction:
         setup = self.setup
         shardings = setup.param_shardings(params)
         check_batch(batch, self.options)
+        args = checked_arguments(args, batch, self.options)
         if is_traced(params, batch, args):
             return self._traced(params, batch, *args)
         check_alive("params", params)
@@ -146,15 +151,20 @@ class LossFunction:
 
         Args: as in a call; `ShapeDtypeStruct`s will do.
         """
-        found = self.setup.with_state(params)
-        reasons: list[str | None] = []
-        jax.eval_shape(lambda *a: self._traced(*a, reasons=reasons), params, batch, *args)
-        pairs = zip(found.params, reasons, strict=True)
+        found, notes = self.setup.with_state(params), self.notes(params, batch, *args)
+        pairs = zip(found.params, notes.reasons, strict=True)
         gathers = {leaf.names: _how_gathered(leaf, reason, self.setup) for leaf, reason in pairs}
-        return dataclasses.replace(found, gathers=gathers)
+        return dataclasses.replace(found, gathers=gathers, loss_rows=str(notes.program.verdict))
 
-    def _traced(self, params: Tree, batch: Tree, *args: Tree, reasons: list[str | None] | None = None) -> Tree:
-        found = self.measure(params, batch, args, reasons=reasons)
+    def notes(self, params: Tree, batch: Tree, *args: Tree) -> Notes:
+        """What a trace of the loss finds out; takes what `layout` takes."""
+        check_batch(batch, self.options)
+        args, notes = checked_arguments(args, batch, self.options), Notes()
+        jax.eval_shape(lambda *a: self._traced(*a, notes=notes), params, batch, *args)
+        return notes
+
+    def _traced(self, params: Tree, batch: Tree, *args: Tree, notes: Notes | None = None) -> Tree:
+        found = self.measure(params, batch, args, notes=notes)
         value = (found.loss, found.aux) if self.options.has_aux else found.loss
         return (value, found.grads) if self.options.differentiate else value
 
@@ -165,14 +175,14 @@ class LossFunction:
         args: tuple[Tree, ...],
         *,
         scale: Scale = None,
-        reasons: list[str | None] | None = None,
+        notes: Notes | None = None,
     ) -> "Measured":
         """Loss, aux, weight and gradients, inside a trace.
 
-        The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients. The list
-        `reasons` is filled with the reason why each parameter is gathered at the start (None: it is not).
+        The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients. `notes` is
+        filled with what the trace finds out; without it, a loss that is no mean over rows gets a warning.
         """
-        setup, options = self.setup, self.options
+        setup, options, found_out = self.setup, self.options, notes or Notes()
         found, auto = setup.layout(params), setup.config.auto_axes
         single = tuple(axis for axis, size in setup.sizes.items() if size == 1)  # in no type, so nothing sums over them
         grad_leaf_specs = tuple(jax.tree.leaves(found.grad_specs))
@@ -183,20 +193,23 @@ class LossFunction:
         batch = collectives.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
 
         def body(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
-            return DeviceLoss(options, found, params, batch, args, scale, reasons).run()
+            return DeviceLoss(options, found, params, batch, args, scale, found_out).run()
 
-        measured, grads = jax.shard_map(
+        (loss, averaged, weight), rows, grads = jax.shard_map(
             body,
             mesh=setup.mesh,
             in_specs=(manual_param_specs, batch_spec, P(), P()),
-            out_specs=(P(), manual_grad_specs if options.differentiate else P()),
+            out_specs=(P(), batch_spec, manual_grad_specs if options.differentiate else P()),
             axis_names=set(setup.mesh.axis_names) - set(auto),
             check_vma=options.checked,
         )(params, batch, args, scale)
+        if notes is None:
+            _warn_if_mixed(found_out.program, setup)
+            _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
             grads = jax.tree.unflatten(jax.tree.structure(params), grads)
-        return Measured(*measured, grads=grads)
+        return Measured(loss, _put_together(found_out.program, averaged, rows), weight, grads)
 
 
 class Measured(NamedTuple):
@@ -206,6 +219,32 @@ class Measured(NamedTuple):
     aux: Tree
     weight: jax.Array
     grads: Tree
+
+
+def _put_together(program: Program, averaged: Sequence[jax.Array], rows: Sequence[jax.Array]) -> Tree:
+    """aux, from its leaves that were averaged and those that have the batch's rows, first."""
+    rest, with_rows = iter(averaged), iter(rows)
+    leaves = [next(rest) if dim is None else jnp.moveaxis(next(with_rows), 0, dim) for dim in program.row_dims]
+    return jax.tree.unflatten(program.out_tree, [None, None, *leaves])[2]
+
+
+def _warn_if_mixed(program: Program, setup: Setup) -> None:
+    """Warns of a loss that is known to be no mean over rows."""
+    if program.verdict.problem and setup.config.rows != "mixed":
+        warnings.warn(f"loss_fn: {program.verdict}", RowsWarning, stacklevel=2)
+
+
+def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:
+    """Warns of mesh axes along which all devices compute the same, on the same rows."""
+    used = {*setup.batch_axes, *setup.config.auto_axes, *cut_over, *axes_named(program.jaxpr)}
+    idle = {axis: size for axis, size in setup.sizes.items() if size > 1 and axis not in used}
+    if idle:
+        warnings.warn(
+            f"{setup.config.strategy}: along the mesh axes {idle} all devices compute the same: the batch is split "
+            f"over {setup.batch_axes}, and neither specs nor the loss name them. Name them in data_axes= or "
+            "replica_axes=, cut params over them by specs=, or make the mesh without them",
+            stacklevel=2,
+        )
 
 
 def _how_gathered(leaf: Leaf, reason: str | None, setup: Setup) -> str:
@@ -224,22 +263,6 @@ def check_options(who: str, options: LossOptions) -> None:
         check_flag(who, name, getattr(options, name))
     if not is_whole(options.microbatches, 1):
         raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
-
-
-def check_batch(batch: Tree, options: LossOptions) -> None:
-    """Raises a ValueError, which names the leaf, if rows do not divide over data shards and microbatches."""
-    shards, m = options.setup.num_batch_shards, options.microbatches
-    leaves = named_leaves(batch)
-    if not leaves:
-        raise ValueError("batch: it has no leaves; give at least one array of (rows, ...)")
-    for names, leaf in leaves:
-        rows = np.shape(leaf)[:1]
-        if not rows or rows[0] % (shards * m) or rows[0] == 0:
-            raise ValueError(
-                f"batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
-                f"{shards * m} = {shards} data shards x {m} microbatches: give a multiple of {shards * m} rows, or "
-                "change microbatches"
-            )
 
 
 def check_global(batch: Tree) -> None:

@@ -51,6 +51,7 @@ class Layout:
     state_treedef: TreeDef | None = None  # None: a layout of the params alone
     state: tuple[Leaf, ...] = ()
     gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
+    loss_rows: str = ""  # what is known of the rows of the loss
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def spec(self, leaf: Leaf, *, cut: bool) -> P:
@@ -119,7 +120,8 @@ class Layout:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
-        return "\n".join([*lines, f"bytes per device: {total}"])
+        known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
+        return "\n".join([*lines, f"bytes per device: {total}", *known])
 
 
 def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
@@ -189,11 +191,19 @@ def check_floating(params: Tree) -> None:
     for names, leaf in named_leaves(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
-            raise TypeError(f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array")
+            cure = ""
+            if callable(leaf):
+                cure = "; give a model's arrays alone, as by equinox.partition(model, equinox.is_inexact_array)"
+            raise TypeError(f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array{cure}")
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"params: {path_of(names)} has dtype {dtype}, which has no gradient; keep it out of the params "
                 "(pass it as a further argument of the loss), or cast it to a floating dtype"
+            )
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"params: {path_of(names)} has dtype {dtype}, in which updates are lost and sums overflow; keep params "
+                "in bfloat16 or float32, and cast them in the loss, where products are computed"
             )
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxshard.base.jaxprs import depends
-from jaxshard.base.tree import is_key, named_leaves, path_of, sum_dtype
+from jaxshard.base.jaxprs import depends, reaches, varies_smoothly
+from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.core import unshard
 from jaxshard.core.sharding import Setup
 from jaxshard.core.unshard import Scale, Value
 from jaxshard.mesh import platform_of
+from jaxshard.rows.verdict import Question, Verdict, judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class LossOptions:
     weighted: bool
     fold_keys: bool
     differentiate: bool
+    per_row: bool = False  # all of aux has the batch's rows (`predict`)
 
     @property
     def checked(self) -> bool:
@@ -52,10 +53,27 @@ class LossOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The traced loss: its flat inputs are (params, batch, args, scale), its flat outputs (loss, weight, aux)."""
+    """The traced loss: its flat inputs are (params, batch, args, scale), its flat outputs (loss, weight, aux).
+
+    Attributes:
+      verdict: what is known of its rows.
+      roles: what each input is.
+    """
 
     jaxpr: Jaxpr
     out_tree: TreeDef
+    verdict: Verdict
+    roles: tuple[str, ...]
+
+    @property
+    def row_dims(self) -> tuple[int | None, ...]:
+        """For each leaf of aux the dim along which it has the batch's rows; None: it has none."""
+        return self.verdict.row_dims[2:] or (None,) * (self.out_tree.num_leaves - 2)
+
+    @property
+    def roles_of_args(self) -> list[str]:
+        """What each leaf of the further arguments is: "key" and "raw key" are folded."""
+        return [role for role in self.roles if role in ("key", "raw key", "other")]
 
     @classmethod
     def trace(
@@ -75,17 +93,37 @@ class Program:
 
         def flat(leaves, batch, args, scale):
             with unshard.scaled_by(scale):
-                return _normal_form(options.loss_fn(jax.tree.unflatten(treedef, leaves), batch, *args), options)
+                params = without_boxes(jax.tree.unflatten(treedef, leaves))  # which would constrain shardings
+                return _normal_form(options.loss_fn(params, batch, *args), options)
 
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
-        except TypeError as error:
-            raise _explained(error, options) from error
-        differs = [False] * len(whole) + [True] * len(jax.tree.leaves(batch))
-        differs += [options.fold_keys and is_key(x) for x in jax.tree.leaves(args)] + [False] * (scale is not None)
+        except (TypeError, ValueError) as error:
+            raise _noted(_explained(error, options), batch, options) from error
+        roles = ["param"] * len(whole) + ["batch"] * len(jax.tree.leaves(batch)) + _roles_of(args, options)
+        roles += ["scale"] * (scale is not None)
         _check_whole(jaxpr, shapes, options)
-        _check_aux(jaxpr, shapes, differs, options)
-        return cls(jaxpr, jax.tree.structure(shapes))
+        if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:
+            raise TypeError(
+                "loss_fn: the weight depends on the params, and weighted=True leaves its gradient out. If that is "
+                "meant, return jax.lax.stop_gradient(weight); if not, divide by the weights of all devices yourself, "
+                "and leave weighted out: jax.lax.psum(loss_sum, axes) / jax.lax.psum(weight, axes), axes being "
+                f"{options.setup.split_axes!r}"
+            )
+
+        def of_rows(num_rows: int) -> Jaxpr:
+            batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
+            return jax.make_jaxpr(flat)(whole, batch_of_rows, args, scale)
+
+        read_as_keys = reaches(jaxpr, "random_wrap") if "raw key" in roles else [False] * len(roles)
+        roles = [
+            "other" if role == "raw key" and not is_read else role
+            for role, is_read in zip(roles, read_as_keys, strict=True)
+        ]
+        verdict = _verdict(jaxpr, of_rows, roles, batch, options)
+        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
+        _check_aux(program, shapes, options)
+        return program
 
     def run(
         self, values: Sequence[Value], batch: Tree, args: tuple[Tree, ...], scale: Scale
@@ -93,6 +131,38 @@ class Program:
         """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in unshard.run(self.jaxpr, flat)])
+
+
+def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
+    def role(x: Tree) -> str:
+        if not options.fold_keys:
+            return "other"
+        return "key" if is_key(x) else "raw key" if is_like_raw_key(x) else "other"
+
+    return [role(x) for x in jax.tree.leaves(args)]
+
+
+def _verdict(
+    jaxpr: Jaxpr, trace: Callable[[int], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
+) -> Verdict:
+    """What is known of the loss's rows."""
+    setup = options.setup
+    alone = setup.num_batch_shards * options.microbatches == 1
+    if alone and not options.has_aux:
+        return Verdict(alone=True)
+    question = Question(
+        trace=trace,
+        num_rows=jax.tree.leaves(batch)[0].shape[0],
+        batch=[role == "batch" for role in roles],
+        folded=[role in ("key", "raw key") for role in roles],
+        weighted=options.weighted,
+        per_row=options.per_row,
+        split_axes=setup.split_axes,
+        num_shards=setup.num_batch_shards,
+        microbatches=options.microbatches,
+    )
+    found = judge(question, jaxpr)
+    return dataclasses.replace(found, problem="", alone=True) if alone else found
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -107,7 +177,7 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {type(out).__name__}")
         out, weight = out
-        weight = lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
+        weight = jnp.asarray(weight, jnp.result_type(float))
         if weight.shape:
             raise TypeError(f"loss_fn: the weight must be a scalar, got shape {weight.shape}; sum it over the rows")
     if out is None or isinstance(out, tuple | list | dict):
@@ -121,9 +191,20 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
-def _explained(error: TypeError, options: LossOptions) -> TypeError:
-    """JAX's error about varying types, with the cure added; any other error unchanged."""
+def _noted(error: TypeError | ValueError, batch: Tree, options: LossOptions) -> TypeError | ValueError:
+    """The error, with how many rows the loss was given: it may have the number of all rows written into it."""
+    parts = options.setup.num_batch_shards * options.microbatches
+    if parts > 1 and "shape" in str(error):
+        mine = jax.tree.leaves(batch)[0].shape[0]
+        error.add_note(f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch.")
+    return error
+
+
+def _explained(error: TypeError | ValueError, options: LossOptions) -> TypeError | ValueError:
+    """JAX's error about varying types, or about sharding constraints, with the cure added; any other one unchanged."""
     text = str(error)
+    if isinstance(error, ValueError):
+        return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
     carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
     if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
         return error  # ours, or about shapes and dtypes
@@ -131,6 +212,20 @@ def _explained(error: TypeError, options: LossOptions) -> TypeError:
         "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
         "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
         f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+    )
+
+
+def _is_about_constraints(text: str) -> bool:
+    return "with_sharding_constraint" in text or ("Resource axis" in text and "not found in mesh" in text)
+
+
+def _about_constraints(text: str) -> str:
+    return (
+        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or "
+        "flax's nn.with_logical_constraint, and each device computes its own rows there, where no axis is left to "
+        "constrain. Take the constraint out, or call the step outside of nn.logical_axis_rules; how params are cut is "
+        "for specs= to say (auto_axes='tensor' leaves an axis to XLA, and constraints over that axis alone work then). "
+        f"JAX said: {text.splitlines()[0]}"
     )
 
 
@@ -149,11 +244,30 @@ def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
             )
 
 
-def _check_aux(jaxpr: Jaxpr, shapes: Tree, differs: list[bool], options: LossOptions) -> None:
-    """Refuses aux leaves that are not floating and depend on the batch or on folded keys: they cannot be averaged."""
-    outs = depends(jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
-    for (names, leaf), varies in zip(named_leaves(shapes), outs, strict=True):
-        if names[0] == "2" and varies and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
+    """Refuses aux leaves that are no numbers to average and depend on the batch or on folded keys.
+
+    Leaves that keep the batch's rows need no average; of keys the first device's are taken.
+    """
+    differs = [role in ("batch", "key", "raw key") for role in program.roles]
+    outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
+    row_dims = (None, None, *program.row_dims)
+    folded_rows = program.verdict.folded or (False,) * len(outs)
+    for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
+        if names[0] != "2" or row_dim is not None:
+            continue
+        if folded and not options.per_row:
+            raise ValueError(
+                f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
+                "with something else, lie in another order, or have a statistic of this device's rows in them, so "
+                "that unrelated rows would be averaged; return it as (rows, ...), or its mean"
+            )
+        if options.per_row:
+            raise ValueError(
+                f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch; "
+                "return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
+            )
+        if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 "differs between devices and has no average; cast it to a floating dtype, to be averaged"

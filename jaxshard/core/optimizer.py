@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxshard.base import jaxprs
 from jaxshard.base.tree import check_alive, check_same_structure
 from jaxshard.base.types import AnyMesh, Params, T, Tree
 from jaxshard.core import state as states
@@ -44,8 +45,7 @@ class _Methods:
             check_alive(f"update: {what}", tree)
         if states.is_local(setup):
             return local_update(setup, updates, state, params, extra)
-        expected = setup.expected_state(state, updates if params is None else params)
-        states.check_state("update", state, expected)
+        states.check_state("update", setup, state, updates if params is None else params)
         return advance(setup, updates, state, params, extra, want="updates")
 
 
@@ -116,6 +116,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     def place(self, params: Params) -> Params:
         """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
 
+        Abstract params (`ShapeDtypeStruct`s) come back abstract, with their shardings.
+
         Raises:
           TypeError: a leaf that is not floating.
           ValueError: specs that do not fit, or match nothing.
@@ -154,9 +156,11 @@ def setup_of(opt: object, who: str) -> Setup:
       TypeError: it is another kind of optimizer.
     """
     if not isinstance(opt, ShardedOptimizer):
+        inside = "optax.chain(...)"
+        if hasattr(opt, "gradient_transformation"):
+            inside = f"optax.{type(opt).__name__}(...).gradient_transformation()"
         raise TypeError(
-            f"{who} needs a ShardedOptimizer, got {type(opt).__name__}; put the chain inside: "
-            "jaxshard.zero2(optax.chain(...), mesh)"
+            f"{who} needs a ShardedOptimizer, got {type(opt).__name__}; put it inside: jaxshard.zero2({inside}, mesh)"
         )
     return opt.setup
 
@@ -166,4 +170,5 @@ def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **op
     if isinstance(inner, ShardedOptimizer):
         raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
     methods = _Methods(Setup(inner, mesh, checked_config(strategy, inner, mesh, options)))
+    jaxprs.core()  # here, since JAX traces a program again if this first import falls into its first trace
     return ShardedOptimizer(methods.init, methods.update)  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import REPLICA_AXIS, axes_of
 from jaxshard.base.types import AnyMesh, DType, Tree, is_whole
+from jaxshard.base.units import nearest
 from jaxshard.core.loss_scale import LossScale
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
@@ -46,7 +46,12 @@ class CommonOptions(TypedDict, total=False):
 
     data_axes: str | tuple[str, ...]
     """The mesh axes that state, gradients and params are cut over, outermost first; ("data",) by default. The batch is
-    split over these, and over "replica" where the mesh has it."""
+    split over these, and over `replica_axes`."""
+
+    replica_axes: str | tuple[str, ...]
+    """The mesh axes over which there are copies: the batch is split over them too, and what the data axes cut is
+    all-reduced over them, once per step. By default "replica", where the mesh has it: on a mesh ("dp", "fsdp"),
+    replica_axes="dp" with data_axes="fsdp" makes HSDP."""
 
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
@@ -73,6 +78,10 @@ class CommonOptions(TypedDict, total=False):
     """Mesh axes over which XLA partitions the loss too, for models that have `specs` and no collectives of their own.
     Over other axes the loss gets this device's shards of the params that `specs` cut (see `jaxshard.tensor`)."""
 
+    rows: Literal["apart", "mixed"]
+    """"apart", the default: a loss that is no mean over rows, each by itself, gets a warning. "mixed": it is meant so
+    (a BatchNorm with statistics of each device, a sum)."""
+
 
 class Options(CommonOptions, total=False):
     """The options of `ddp`, `zero1`, `zero2`, `zero3` and `hsdp`: the common ones, and the model's specs."""
@@ -89,6 +98,7 @@ class Config:
     strategy: str
     specs: Tree | Rules | None = dataclasses.field(default=None, hash=False)
     data_axes: tuple[str, ...] = ("data",)
+    replica_axes: tuple[str, ...] = (REPLICA_AXIS,)
     min_shard_size: int = 2**11
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
@@ -96,6 +106,7 @@ class Config:
     stochastic_rounding: bool = False
     loss_scale: LossScale | None = None
     auto_axes: tuple[str, ...] = ()
+    rows: Literal["apart", "mixed"] = "apart"
     zero: int | None = None  # of "hybrid" alone
 
     @property
@@ -127,7 +138,7 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
     _check_names(strategy, options)
     options = dict(options)
-    for name in options.keys() & {"data_axes", "auto_axes"}:
+    for name in options.keys() & {"data_axes", "replica_axes", "auto_axes"}:
         options[name] = _axis_names(strategy, name, options[name])
     if options.get("moment_dtype") == "bfloat16":
         options["moment_dtype"] = jnp.bfloat16
@@ -168,9 +179,8 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
     known = sorted(Options.__annotations__.keys() | own)
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ";"
-            raise TypeError(f"{strategy}: no option {name!r}{hint} There are {known}")
+            hint = nearest(name, known)
+            raise TypeError(f"{strategy}: no option {name!r}{hint or ';'} There are {known}")
 
 
 def _check_zero(config: Config) -> None:
@@ -179,23 +189,26 @@ def _check_zero(config: Config) -> None:
 
 
 def _check_data_axes(mesh: AnyMesh, config: Config) -> None:
-    needed = (*config.data_axes, *((REPLICA_AXIS,) if config.strategy == "hsdp" else ()))
-    for axis in needed:
+    given = config.strategy == "hsdp" or config.replica_axes != (REPLICA_AXIS,)
+    for axis in (*config.data_axes, *(config.replica_axes if given else ())):
         if axis not in mesh.axis_names:
             raise ValueError(
                 f"{config.strategy}: needs the mesh axis {axis!r}; the mesh has {tuple(mesh.axis_names)}. "
-                "Make one with jaxshard.make_mesh, or name yours with data_axes="
+                "Make one with jaxshard.make_mesh, or name yours with data_axes= and replica_axes="
             )
-    if not config.data_axes or len(set(config.data_axes)) < len(config.data_axes) or REPLICA_AXIS in config.data_axes:
+    both = (*config.replica_axes, *config.data_axes)
+    if not config.data_axes or len(set(both)) < len(both):
         raise ValueError(
-            f"{config.strategy}: data_axes {config.data_axes} must name at least one axis, each once, and not "
-            f"{REPLICA_AXIS!r}, which is never cut over"
+            f"{config.strategy}: data_axes {config.data_axes} and replica_axes {config.replica_axes} must name at "
+            "least one data axis, and each axis once: an axis with copies is never cut over"
         )
+    if config.strategy == "hsdp" and not config.replica_axes:
+        raise ValueError("hsdp: replica_axes () names no axis with copies; name one, or take zero3")
 
 
 def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
     for axis in config.auto_axes:
-        if axis not in mesh.axis_names or axis in (*config.data_axes, REPLICA_AXIS):
+        if axis not in mesh.axis_names or axis in (*config.data_axes, *config.replica_axes):
             raise ValueError(
                 f"{config.strategy}: auto_axes {config.auto_axes} must be axes of the mesh {tuple(mesh.axis_names)} "
                 "that the model is cut over, such as 'tensor'"
@@ -213,6 +226,12 @@ def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
 
 
 def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
+    if AxisType.Manual in mesh.axis_types:
+        manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+        raise ValueError(
+            f"{config.strategy}: the mesh's axes {manual} are Manual, as inside a shard_map; give the mesh itself, of "
+            "Auto or of Explicit axes (jaxshard.make_mesh)"
+        )
     kinds = {str(kind) for kind in mesh.axis_types}
     if len(kinds) > 1:
         raise ValueError(
@@ -222,6 +241,11 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     check_flag(config.strategy, "stochastic_rounding", config.stochastic_rounding)
+    if config.rows not in ("apart", "mixed"):
+        raise ValueError(
+            f'{config.strategy}: rows={config.rows!r:.80} is unknown; give "mixed" for a loss that is meant to mix '
+            'the rows of a device, or leave it out ("apart")'
+        )
     if not is_whole(config.min_shard_size, 0):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"

@@ -1,5 +1,6 @@
 """One device's part of the loss and its gradients, inside `jax.shard_map`: microbatches, keys, reductions."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.tree import is_key, sum_dtype
+from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
 from jaxshard.core import collectives, unshard
 from jaxshard.core.cutting import Leaf
@@ -18,6 +19,19 @@ from jaxshard.core.precision import like, wide
 from jaxshard.core.unshard import Scale, Sharded, Value
 
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
+
+
+@dataclasses.dataclass
+class Notes:
+    """What the trace of the loss finds out.
+
+    Attributes:
+      reasons: why each parameter is gathered at the start (None: it is not).
+      program: the traced loss.
+    """
+
+    reasons: list[str | None] = dataclasses.field(init=False)
+    program: Program = dataclasses.field(init=False)
 
 
 class DeviceLoss:
@@ -31,7 +45,7 @@ class DeviceLoss:
         batch: Tree,
         args: tuple[Tree, ...],
         scale: Scale,
-        reasons: list[str | None] | None,
+        notes: Notes,
     ):
         self.options, self.setup, self.leaves, self.args = options, options.setup, found.params, args
         self.scale = scale
@@ -42,17 +56,21 @@ class DeviceLoss:
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
         self.program = self._trace(jax.tree.structure(params))
         self.reasons = [unshard.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
-        if reasons is not None:
-            reasons[:] = self.reasons
+        notes.reasons, notes.program = self.reasons, self.program
 
     def run(self) -> Tree:
-        """Returns ((loss, aux, weight), gradients of this device's shards)."""
+        """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
+
+        The rows of a leaf are its first dim here.
+        """
         if not self.options.differentiate:
             outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
-            return self._reduced(*jax.tree.map(lambda x: x[None], outs))[0], ()
+            value, rows, _ = self._reduced(*jax.tree.map(lambda x: x[None], outs))
+            return value, rows, ()
         grads, outs = self._accumulated()
-        value, denominator = self._reduced(*outs)
-        return value, tuple(self._finish(g, leaf, denominator) for g, leaf in zip(grads, self.leaves, strict=True))
+        value, rows, denominator = self._reduced(*outs)
+        pairs = zip(grads, self.leaves, strict=True)
+        return value, rows, tuple(self._finish(g, leaf, denominator) for g, leaf in pairs)
 
     # The loss.
 
@@ -60,7 +78,7 @@ class DeviceLoss:
         whole = collectives.shapes_of(
             lambda: [_at_the_start(x) for x in self._values(self.shards, self._differentiated())]
         )
-        batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._folded(0)))
+        batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
 
     def _is_cut(self, leaf: Leaf) -> bool:
@@ -117,12 +135,24 @@ class DeviceLoss:
         axes = self.setup.split_axes
         shard = (lax.axis_index(axes) if axes else 0) * self.options.microbatches + index
 
-        def fold(x):
-            if not is_key(x):
+        def fold(x: Tree, role: str) -> Tree:
+            if role == "other":
                 return x
-            return jax.vmap(lambda key: jax.random.fold_in(key, shard))(x.reshape(-1)).reshape(x.shape)
+            keys = x if role == "key" else jax.random.wrap_key_data(x)
+            folded = jax.vmap(lambda key: jax.random.fold_in(key, shard))(keys.reshape(-1)).reshape(keys.shape)
+            return folded if role == "key" else jax.random.key_data(folded)
 
-        return jax.tree.map(fold, self.args)
+        leaves, treedef = jax.tree.flatten(self.args)
+        roles = self.program.roles_of_args
+        return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])
+
+    def _like_folded(self) -> Tree:
+        """The further arguments with the types that folding gives."""
+
+        def varied(x: Tree) -> Tree:
+            return collectives.vary(x, self.setup.split_axes) if is_key(x) or is_like_raw_key(x) else x
+
+        return jax.tree.map(varied, self.args) if self.options.fold_keys and self.options.checked else self.args
 
     # Gradients.
 
@@ -177,8 +207,11 @@ class DeviceLoss:
             g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
         return (g / denominator).astype(wide(self.setup.config, leaf.dtype))
 
-    def _reduced(self, losses: jax.Array, weights: jax.Array, auxes: Tree) -> tuple[Tree, jax.Array | int]:
-        """((loss, aux, weight) over the whole batch, the number that divides the sums of gradients)."""
+    def _reduced(
+        self, losses: jax.Array, weights: jax.Array, auxes: Tree
+    ) -> tuple[Tree, list[jax.Array], jax.Array | int]:
+        """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the number that
+        divides the sums of gradients)."""
         axes = self.setup.split_axes
         denominator: jax.Array | int = self.options.microbatches * self.setup.num_batch_shards
         weight = jnp.ones(())
@@ -187,6 +220,8 @@ class DeviceLoss:
             denominator = jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
         def average(x):
+            if is_key(x):
+                return _of_first_device(x[-1], axes)
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
             wide = x.astype(sum_dtype(x))
@@ -195,7 +230,25 @@ class DeviceLoss:
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
 
         loss = collectives.total(losses.sum(0), axes) / denominator
-        return (loss, jax.tree.map(average, auxes), weight), denominator
+        pairs = list(zip(jax.tree.leaves(auxes), self.program.row_dims, strict=True))
+        averaged = [average(x) for x, row_dim in pairs if row_dim is None]
+        rows = [_one_after_the_other(x, row_dim) for x, row_dim in pairs if row_dim is not None]
+        return (loss, averaged, weight), rows, denominator
+
+
+def _one_after_the_other(x: jax.Array, row_dim: int) -> jax.Array:
+    """The rows of all microbatches, of shape (microbatches, ...), as the first dim."""
+    x = jnp.moveaxis(x, row_dim + 1, 1)
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The keys that the first device over these axes has, on all devices."""
+    if not axes:
+        return keys
+    data = jax.random.key_data(keys)
+    mine = jnp.where(lax.axis_index(axes) == 0, data, jnp.zeros_like(data))
+    return jax.random.wrap_key_data(collectives.total(mine, axes), impl=jax.random.key_impl(keys))
 
 
 def _at_the_start(x: Value) -> jax.Array:

@@ -3,7 +3,7 @@
 The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxshard.base.jaxprs import depends, hands_on
 from jaxshard.base.tree import Names, matched, named_leaves, owner_of, path_of, shape_of
 from jaxshard.base.types import DType, Tree
 from jaxshard.core.options import Config
-from jaxshard.inner.trace import Traced, first_update
+from jaxshard.inner.trace import Traced, first_state, first_update
 from jaxshard.inner.update import fast, update
 
 
@@ -78,11 +78,17 @@ def check_params(config: Config, params: Tree) -> None:
         )
 
 
-def _widened(config: Config, params: Tree) -> Tree:
-    return jax.tree.map(lambda p: p.astype(wide(config, p.dtype)), params)
+def widened(config: Config, params: Tree) -> Tree:
+    """The params (arrays or shapes) as the inner optimizer sees them."""
+    return jax.tree.map(lambda p: _cast(p, wide(config, p.dtype)), params)
 
 
 # The state.
+
+
+def extends(config: Config) -> bool:
+    """Whether the state is a `ShardedState`: an option asks for more than plain optax's."""
+    return config.widens or config.moment_dtype is not None or config.loss_scale is not None
 
 
 def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
@@ -92,7 +98,7 @@ def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> T
       ValueError: an option that these params' dtypes, or this optimizer's state, cannot use.
     """
     check_params(config, params)
-    wider = _widened(config, params)
+    wider = widened(config, params)
     state = inner.init(wider)
     extra: dict[str, Tree] = {}
     if config.master_dtype is not None:
@@ -115,6 +121,11 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Co
     of a distance, and the arrays that L-BFGS takes differences from are not, since they need all their digits.
     """
     shapes = jax.tree.map(shape_of, params)
+    if why := first_state(inner, shapes).why:
+        raise ValueError(
+            "moment_dtype: this optimizer's init reads values of its params, so nobody knows which parts of its state "
+            f"are moments; leave the option out. JAX said: {why}"
+        )
     jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
     copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
     updated = first_update(inner, shapes)
@@ -182,7 +193,7 @@ def step(
     added = dict(state.extra)
     wider = params
     if params is not None and config.widens:
-        wider = _widened(config, params)
+        wider = widened(config, params)
         if "master" in added:
             wider = jax.tree.map(_master_of, added["master"], params, wider)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
@@ -215,9 +226,32 @@ def _stored(
     """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state)."""
     if config.moment_dtype is None or rounder is None:
         return update(inner, grads, state, params, extra)
-    plain = jax.eval_shape(inner.init, grads if params is None else params)
-    updates, new = update(inner, grads, matched(lambda x, p: x.astype(p.dtype), state, plain), params, extra)
-    return updates, matched(lambda x, old: rounder(x) if x.dtype != old.dtype else x, new, state)
+    computed = as_computed(inner, config, grads if params is None else params, state)
+    updates, new = update(inner, grads, computed, params, extra)
+    return updates, as_stored(new, computed, state, rounder)
+
+
+def as_computed(inner: optax.GradientTransformation, config: Config, params: Tree, state: Tree) -> Tree:
+    """The inner state (arrays or shapes) in the dtypes in which the optimizer computes: narrow moments are widened."""
+    if config.moment_dtype is None:
+        return state
+
+    def widen(x: Tree, plain: Tree) -> Tree:
+        return _cast(x, plain.dtype) if x.dtype == config.moment_dtype else x
+
+    return matched(widen, state, first_state(inner, params).state)
+
+
+def as_stored(new: Tree, computed: Tree, state: Tree, narrow: Callable[[Tree], Tree]) -> Tree:
+    """`new`, an inner state after an update, with `narrow` applied to what is stored narrower than it is computed."""
+    differs = jax.tree.map(lambda x, stored: x.dtype != stored.dtype, computed, state)
+    names_of_narrow = {names for names, yes in named_leaves(differs) if yes}
+    leaves = [narrow(x) if names in names_of_narrow else x for names, x in named_leaves(new)]
+    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+
+
+def _cast(x: Tree, dtype: DType) -> Tree:
+    return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: DType, config: Config, rounder: "Rounder | None") -> jax.Array:

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxshard.base.axes import REPLICA_AXIS
 from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import have_same_shapes, matched, shape_of
+from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.core import precision
 from jaxshard.core.cutting import deal_leaf
@@ -18,7 +17,9 @@ from jaxshard.core.layout import Layout, Shardings, layout_params, layout_state
 from jaxshard.core.options import Config
 from jaxshard.core.precision import ShardedState
 from jaxshard.inner import whole_matrices
-from jaxshard.inner.trace import Settled, settled
+from jaxshard.inner.trace import Settled, Start, Traced, first_state, settled, state_of_values, update_of
+from jaxshard.inner.whole_operands import ALL, fragile
+from jaxshard.mesh import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Setup:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which a batch is split, outermost first."""
-        replica = (REPLICA_AXIS,) if REPLICA_AXIS in self.mesh.shape else ()
+        replica = (axis for axis in self.config.replica_axes if axis in self.mesh.shape)
         return (*replica, *self.config.data_axes)
 
     @property
@@ -70,9 +71,9 @@ class Setup:
 
     def with_state(self, params: Tree, state: Tree | None = None) -> Layout:
         """As `dealt`, and with the leaves of `state`, or of the state that `init` makes."""
-        if state is None or have_same_shapes(state, self.abstract_state(params)):
-            return _with_init(self, params)
-        return layout_state(self.dealt(params), state)
+        if state is None:
+            state = self.abstract_state(params)
+        return _with_state(self, (params, state))
 
     def strictly(self, params: Tree) -> Layout:
         """As `layout`, for the whole tree of params: raises a ValueError for specs that match no leaf."""
@@ -83,7 +84,7 @@ class Setup:
     def shardings(self, params: Tree) -> Shardings:
         """Where params, gradients and state live, as `NamedSharding`s."""
         self.strictly(params)
-        return _shardings(self, params)
+        return _shardings(self, (params, self.abstract_state(params)))
 
     def param_shardings(self, params: Tree) -> Tree:
         """Where params live, as `NamedSharding`s."""
@@ -98,17 +99,42 @@ class Setup:
         return precision.init(self.inner, params, self.config)
 
     def abstract_state(self, params: Tree) -> Tree:
-        """The shapes of the state that `init` makes."""
-        return _abstract_state(self, params)
+        """The shapes of the state that `init` makes; an init that reads values of its params is run for them.
 
-    def settled(self, params: Tree) -> Settled:
-        """The shapes of the state after the first update; for nearly all optimizers, those that `init` makes."""
-        return _settled(self, params)
+        Raises:
+          ValueError: it needs values, and these params have none here.
+        """
+        start = _start(self, params)
+        if not start.why:
+            return start.state
+        return jax.tree.map(shape_of, state_of_values(self.plain_init, params, start.why))
 
-    def expected_state(self, state: Tree, params: Tree) -> Tree:
-        """The shapes that `state` should have: those after an update if its structure is that, else those of `init`."""
-        after = self.settled(params).state
-        return after if jax.tree.structure(state) == jax.tree.structure(after) else self.abstract_state(params)
+    def why_no_shapes(self, params: Tree) -> str:
+        """Why `init` cannot be traced, so that nobody knows its state's shapes without running it; else ""."""
+        return _start(self, params).why
+
+    def is_traceable(self, params: Tree, state: Tree) -> bool:
+        """Whether an update of this state can be traced without further arguments."""
+        return _update_of(self, (params, state)) is not None
+
+    def fragile(self, params: Tree, state: Tree, *, traced: bool) -> frozenset[str]:
+        """The operations in an update of this state whose operands must not be cut; all, if it is not known."""
+        found = _fragile(self, (params, state))
+        if found is None:
+            found = ALL if traced else frozenset()
+        return found if platform_of(self.mesh) == "cpu" else found - {"fft"}
+
+    def settled(self, params: Tree, state: Tree) -> Settled:
+        """The shapes of the state after an update of `state`; for nearly all optimizers, they stay."""
+        return _settled(self, (params, state))
+
+    def expected_states(self, params: Tree) -> list[Tree]:
+        """The shapes that a state may have: as `init` makes it, and as it is after its first update.
+
+        Empty if `init` reads values of its params.
+        """
+        start = _start(self, params)
+        return [] if start.why else [start.state, self.settled(params, start.state).state]
 
 
 @by_shapes
@@ -121,20 +147,21 @@ def _dealt(setup: Setup, params: Tree) -> Layout:
     found = setup.layout(params)
     if not setup.config.cuts.state or not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
         return found
-    dims = whole_matrices.batch_dims(setup.inner, params)
+    dims = whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, params))
     pairs = zip(found.params, dims, strict=True)
     dealt = tuple(deal_leaf(leaf, batch, setup.sizes, setup.config) for leaf, batch in pairs)
     return dataclasses.replace(found, params=dealt)
 
 
 @by_shapes
-def _with_init(setup: Setup, params: Tree) -> Layout:
-    return layout_state(setup.dealt(params), setup.abstract_state(params))
+def _with_state(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Layout:
+    params, state = params_and_state
+    return layout_state(setup.dealt(params), state)
 
 
 @by_shapes
-def _shardings(setup: Setup, params: Tree) -> Shardings:
-    found = setup.with_state(params)
+def _shardings(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Shardings:
+    found = setup.with_state(*params_and_state)
     return Shardings(*setup.named((found.param_specs, found.grad_specs, found.state_specs)))
 
 
@@ -144,18 +171,45 @@ def _param_shardings(setup: Setup, params: Tree) -> Tree:
 
 
 @by_shapes
-def _abstract_state(setup: Setup, params: Tree) -> Tree:
-    return jax.tree.map(shape_of, jax.eval_shape(setup.plain_init, params))
+def _start(setup: Setup, params: Tree) -> Start:
+    setup.layout(params)  # refuses a leaf that is no floating array
+    precision.check_params(setup.config, params)
+    start = first_state(setup.inner, precision.widened(setup.config, params))
+    if start.why:
+        return start
+    state = jax.eval_shape(setup.plain_init, params) if precision.extends(setup.config) else start.state
+    return Start(jax.tree.map(shape_of, state))
 
 
 @by_shapes
-def _settled(setup: Setup, params: Tree) -> Settled:
-    before, found = setup.abstract_state(params), settled(setup.inner, params)
-    if found is None:
-        return Settled(before, [])
-    extended = isinstance(before, ShardedState)
-    stored = matched(lambda _, old: old, found.state, before.inner if extended else before)  # with stored dtypes
-    return found._replace(state=before._replace(inner=stored) if extended else stored)
+def _update_of(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Traced | None:
+    params, state = params_and_state
+    params = precision.widened(setup.config, params)
+    computed = precision.as_computed(setup.inner, setup.config, params, _inner_of(state))
+    return update_of(setup.inner, params, computed)
+
+
+@by_shapes
+def _fragile(setup: Setup, params_and_state: tuple[Tree, Tree]) -> frozenset[str] | None:
+    traced = _update_of(setup, params_and_state)
+    return traced and fragile(traced.jaxpr)
+
+
+@by_shapes
+def _settled(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Settled:
+    params, state = params_and_state
+    traced = _update_of(setup, params_and_state)
+    found = traced and settled(setup.inner, precision.widened(setup.config, params), traced)
+    if not traced or not found:
+        return Settled(state, [])
+    dtype = setup.config.moment_dtype
+    new = precision.as_stored(found.state, traced.before, _inner_of(state), lambda x: x.update(dtype=dtype))
+    new = jax.tree.map(shape_of, new)
+    return found._replace(state=state._replace(inner=new) if isinstance(state, ShardedState) else new)
+
+
+def _inner_of(state: Tree) -> Tree:
+    return state.inner if isinstance(state, ShardedState) else state
 
 
 def _on_devices(

@@ -9,9 +9,10 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import REPLICA_AXIS, axes_in, canonical
+from jaxshard.base.axes import axes_in, canonical
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of
 from jaxshard.base.types import AxisSizes, Tree
+from jaxshard.base.units import nearest
 from jaxshard.core.options import Config, Rules
 
 
@@ -106,11 +107,10 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, co
     used = [axis for entry in spec for axis in axes_in(entry)]
     for axis in used:
         if axis not in sizes:
-            near = difflib.get_close_matches(axis, sizes, n=1, cutoff=0.0)
             raise ValueError(
-                f"specs: {path} names the axis {axis!r}; the mesh has {tuple(sizes)}" + f" (did you mean {near[0]!r}?)"
+                f"specs: {path} names the axis {axis!r}; the mesh has {tuple(sizes)}{nearest(axis, sizes)}"
             )
-        if axis in (*config.data_axes, REPLICA_AXIS):
+        if axis in (*config.data_axes, *config.replica_axes):
             raise ValueError(
                 f"specs: {path} has {spec}, but {axis!r} is the strategy's own: it cuts by it where it should; "
                 "name only the model's axes (tensor, pipeline)"

@@ -1,17 +1,32 @@
 """Params and state at rest: places params, makes the state, makes copies equal, checks a state."""
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
-from jaxshard.base.tree import check_alive, check_same_structure, is_traced, named_leaves, path_of, shape_of
+from jaxshard.base.tree import (
+    check_alive,
+    check_same_structure,
+    dtype_of,
+    flatten,
+    is_traced,
+    named_leaves,
+    path_of,
+    shape_of,
+    shapes_of,
+    structure,
+)
 from jaxshard.base.types import Params, T, Tree
 from jaxshard.core import collectives
-from jaxshard.core.layout import warn_if_awkward
+from jaxshard.core.layout import Layout, warn_if_awkward
 from jaxshard.core.precision import ShardedState
 from jaxshard.core.sharding import Setup
+from jaxshard.inner.trace import state_of_values
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 
@@ -21,31 +36,55 @@ def place(setup: Setup, params: Params) -> Params:
     found = setup.strictly(params)
     if is_traced(params):
         return collectives.at(params, setup.mesh, found.param_specs)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        return jax.tree.map(shape_of, params, setup.param_shardings(params))
     check_has_devices("place", setup.mesh)
     warn_if_awkward(found)
     check_alive("place: params", params)
     agreement.check_same_arrays("place", params)
-    return jax.tree.map(collectives.copy_to, params, setup.param_shardings(params))
+    return _copied_to(setup, params, found.param_specs)
 
 
 def init(setup: Setup, params: Tree) -> Tree:
     """The state, sharded from the start; see `ShardedOptimizer`."""
     if is_local(setup):
         raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
+    if setup.why_no_shapes(params):
+        return _init_by_values(setup, params)
     leaves, found = jax.tree.leaves(params), setup.with_state(params)
     shardings = setup.named(found.state_specs)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return jax.tree.map(shape_of, setup.abstract_state(params), shardings)
     make = collectives.globally(setup.plain_init, setup.mesh, found.state_specs)
     if is_traced(params):
-        return make(collectives.at(params, setup.mesh, found.grad_specs))
+        return make(collectives.moved(params, setup.mesh, found.param_specs, found.grad_specs))
+    _check_before_init(setup, params, found)
+    params = collectives.at(params, setup.mesh, found.param_specs)
+    state = jax.jit(make, out_shardings=shardings)(params)
+    if is_traced((params, state)):  # concrete params, within a trace; the state may have no leaves
+        return state
+    taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
+    return jax.tree.map(lambda x: collectives.copied(x) if collectives.buffers(x) & taken else x, state)
+
+
+def _init_by_values(setup: Setup, params: Tree) -> Tree:
+    """The state of an init that cannot be traced: made on the host, then cut."""
+    state = state_of_values(setup.plain_init, params, setup.why_no_shapes(params))
+    found = setup.with_state(params, shapes_of(state))
+    _check_before_init(setup, params, found)
+    return _copied_to(setup, state, found.state_specs)
+
+
+def _copied_to(setup: Setup, tree: T, specs: Tree) -> T:
+    """A copy of concrete arrays, laid out by `specs`, also where it is made within a trace."""
+    placed = jax.tree.map(collectives.copy_to, tree, setup.named(specs))
+    return collectives.at(placed, setup.mesh, specs) if is_traced(placed) else placed
+
+
+def _check_before_init(setup: Setup, params: Tree, found: Layout) -> None:
     check_has_devices("init", setup.mesh)
     warn_if_awkward(found)
     check_alive("init: params", params)
-    params = collectives.at(params, setup.mesh, found.param_specs)
-    state = jax.jit(make, out_shardings=shardings)(params)
-    taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
-    return jax.tree.map(lambda x: collectives.copied(x) if collectives.buffers(x) & taken else x, state)
 
 
 def is_local(setup: Setup) -> bool:
@@ -86,12 +125,19 @@ def within_reach(setup: Setup, args: T) -> T:
     return jax.tree.map(move, args)
 
 
-def check_state(who: str, state: Tree, expected: Tree) -> None:
-    """Raises a ValueError for a state that was made by another optimizer, or under other options."""
-    extended = isinstance(expected, ShardedState)
+def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
+    """Raises a ValueError for a state that was made by another optimizer, or under other options.
+
+    A state is right if it is as `init` makes it, or as updates of that leave it. Where nobody can tell (an init that
+    reads values), nothing is refused.
+    """
+    expected = setup.expected_states(params)
+    if not expected or any(fits(state, one) for one in expected):
+        return
+    extended = isinstance(expected[0], ShardedState)
     if extended and not isinstance(state, ShardedState):
         raise ValueError(
-            f"{who}: the state is plain optax's, and {', '.join(map(repr, expected.extra))} belong beside it, as "
+            f"{who}: the state is plain optax's, and {', '.join(map(repr, expected[0].extra))} belong beside it, as "
             "options of this strategy ask: give jaxshard.ShardedState(state, opt.init(params).extra)"
         )
     if not extended and isinstance(state, ShardedState):
@@ -99,11 +145,56 @@ def check_state(who: str, state: Tree, expected: Tree) -> None:
             f"{who}: the state has {', '.join(map(repr, state.extra))} beside plain optax's, and no option of this "
             "strategy asks for them: give state.inner"
         )
-    check_same_structure(f"{who}: the state", state, expected, "part of opt.init(params)")
+    if not _goes_on(setup, state, params, expected):
+        refuse(f"{who}: the state", state, nearest(state, expected))
+
+
+def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:
+    """The expected state of this structure, or the first."""
+    return next((one for one in expected if structure(one) == structure(state)), expected[0])
+
+
+def fits(state: Tree, expected: Tree, *, dtypes: bool = True) -> bool:
+    """Whether structure, shapes and (but for scalars and whole numbers, which JAX converts) dtypes agree."""
+    (leaves, treedef), (wanted, other) = flatten(state), flatten(expected)
+    if treedef != other:
+        return False
+    return all(
+        jnp.shape(x) == want.shape and not (dtypes and _differs(x, want))
+        for x, want in zip(leaves, wanted, strict=True)
+    )
+
+
+def _differs(x: Tree, want: jax.ShapeDtypeStruct) -> bool:
+    return bool(want.ndim) and jnp.issubdtype(want.dtype, jnp.inexact) and dtype_of(x) != want.dtype
+
+
+def _goes_on(setup: Setup, state: Tree, params: Tree, expected: Sequence[Tree]) -> bool:
+    """Whether plain optax goes on with a state that neither `init` nor the first update makes.
+
+    It does if an update keeps the dtypes in which this state differs; and if the optimizer gives its state other leaves
+    or shapes at every update (a list that grows).
+    """
+    given = shapes_of(state)
+    if any(fits(state, one, dtypes=False) for one in expected):
+        after = setup.settled(params, given)
+        return setup.is_traceable(params, given) and fits(given, after.state)
+    grows = not fits(setup.settled(params, expected[1]).state, expected[1], dtypes=False)
+    return grows and setup.is_traceable(params, given)
+
+
+def refuse(who: str, state: Tree, expected: Tree, noun: str = "part of opt.init(params)") -> NoReturn:
+    """Raises a ValueError that names how a state differs from the expected one, whose leaves are called `noun`."""
+    check_same_structure(who, state, expected, noun)
+    if structure(state) != structure(expected):
+        raise ValueError(
+            f"{who} has another structure than opt.init(params) makes; was it made by another optimizer? "
+            f"Got {structure(state)}, expected {structure(expected)}"
+        )
     for (names, leaf), want in zip(named_leaves(state), jax.tree.leaves(expected), strict=True):
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf), allow_extended_dtype=True)
-        if want.ndim and jnp.issubdtype(want.dtype, jnp.inexact) and dtype != want.dtype:
+        if _differs(leaf, want):
             raise ValueError(
-                f"{who}: the state's {path_of(names)} is {dtype}, and opt.init(params) makes it {want.dtype}: was "
-                "it made under other options? Cast it with .astype"
+                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it "
+                f"{want.dtype}, as updates do: was it made under other options? Cast it with .astype"
             )
+    raise ValueError(f"{who} does not fit")

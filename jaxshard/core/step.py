@@ -1,24 +1,29 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of
+from jaxshard.base.jaxprs import reaches
+from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import Metrics, Params, State, T, Tree
 from jaxshard.core import collectives
-from jaxshard.core.gradients import LossFn, LossFunction, check_batch, check_global, check_options
+from jaxshard.core.arguments import check_batch, checked_arguments
+from jaxshard.core.gradients import LossFn, LossFunction, check_global, check_options
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
+from jaxshard.core.repeats import KeyWatch
 from jaxshard.core.sharding import Setup
 from jaxshard.core.skips import Verdicts, judged
-from jaxshard.core.state import check_state, within_reach
+from jaxshard.core.state import check_state, nearest, within_reach
 from jaxshard.core.update import advance
 from jaxshard.digest import digests
 from jaxshard.inner.trace import Settled
@@ -50,9 +55,10 @@ def train_step(
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step whose loss or gradient is not finite is
-        skipped: it changes nothing, on any device, and warns. After more than `max_skips` in a row, the second call
-        after that raises `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and
-        `skip_not_finite` need, which count them themselves.
+        skipped: it changes nothing, on any device, and the next call warns (after the last step `step.close()` does, or
+        the end of the program). After more than `max_skips` in a row, the second call after that raises
+        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
+        which count them themselves.
 
     Returns:
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
@@ -81,7 +87,10 @@ def train_step(
 
 @dataclasses.dataclass(eq=False)
 class TrainStep:
-    """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params."""
+    """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params.
+
+    `with train_step(...) as step:` closes it at the end.
+    """
 
     loss: LossFunction
     donate: bool
@@ -89,7 +98,27 @@ class TrainStep:
     max_skips: int | None
     _programs: dict[tuple[Hashable, ...], "_Program"] = dataclasses.field(default_factory=dict, repr=False)
     _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
-    _verdicts: Verdicts = dataclasses.field(default_factory=Verdicts, repr=False)
+    _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
+    _keys: KeyWatch = dataclasses.field(default_factory=KeyWatch, repr=False)
+
+    def __post_init__(self):
+        self._verdicts = Verdicts(self.max_skips, self.setup.config.loss_scale)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        """Waits for the last step, and warns if it was skipped; where it is not called, the program's end does.
+
+        Raises:
+          NonFiniteError: too many steps in a row were skipped, the last one among them.
+        """
+        self._verdicts.tell()
+        self._verdicts.check()
 
     @property
     def setup(self) -> Setup:
@@ -99,20 +128,23 @@ class TrainStep:
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         state = self._arrays(state, params)
         program = self._program(params, state, batch)
+        args = checked_arguments(args, batch, self.loss.options)
         if is_traced(params, state, batch, args):
             return self._step(params, state, batch, *args)
         check_has_devices("train_step", self.setup.mesh)
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
-        self._verdicts.check(self.max_skips, self.setup.config.loss_scale)
+        self._verdicts.check()
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         params, state = _placed((params, state), (program.params, program.state))
-        batch = jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
+        given, batch = batch, jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
         args = within_reach(self.setup, args)
         if jax.process_count() > 1 and program not in self._agreed:
             _check_processes(program, params, state, batch, args)
             self._agreed.append(program)
+        if self.setup.config.rows != "mixed":
+            self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
         results = program.run(params, state, batch, *args)
         self._verdicts.expect(program.names, results[2])
         return results
@@ -125,6 +157,7 @@ class TrainStep:
         """The traced step, as `jax.jit(...).trace`; takes arrays or `ShapeDtypeStruct`s, and an abstract mesh too."""
         state = self._arrays(state, params)
         program = self._program(params, state, batch)
+        args = checked_arguments(args, batch, self.loss.options)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
         return program.run.trace(params, state, batch, *args)
@@ -137,7 +170,7 @@ class TrainStep:
         """The state, with Python numbers (hyperparameters that the user set) as arrays of the expected dtypes."""
         if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
             return state
-        expected = self.setup.expected_state(state, params)
+        expected = nearest(state, self.setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
     def _program(self, params: Tree, state: Tree, batch: Tree) -> "_Program":
@@ -150,31 +183,33 @@ class TrainStep:
 
     def _build(self, params: Tree, state: Tree) -> "_Program":
         setup = self.setup
-        settled, wanted = setup.settled(params), setup.shardings(params)
-        self._check_state(state, setup.expected_state(state, params), settled)
-        before, after = (setup.named(setup.with_state(params, tree).state_specs) for tree in (state, settled.state))
+        setup.strictly(params)
+        check_state("train_step", setup, state, params)
+        shapes, wanted = shapes_of(state), setup.param_shardings(params)
+        settled = setup.settled(params, shapes)
+        self._check_skips(settled)
+        before, after = (setup.named(setup.with_state(params, tree).state_specs) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         run = jax.jit(
             self._step,
-            out_shardings=(wanted.params, after, NamedSharding(setup.mesh, P())),
-            donate_argnums=(0, 1) if self.donate else (),
+            out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
+            donate_argnums=self._donated(shapes, settled.state),
             compiler_options=self.loss.options.compiler_options,
         )
         names = [path_of(names) for names, _ in named_leaves(params)]
-        return _Program(run, wanted.params, before, batch, names)
+        return _Program(run, wanted, before, batch, names)
 
-    def _check_state(self, state: Tree, expected: Tree, settled: Settled) -> None:
-        structure = jax.tree.structure(state)
-        check_state("train_step", state, expected)
-        if structure != jax.tree.structure(expected):
+    def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
+        """The arguments whose memory the step takes over; not a state with leaves that no result is like."""
+        fits = _kinds(state) <= _kinds(after)
+        return (0, *([1] if fits else [])) if self.donate else ()
+
+    def _check_skips(self, settled: Settled) -> None:
+        if settled.binding and (self.max_skips is not None or self.loss.options.weighted):
             raise ValueError(
-                "train_step: the state has another structure than opt.init(params) makes; was it made by another "
-                f"optimizer? Got {structure}, expected {jax.tree.structure(expected)}"
-            )
-        if settled.binding and self.max_skips is not None and structure != jax.tree.structure(settled.state):
-            raise ValueError(
-                f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, so that it "
-                "could not be skipped: make this leaf in the optimizer's init, or skip nothing (max_skips=None)"
+                f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, or gives it "
+                "another shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip "
+                "nothing (max_skips=None, and no weighted=True)"
             )
 
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:
@@ -215,6 +250,10 @@ def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree
     digests({"params": params, "state": state, "batch": batch})
 
 
+def _kinds(tree: Tree) -> Counter[tuple[Hashable, ...]]:
+    return Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
     """A jitted step (`run`), and the shardings of its params, state and batch; `names` are the params' paths."""
@@ -224,6 +263,11 @@ class _Program:
     state: Tree
     batch: NamedSharding
     names: list[str]
+
+    def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
+        """For each leaf of the further arguments, whether random numbers depend on it."""
+        found = reaches(self.run.trace(params, state, batch, *args).jaxpr, "random_bits")
+        return found[len(found) - len(jax.tree.leaves(args)) :]
 
 
 def _placed(tree: T, shardings: Tree) -> T:

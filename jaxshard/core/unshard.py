@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.base.axes import Dims
-from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, scan_split, unnamed
+from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
 from jaxshard.base.primitives import CASTS, INLINED, REMAT
 from jaxshard.base.tree import is_traced
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
@@ -181,28 +181,14 @@ def run(closed: Jaxpr, values: Sequence[Tree]) -> list[Value]:
     for eqn in jaxpr.eqns:
         operands = [None if is_literal(v) else env.get(v) for v in eqn.invars]
         if any(isinstance(value, Sharded) for value in operands):
-            _run_plain(jaxpr, plain, env)
+            run_equations(jaxpr, plain, env)
             plain = []
             outs = _run_sharded(eqn, [_read(env, v) for v in eqn.invars])
             env |= dict(zip(eqn.outvars, outs, strict=True))
         else:
             plain.append(eqn)
-    _run_plain(jaxpr, plain, env)
+    run_equations(jaxpr, plain, env)
     return [_read(env, v) for v in jaxpr.outvars]
-
-
-def _run_plain(jaxpr: OpenJaxpr, eqns: list[Equation], env: Environment) -> None:
-    """Runs equations without Sharded operands as one piece, so that JAX's own evaluation keeps names and contexts."""
-    if not eqns:
-        return
-    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
-    own = set(outs)
-    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not is_literal(v) and v not in own))
-    piece = jaxpr.replace(
-        constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=unnamed(jaxpr, len(ins), len(outs))
-    )
-    results = core().jaxpr_as_fun(core().ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
-    env |= dict(zip(outs, results, strict=True))
 
 
 def _run_sharded(eqn: Equation, values: list[Value]) -> list[Value]:

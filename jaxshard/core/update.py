@@ -12,12 +12,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxshard.base.tree import matched
+from jaxshard.base.tree import is_traced, matched, shapes_of
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
 from jaxshard.core.layout import Layout
 from jaxshard.core.sharding import Setup
 from jaxshard.inner.update import fast
+from jaxshard.inner.whole_operands import with_whole_operands
 from jaxshard.mesh import platform_of
 
 Extra = Mapping[str, Tree]
@@ -39,15 +40,20 @@ def advance(
     """
     like = grads if params is None else params
     found = setup.dealt(like)
-    new_state_specs = setup.with_state(like, setup.settled(like).state).state_specs
+    shapes = shapes_of(state)
+    new_state_specs = setup.with_state(like, setup.settled(like, shapes).state).state_specs
     grads = collectives.at(fast(grads), setup.mesh, fast(found.grad_specs))
     grads = collectives.at(grads, setup.mesh, fast(found.home_specs))
-    params_at_home = None if params is None else collectives.at(params, setup.mesh, found.home_specs)
+    params_at_home = None
+    if params is not None:
+        params_at_home = collectives.moved(params, setup.mesh, found.param_specs, found.home_specs)
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
-    step = _with_extra(
-        setup, lambda *args: shard_step(setup, *args, new=new), extra, (found.home_specs, new_state_specs)
-    )
-    out, state = step(grads, state, params_at_home, ok)
+    fragile = setup.fragile(like, shapes, traced=is_traced(grads))
+    step = _with_extra(lambda *args: shard_step(setup, *args, new=new), extra)
+    if fragile:
+        step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
+    step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
+    out, state = step(grads, state, params_at_home, ok, _arrays(extra))
     out = _to_params(setup, found, out)
     if want == "updates":
         return as_updates(setup, out, params), state
@@ -102,19 +108,24 @@ def _selects_whole(setup: Setup) -> bool:
     return platform_of(setup.mesh) == "tpu"
 
 
-def _with_extra(setup: Setup, step: Callable[..., Tree], extra: Extra, out_specs: Tree) -> Callable[..., Tree]:
-    """`step` in the global view; arrays in `extra` become its arguments, functions and constants are closed over."""
+def _with_extra(step: Callable[..., Tree], extra: Extra) -> Callable[..., Tree]:
+    """`step` with the arrays in `extra` as its last argument; functions and constants are closed over."""
     leaves, treedef = jax.tree.flatten(dict(extra))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
     def with_arrays(grads, state, params, ok, arrays):
         filled = iter(arrays)
-        whole = [next(filled) if yes else leaf for yes, leaf in zip(is_array, leaves, strict=True)]
+        whole = [next(filled) if _is_array(leaf) else leaf for leaf in leaves]
         return step(grads, state, params, ok, jax.tree.unflatten(treedef, whole))
 
-    arrays = [leaf for yes, leaf in zip(is_array, leaves, strict=True) if yes]
-    run = collectives.globally(with_arrays, setup.mesh, out_specs)
-    return lambda grads, state, params, ok: run(grads, state, params, ok, arrays)
+    return with_arrays
+
+
+def _arrays(extra: Extra) -> list[Tree]:
+    return [leaf for leaf in jax.tree.leaves(dict(extra)) if _is_array(leaf)]
+
+
+def _is_array(leaf: Tree) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _to_params(setup: Setup, found: Layout, tree: Tree) -> Tree:

@@ -1,12 +1,16 @@
 """The start of a run of several processes: each joins the others, or is told who is missing."""
 
+import math
+import operator
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, SupportsIndex, TypedDict, Unpack, cast
 
 import jax
 
 from jaxshard.processes.roll_call import roll_call
+
+_MOST_PROCESSES = 1_000_000
 
 
 class InitializeOptions(TypedDict, total=False):
@@ -72,13 +76,26 @@ def _join(place: _Place, options: InitializeOptions) -> None:
     if missing:
         raise ValueError(f"initialize: {known} lacks {', '.join(missing)}; give all three, or none to detect them")
     address, count, rank = place
+    seconds = options.get("initialization_timeout", 300)
+    _check_numbers(count, rank, seconds)
     assert count is not None
     assert rank is not None
+    if not jax.distributed.is_initialized():
+        roll_call(str(address), count, rank, seconds)
+    jax.distributed.initialize(address, count, rank, **options)
+
+
+def _check_numbers(count: object, rank: object, seconds: object) -> None:
+    for name, number in (("num_processes", count), ("process_id", rank)):
+        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+            raise TypeError(f"initialize: {name} {number!r} must be a whole number")
+    count, rank = operator.index(cast("SupportsIndex", count)), operator.index(cast("SupportsIndex", rank))
+    if not 1 <= count <= _MOST_PROCESSES:
+        raise ValueError(f"initialize: num_processes {count} must be from 1 to {_MOST_PROCESSES:,}")
     if not 0 <= rank < count:
         raise ValueError(f"initialize: process_id {rank} is not in 0 .. {count - 1} (num_processes {count})")
-    if not jax.distributed.is_initialized():
-        roll_call(str(address), count, rank, options.get("initialization_timeout", 300))
-    jax.distributed.initialize(address, count, rank, **options)
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"initialize: initialization_timeout {seconds!r} must be a number of seconds above 0")
 
 
 def _from_environment(name: str) -> int | None:

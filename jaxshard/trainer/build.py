@@ -21,7 +21,7 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
-from jaxshard.trainer import data
+from jaxshard.trainer import data, memory
 from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig
 from jaxshard.trainer.data import Rows
 from jaxshard.trainer.devices import make_mesh, start_devices
@@ -171,9 +171,29 @@ def _prepared(config: Config) -> Run:
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
     heldout = heldout[: config.data.heldout_bytes]
-    crc = int(np.uint32(zlib.crc32(text.tobytes())).view(np.int32))
+    crc = int(np.uint32(zlib.crc32(text.data)).view(np.int32))
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, config.train.rows, config.train.seed, crc))
-    return Run(config, text, heldout, batches, model, schedule, opt, start)
+    run = Run(config, text, heldout, batches, model, schedule, opt, start)
+    _check_memory(run, mesh)
+    return run
+
+
+_BATCH_BYTES = 12  # of each byte of text: its place, and its token
+
+
+def _check_memory(run: Run, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError where a batch, or what the devices hold from step to step, cannot fit; nothing is allocated."""
+    train, (held, _) = run.config.train, run.bytes_per_device()
+    first, last = run._my_rows(train.rows)
+    rows = (last - first) * (run.config.model.sequence_length + 1) * _BATCH_BYTES
+    memory.check(rows, f"train.rows = {train.rows}: a batch", "take fewer rows")
+    what, cure = "params, gradients and state", "make the model smaller, or cut more over more devices"
+    mine = mesh.local_devices
+    if mine[0].platform == "cpu":
+        memory.check(sum(held.values()) * len(mine), f"{what} on {len(mine)} CPU devices of this host", cure)
+    else:
+        limit = (mine[0].memory_stats() or {}).get("bytes_limit")
+        memory.check(sum(held.values()), f"{what} on each device", cure, limit or float("inf"))
 
 
 def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:

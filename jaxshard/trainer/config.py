@@ -6,11 +6,12 @@ The sentence under each field is its help text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from jaxshard.trainer import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,8 @@ class Arguments(Config):
 
 def check(config: Config) -> None:
     """Raises ValueError, naming the option, for a value that no run can have."""
-    _check_ranges(config)
+    sections = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(Config))
+    ranges.check({f"{name}.{option}": value for name, section in sections for option, value in vars(section).items()})
     _check_precision(config.precision)
     _check_parallel(config)
     model = config.model
@@ -290,43 +292,3 @@ def _check_precision(chosen: PrecisionConfig) -> None:
             "precision.moments = bfloat16: nothing here is kept wider, so they would be rounded to nearest, and stall: "
             "add precision.masters or precision.stochastic_rounding, or leave it out"
         )
-
-
-_POSITIVE = (
-    *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
-    *("optimizer.learning_rate", "optimizer.clip_norm"),
-    *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
-    *("sharding.microbatches", "sharding.stage_microbatches"),
-    *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every", "keep_last", "heartbeat_seconds")),
-)
-_NOT_NEGATIVE = (
-    *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *("model.kv_heads", "train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
-    *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
-)
-_BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
-
-
-def _check_ranges(config: Config) -> None:
-    for name in _POSITIVE:
-        _require(config, name, lambda value: value > 0, "above 0")
-    for name in _NOT_NEGATIVE:
-        _require(config, name, lambda value: value >= 0, "0 or more")
-    for name in _BELOW_ONE:
-        _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-    _require(config, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
-    _require(config, "data.heldout_bytes", lambda value: value > 1, "at least 2")
-    _require(config, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")
-    _require(config, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
-    _require(config, "sharding.devices", lambda value: value is None or value > 0, "above 0")
-    _require(config, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
-    _require(config, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
-    hsdp = config.sharding.strategy == "hsdp"
-    _require(config, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
-
-
-def _require(config: Config, name: str, is_right: Callable[..., bool], needed: str) -> None:
-    section, field = name.split(".")
-    value = getattr(getattr(config, section), field)
-    if not is_right(value):
-        raise ValueError(f"{name} = {value}: it must be {needed}")

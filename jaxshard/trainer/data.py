@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from jaxshard.trainer import memory
 
 Rows = dict[str, np.ndarray]
 
@@ -22,23 +26,62 @@ def read_text(path: str | None) -> np.ndarray:
       uint8, one-dimensional.
 
     Raises:
-      ValueError: nothing is there, it cannot be read, or it is empty.
+      ValueError: nothing is there, not all of it can be read, it is too large for this host, or empty.
     """
     if path is None:
         from pydoc_data.topics import topics
 
         return _bytes("\n".join(topics[name] for name in sorted(topics)).encode())
-    root = Path(path)
-    if not root.exists():
-        raise ValueError(f"data.path: {path!r} does not exist: give a file or a folder of text")
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
     try:
+        files = _files(Path(path))
+        size = sum(file.stat().st_size for file in files)
+        memory.check(2 * size, f"data.path: {path!r}, of which two copies are held,", "give less text")
         text = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
         raise ValueError(f"data.path: {path!r} cannot be read: {error}") from error
     if not text.strip():
         raise ValueError(f"data.path: {path!r} is empty ({len(files)} files): give a file or a folder of text")
     return _bytes(text)
+
+
+def _files(root: Path) -> list[Path]:
+    """The file itself, or all files of the folder, in the order of their paths. Links are followed.
+
+    Raises:
+      ValueError: something there is no file: a pipe, a link to nothing.
+      OSError: a folder cannot be read.
+    """
+    if not os.path.lexists(root):
+        raise ValueError(f"data.path: {str(root)!r} does not exist: give a file or a folder of text")
+    return sorted(_walked(root))
+
+
+def _walked(root: Path) -> Iterator[Path]:
+    """The files of a path, in any order."""
+    paths: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # each with the folders it lies in
+    while paths:
+        path, above = paths.pop()
+        found = _found(path)
+        folder = found.st_dev, found.st_ino
+        if stat.S_ISREG(found.st_mode):
+            yield path
+        elif not stat.S_ISDIR(found.st_mode):
+            raise ValueError(f"data.path: {str(path)!r} is no file, and no folder: put the text into a file")
+        elif folder in above:
+            raise ValueError(f"data.path: {str(path)!r} is a link to a folder that it lies in: remove it")
+        else:
+            paths += ((path / name, above | {folder}) for name in os.listdir(path))
+
+
+def _found(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise ValueError(
+            f"data.path: {str(path)!r} is a link that leads nowhere ({error.strerror}): remove it"
+        ) from None
 
 
 def split(text: np.ndarray, heldout: float, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +93,8 @@ def split(text: np.ndarray, heldout: float, length: int) -> tuple[np.ndarray, np
     cut = len(text) - int(len(text) * heldout)
     train, held = text[:cut], text[cut:]
     if min(len(train), len(held)) <= length:
-        needed = int((length + 1) / min(heldout, 1 - heldout)) + 1
+        needed = (length + 1) / min(heldout, 1 - heldout)
+        needed = int(needed) + 1 if needed < 2**63 else "an impossible number of"
         raise ValueError(
             f"the text has {len(text)} bytes, {len(train)} to train on and {len(held)} held out; both need more than "
             f"model.sequence_length = {length}: give a text of {needed} bytes or more, or shorter sequences"
@@ -111,7 +155,7 @@ def heldout_batches(
 
 def zlib_bits_per_byte(text: np.ndarray) -> float:
     """The bits that zlib needs for a byte at its best (level 9): a mark for a language model."""
-    return 8 * len(zlib.compress(text.tobytes(), 9)) / len(text)
+    return 8 * len(zlib.compress(text.data, 9)) / len(text)
 
 
 def _bytes(text: bytes) -> np.ndarray:

@@ -11,6 +11,7 @@ import jaxshard
 from jaxshard.trainer.config import Config, ShardingConfig
 
 _SIMULATED_DEVICES = 8
+MOST_SIMULATED = 4096  # more take minutes to start
 
 
 def start_devices(config: Config) -> None:
@@ -49,7 +50,7 @@ def _simulate_cpus(wanted: int | None) -> None:
     if wanted is None and chosen:
         return
     try:
-        jax.config.update("jax_num_cpu_devices", wanted or _SIMULATED_DEVICES)
+        jax.config.update("jax_num_cpu_devices", min(wanted or _SIMULATED_DEVICES, MOST_SIMULATED))
     except RuntimeError:  # JAX runs already: it has the devices it has
         return
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Self
 
 import tensorboardX
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from jaxshard.base.text import printable
+from jaxshard.trainer.metrics import Record
 from jaxshard.trainer.run_folder import RunFolder, replace
 
-Record = dict[str, Any]
+_LARGEST = 1e30  # bits per byte that are drawn
+_TITLE_CHARACTERS = 90
 
 
 class Recorder:
@@ -70,12 +74,19 @@ def draw(folder: RunFolder, marks: Mapping[str, float]) -> None:
         axes.axhline(value, color="#c2410c", linewidth=1, linestyle="--")
         where = {"xy": (0.99, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
         axes.annotate(f"{name}: {value:.2f}", **where, color="#c2410c")
-    axes.set(xlabel="step", ylabel="bits per byte", title=str(folder.path))
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set_title(printable(str(folder.path))[-_TITLE_CHARACTERS:], parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    replace(folder.figure, lambda temporary: figure.savefig(temporary, format="png"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
+        replace(folder.figure, lambda temporary: figure.savefig(temporary, format="png"))
 
 
 def _curve(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[key]) for record in records if key in record]
+    points = [(record["step"], record[key]) for record in records if _is_drawable(record.get(key))]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def _is_drawable(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LARGEST

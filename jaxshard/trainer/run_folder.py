@@ -6,17 +6,22 @@ meets half of anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
 from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.trainer import metrics, seal
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
+from jaxshard.trainer.metrics import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +114,7 @@ class RunFolder:
 
     def check_unsaved(self) -> None:
         """Raises ValueError if there is more here than a run leaves that ended before its first save."""
+        self._check_restorable()
         if not self.config.is_file() and not self._is_begun():
             self.check_free()
 
@@ -123,45 +129,106 @@ class RunFolder:
         """Whether there is a saved run here."""
         return self.config.is_file() and self.latest_step() is not None
 
-    def check_saved(self) -> None:
-        """Raises ValueError if there is no saved run here."""
-        if not self.is_saved():
+    def check_saved(self, configured: bool) -> None:
+        """Raises ValueError if there is no saved run here, or its options are nowhere: not `configured` otherwise."""
+        self._check_restorable()
+        if self.latest_step() is None:
             raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
+        if not configured and not self.config.is_file():
+            raise ValueError(f"--resume: {self.config} is gone; {self.cure()}")
+
+    def cure(self, config: str | Path = "CONFIG.toml") -> str:
+        """What to do where the run's own configuration is not to be had, or not to be trusted."""
+        command = shell_command("jaxshard", "train", str(config), "--resume", "--out", str(self.path))
+        return f"name the file that has its options: {command}"
+
+    def _check_restorable(self) -> None:
+        """Raises ValueError if there are saved models and none is whole."""
+        saves = Checkpointer(self.model)
+        if (damaged := saves.damaged()) and not saves.steps():
+            step, missing = max(damaged.items())
+            raise ValueError(
+                f"--out {self.path}: no saved model is whole: {missing} is missing in {self.model / str(step)}: "
+                "bring it back, or name another folder to start anew"
+            )
 
     def latest_step(self) -> int | None:
         """The step of the newest saved model."""
         return max(Checkpointer(self.model).steps(), default=None)
 
-    def _write(self, path: Path, text: str) -> None:
-        replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    def records(self) -> list[Record]:
+        """The metrics so far, of what can be read."""
+        return metrics.read(self.metrics).records
 
-    def records(self) -> list[dict[str, Any]]:
-        """The metrics so far; a last line that was cut off (by a full disk, say) is left out."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def begin(self, config: str, step: int) -> list[str]:
+        """Makes the folder of a run, new or resumed, that has taken `step` steps; returns what there is to say.
 
-    def begin(self, config: str, step: int) -> None:
-        """Makes the folder of a run, new or resumed, that has taken `step` steps."""
+        What is in the way of a file that is no part of the model's state is moved aside.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write(self.config, config)
-        self.forget_after(step)
+        notes = [self._cleared(path, Path.is_file) for path in (self.config, self.metrics, self.figure)]
+        notes.append(self._cleared(self.tensorboard, Path.is_dir))
+        replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
+        notes.append(self.forget_after(step))
+        return [note for note in notes if note]
 
-    def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again."""
-        kept = [record for record in self.records() if record["step"] <= step]
-        self._write(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+    def forget_after(self, step: int) -> str:
+        """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again.
+
+        Returns:
+          What there is to say: lines that are no metrics are moved to another file.
+        """
+        try:
+            found = metrics.read(self.metrics)
+        except OSError as error:
+            return self._moved_aside(self.metrics, f"cannot be read ({error.strerror})")
+        kept = [json.dumps(record) + "\n" for record in found.records if record["step"] <= step]
+        replace(self.metrics, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
+        if not found.others:
+            return ""
+        others = self.metrics.with_name(f"{self.metrics.name}.others")
+        try:
+            with others.open("ab") as file:
+                file.writelines(found.others)
+            where = f"are now in {others.name}"
+        except OSError as error:
+            where = f"are lost ({error.strerror})"
+        return f"{self.metrics}: {len(found.others)} of its lines are no metrics, and {where}"
+
+    def _cleared(self, path: Path, is_right: Callable[[Path], bool]) -> str:
+        """Moves aside what is no file (or folder) where one has to be; returns what there is to say."""
+        if not os.path.lexists(path) or is_right(path):
+            return ""
+        return self._moved_aside(path, "is no folder" if path == self.tensorboard else "is no file")
+
+    def _moved_aside(self, path: Path, why: str) -> str:
+        names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
+        aside = next(name for name in names if not os.path.lexists(name))
+        path.rename(aside)
+        return f"{path} {why}: it is now {aside.name}"
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """`write(temporary)` makes the new file beside `path`, which it then becomes in one move."""
+    """`write(temporary)` makes the new file beside `path`. Once it is on the disk, it becomes `path` in one move."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        _keep_name(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _keep_name(folder: Path) -> None:
+    """The folder's list of names is on the disk, where the file system can do that."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator
 
 import jax
 from rich.console import Console
 
 import jaxshard
+from jaxshard.base.text import printable, shell_command
 from jaxshard.mesh import check_has_devices
 from jaxshard.trainer.build import Run
 from jaxshard.trainer.data import zlib_bits_per_byte
@@ -50,16 +50,20 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
         say(console, f"stopped early after step {snapshot.step}: {misses} evaluations without improvement")
     if math.isfinite(best):
         say(console, f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
-    say(console, f"in {folder.path}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml")
-    command = ["jaxshard", "train", "--resume", "--out", str(folder.path)]
+    say(
+        console,
+        f"in {printable(str(folder.path))}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml",
+    )
+    out = str(folder.path)
+    command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
     if not interrupted:
         enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
         command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
-    say(console, f"to go on: {shlex.join(command)}")
+    say(console, f"to go on: {shell_command(*command)}")
 
 
 def _marks(run: Run) -> Iterator[str]:
-    source = run.config.data.path or "pydoc_data.topics, the English text that every Python carries"
+    source = printable(run.config.data.path or "") or "pydoc_data.topics, the English text that every Python carries"
     trained, heldout = len(run.batches.text), len(run.heldout)
     yield f"text: {source}: {len(run.text):,} bytes, {trained:,} to train on, the next {heldout:,} held out"
     yield f"zlib -9 on what is held out: {zlib_bits_per_byte(run.heldout):.2f} bits/byte"

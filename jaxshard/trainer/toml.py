@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import reprlib
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,10 @@ import tomli_w
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
 from jaxshard.base.types import T
+from jaxshard.trainer import seal
 from jaxshard.trainer.config import Config
+
+_MOST_CHARACTERS = 1_000_000  # /dev/zero has no end
 
 
 def load(path: Path) -> Config:
@@ -25,20 +29,38 @@ def load(path: Path) -> Config:
       path: a TOML file with a table for each section.
 
     Raises:
-      ValueError: the file cannot be read or is no TOML, or a key is unknown or of the wrong type. Every such key is
-        named, on a line of its own.
+      ValueError: the file cannot be read or is no TOML, or a key is unknown or of the wrong type (every such key is
+        named, on a line of its own), or jaxshard wrote the file and it was cut short.
     """
-    table = _table(path)
+    return parsed(path)[0]
+
+
+def parsed(path: Path) -> tuple[Config, frozenset[str]]:
+    """(the configuration as `load` reads it, the keys that the file has)."""
+    table, _ = _table(path)
     try:
-        return _converter().structure(table, Config)
+        return _converter().structure(table, Config), _keys(table)
     except ClassValidationError as error:
         raise ValueError("\n".join(f"{path}: {mistake}" for mistake in _mistakes(error, table))) from error
 
 
-def sections(path: Path) -> dict[str, Any]:
-    """Reads a configuration as `load` does; returns each section by its name, for a command line to change."""
-    config = load(path)
-    return {section.name: getattr(config, section.name) for section in dataclasses.fields(Config)}
+def looked_at(path: Path) -> tuple[seal.State, list[str]]:
+    """Looks at the configuration that a run wrote in its folder.
+
+    Returns:
+      (whether it is as it was written, with a seal or, by an older jaxshard, without; the options that it lacks).
+
+    Raises:
+      ValueError: it cannot be read, or was cut short.
+    """
+    table, state = _table(path)
+    if state != "whole" and _LAST_SECTION not in table:
+        raise ValueError(f"{path} was cut short: it has no section [{_LAST_SECTION}]")
+    return state, [key for key in known_keys() if key not in _MAY_BE_NONE and key not in _keys(table)]
+
+
+_MAY_BE_NONE = ("data.path", "sharding.devices")
+_LAST_SECTION = dataclasses.fields(Config)[-1].name
 
 
 def dump(config: Config) -> str:
@@ -70,15 +92,30 @@ def nearest(key: str, known: Sequence[str]) -> str:
     return max(known, key=lambda other: max(_likeness(key, other), _likeness(_last(key), _last(other))))
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> tuple[dict[str, Any], seal.State]:
+    """What the file says, and whether it is as jaxshard wrote it."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{path} is no configuration: it has more than {_MOST_CHARACTERS:,} characters")
+    state = seal.state_of(text)
+    if state == "cut short":
+        raise ValueError(f"{path} was cut short: jaxshard wrote more")
     try:
-        return tomllib.loads(text)
-    except ValueError as error:  # also a number of more digits than Python reads
+        table = tomllib.loads(text)
+        if state == "not sealed" and tomli_w.dumps(table) != text:
+            state = "changed"  # older ones wrote it without a seal, and in this form
+        return table, state
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise ValueError(f"{path} is no TOML: {error}") from error
+
+
+def _keys(table: Mapping[str, Any]) -> frozenset[str]:
+    sections = ((name, section) for name, section in table.items() if isinstance(section, Mapping))
+    return frozenset(f"{name}.{option}" for name, section in sections for option in section)
 
 
 def _without_none(options: Mapping[str, T | None]) -> dict[str, T]:
@@ -99,7 +136,7 @@ def _converter() -> cattrs.Converter:
 def _exactly(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         article = "an" if kind is int else "a"
-        raise ValueError(f"is {article} {kind.__name__}, not the {type(value).__name__} {value!r}")
+        raise ValueError(f"is {article} {kind.__name__}, not the {type(value).__name__} {reprlib.repr(value)}")
     return typing.cast(T, value)
 
 
@@ -115,7 +152,7 @@ def _number(value: object, kind: type[float]) -> float:
 def _one_of(value: object, kind: object) -> object:
     choices = typing.get_args(kind)
     if value not in choices:
-        raise ValueError(f"is one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(f"is one of {', '.join(map(repr, choices))}, not {reprlib.repr(value)}")
     return value
 
 
@@ -130,7 +167,7 @@ def _mistakes(error: ClassValidationError, table: Mapping[str, Any], where: str 
         if not dataclasses.is_dataclass(note.type):
             yield f"{key!r} {wrong}"
         elif not isinstance(value, dict):
-            yield f"{key!r} is a section: write [{key}] and its options below, not {key} = {value!r}"
+            yield f"{key!r} is a section: write [{key}] and its options below, not {key} = {reprlib.repr(value)}"
         else:
             assert isinstance(wrong, ClassValidationError), wrong
             yield from _mistakes(wrong, value, f"{key}.")

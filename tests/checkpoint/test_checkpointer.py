@@ -185,7 +185,6 @@ def test_flipped_bits_are_found_and_older_steps_taken(tmp_path):
             assert_same_bits(found, saved)
 
 
-@pytest.mark.usefixtures("damage")
 @pytest.mark.parametrize("harm", ["short", "empty", "zeros", "gone", "index", "a digit of the index"])
 def test_files_that_are_cut_short_or_gone(tmp_path, harm):
     saved = {"w": jnp.arange(4096.0)}
@@ -300,6 +299,8 @@ def test_bad_input(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="name a folder"):
         Checkpointer(tmp_path / "file")
+    with pytest.raises(ValueError, match="'' is no folder; name one"):
+        Checkpointer("")
     with pytest.raises(ValueError, match="keep_last 0 must be a whole number, 1 or more"):
         Checkpointer(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match="mode 'low', which must be min or max"):
@@ -307,6 +308,10 @@ def test_bad_input(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "new") as checkpoints:
         with pytest.raises(TypeError, match="a/b is a str; only arrays and numbers"):
             checkpoints.save(1, {"a": {"b": "text"}})
+        with pytest.raises(TypeError, match="a is an array of float128"):
+            checkpoints.save(1, {"a": np.longdouble(1)})
+        with pytest.raises(TypeError, match="metrics must be a dict of numbers"):
+            checkpoints.save(1, {"a": 1}, metrics=[("loss", 1.0)])
         with pytest.raises(ValueError, match="the tree has no leaves"):
             checkpoints.save(1, {})
         with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
@@ -374,10 +379,10 @@ def test_the_newest_is_taken_where_an_older_one_was_deleted_meanwhile(tmp_path, 
         writer.save(1, {"w": jnp.arange(10.0)}, blocking=True)
         read = Checkpointer._restored
 
-        def late(self, wanted, step, cast):
+        def late(self, wanted, step, *options):
             if step == 1:
                 writer.save(2, {"w": jnp.ones(10)}, blocking=True)
-            return read(self, wanted, step, cast)
+            return read(self, wanted, step, *options)
 
         monkeypatch.setattr(Checkpointer, "_restored", late)
         step, tree = Checkpointer(tmp_path).restore({"w": jnp.zeros(10)})
@@ -514,42 +519,6 @@ def test_no_pickle_is_ever_opened(tmp_path):
         check=False,
     )
     assert run.stdout.splitlines() == ["opened []", "found []", "sees ['os']"], run.stderr
-
-
-@pytest.mark.parametrize("name", ["a[b]", "a*b", "a?b", "a\\b"])
-def test_a_path_under_which_orbax_loses_arrays_is_refused_before_anything_is_written(tmp_path, name):
-    """Without the error, "a[b]" and "a\\b" lose all arrays, and the others would take in a sibling's that fit them."""
-    with Checkpointer(tmp_path / name) as checkpoints, pytest.raises(ValueError, match="orbax loses what is saved"):
-        checkpoints.save(1, {"w": jnp.arange(4.0)}, blocking=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["a]b", "a b", "a{b}", "ä#%20,:'\"|@$~"])
-def test_paths_of_all_kinds(tmp_path, name):
-    saved = {"w": jnp.arange(4.0)}
-    with Checkpointer(tmp_path / name) as checkpoints:
-        checkpoints.save(1, saved, blocking=True)
-    assert_same_bits(Checkpointer(tmp_path / name).restore(saved)[1], saved)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("name", ["a[b]", "a*b", "a?b"])
-def test_a_checkpoint_that_was_moved_under_such_a_path_is_read(tmp_path, name):
-    saved = {"w": jnp.arange(4.0)}
-    with Checkpointer(tmp_path / "plain") as checkpoints:
-        checkpoints.save(1, saved, blocking=True)
-    (tmp_path / "plain").rename(tmp_path / name)
-    assert_same_bits(Checkpointer(tmp_path / name).restore(saved)[1], saved)
-    assert Checkpointer(tmp_path / name).latest_valid() == 1
-
-
-def test_what_cannot_be_read_under_a_backslash_is_not_called_corrupt(tmp_path):
-    saved = {"w": jnp.arange(4.0)}
-    with Checkpointer(tmp_path / "plain") as checkpoints:
-        checkpoints.save(1, saved, blocking=True)
-    (tmp_path / "plain").rename(tmp_path / "a\\b")
-    with pytest.raises(OSError, match=r"cannot be read: .* backslash"):
-        Checkpointer(tmp_path / "a\\b").restore(saved)
 
 
 def test_a_complex_number_fits_no_whole_one():

@@ -399,10 +399,23 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
         (["--out", "short.txt/run"], "is no folder that can be written to"),
         (["--out", "odd"], "this is a file; name a folder: "),
-        (["--out", "exp[lr=3]"], "orbax loses what is saved under a path with [, as "),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
         (["--resume-if-saved"], "--resume needs --out DIR"),
         (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
+        (["--data", ""], "--data '': it must be some text; leave the option out for its default"),
+        (["--out", ""], "--out '': it must be some text"),
+        ([""], "an argument is empty: leave it out, or name a file"),
+        (["--train.rows", "8e12"], "--train.rows '8e12': it must be a whole number"),
+        (["--train.rows", str(2 * 10**9)], "train.rows = 2000000000: a batch would take 408 GB, and there are"),
+        (["--model.width", str(2**24)], "params, gradients and state on 8 CPU devices of this host would take"),
+        (["--sharding.devices", "100000"], "sharding.devices = 100000, but JAX has 8"),
+        (["--train.rows"], "--train.rows lacks its value"),
+        (["--train.rows", "--resume"], "--train.rows lacks its value"),
+        (["--sharding.strategy", "zero9"], "--sharding.strategy 'zero9': it must be one of 'ddp', 'zero1'"),
+        (["--resume=yes"], "--resume takes no value"),
+        (["--processes", "0", "--out", "new"], "--processes 0: it must be above 0"),
+        (["--processes", "-2", "--out", "new"], "--processes -2: it must be above 0"),
+        (["--processes", str(2**63), "--out", "new"], "8 devices (sharding.devices) must be divisible by it"),
         (["--processes", "3", "--out", "new"], "--processes 3: 8 devices (sharding.devices) must be divisible by it"),
         (["--processes", "2"], "several processes need --out DIR"),
     ],
@@ -416,8 +429,13 @@ def test_bad_input_is_told_and_nothing_is_written(tiny, tmp_path, monkeypatch, c
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "model").write_text("no folder")
     before = sorted(tmp_path.rglob("*"))
-    assert main(["train", tiny, *options]) == 2
-    assert message in capsys.readouterr().err
+    try:
+        status = main(["train", tiny, *options])
+    except SystemExit as end:  # of an option that does not parse
+        status = end.code
+    error = capsys.readouterr().err
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -480,6 +498,8 @@ def test_names_are_shown_as_they_are_and_the_command_to_go_on_is_quoted(tiny, tm
     assert command == ["jaxshard", "train", "--resume", "--out", name, "--train.steps", "12"]
     assert main(command[1:]) == 0
     assert toml.load(RunFolder(tmp_path / name).config).data.path == str(text)
+    assert main(["train", tiny, "--out=-x"]) == 0
+    assert "to go on: jaxshard train --resume --out ./-x " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--data", "--out"])

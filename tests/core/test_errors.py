@@ -274,7 +274,7 @@ def test_a_replica_axis_counts_among_the_shards(refused):
 
 def test_a_batch_leaf_without_rows(refused, mesh):
     fn = jaxshard.value_and_grad(loss_fn, zero2(mesh))
-    refused(ValueError, lambda: fn(params_numpy(), batch_of(8) | {"scale": 2.0}), "scale", "()", "divisible by 8")
+    refused(ValueError, lambda: fn(params_numpy(), batch_of(8) | {"scale": 2.0}), "scale", "()", "further argument")
 
 
 def test_an_empty_batch(refused, mesh):
@@ -329,7 +329,7 @@ def test_a_state_of_other_params(refused, mesh):
 def test_a_plain_optimizer_where_a_sharded_one_is_needed(refused, mesh):
     chain = optax.chain(optax.clip_by_global_norm(1.0), zero2(mesh))
     for make in (jaxshard.value_and_grad, jaxshard.train_step, jaxshard.evaluate):
-        refused(TypeError, lambda: make(loss_fn, chain), make.__name__, "ShardedOptimizer", "put the chain inside")
+        refused(TypeError, lambda: make(loss_fn, chain), make.__name__, "ShardedOptimizer", "put it inside")
 
 
 def test_masters_without_params(refused, mesh):
@@ -415,10 +415,18 @@ def test_a_loss_that_is_no_function(refused, mesh):
 
 def test_a_line_search_without_its_function(refused, mesh):
     step = jaxshard.train_step(loss_fn, jaxshard.zero2(optax.lbfgs(), mesh))
-    words = ("'value_fn'", "extra=lambda params, batch: {'value_fn': ...}", "loss(params, batch)")
+    words = ("'value_fn'", 'extra=lambda params, batch: {"value_fn": lambda params: loss_fn(params, batch)}')
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params_numpy()))
     state = step.setup.abstract_state(shapes)
     refused(TypeError, lambda: step.lower(shapes, state, batch_of(8)), *words)
+
+
+def test_a_loss_with_the_number_of_all_rows_in_it_is_told_how_many_it_gets(mesh):
+    opt, params = zero2(mesh), params_numpy()
+    rows = 8 * mesh.size
+    with pytest.raises(TypeError, match="reshape") as error:
+        jaxshard.evaluate(lambda p, b: b["x"].reshape(rows, -1).mean(), opt)(params, batch_of(rows))
+    assert any(f"loss_fn sees 8 of the batch's {rows} rows" in note for note in error.value.__notes__)
 
 
 def test_a_loss_of_the_wrong_form(refused, mesh):
@@ -433,6 +441,7 @@ def test_a_loss_of_the_wrong_form(refused, mesh):
         (loss_fn, {"has_aux": True}, ("has_aux", "(loss, aux)")),
         (loss_fn, {"weighted": True}, ("weighted", "(loss_sum, weight)")),
         (lambda p, b: (loss_fn(p, b), b["x"]), {"weighted": True}, ("weight", "scalar", "(1, 4)")),
+        (lambda p, b: (loss_fn(p, b), p["w"].sum()), {"weighted": True}, ("stop_gradient(weight)", "psum", "'data'")),
         (lambda p, b: jnp.int32(loss_fn(p, b)), {}, ("floating", "int32")),
         (lambda p, b: None, {}, ("loss_fn", "None")),
         (lambda p, b: jnp.sum(p["w"]) * 1j, {}, ("floating", "complex64")),

@@ -396,6 +396,22 @@ def test_a_shard_map_that_leaves_an_axis_out_is_refused():
         jax.eval_shape(jax.jit(fn), params_of(8), opt.init(params_of(8)), rows(0, 16))
 
 
+def test_a_shard_map_may_leave_out_axes_of_size_1():
+    opt = jaxshard.zero2(INNERS["adamw"](), mesh_of(8), min_shard_size=32)
+    params, batch, specs = params_of(8), rows(0, 16), opt.shardings(params_of(8)).specs.state
+
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(lax.pcast(params, "data", to="varying"), x)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs), "axis_names": {"data"}}
+    got, _ = jax.jit(jax.shard_map(step, mesh=opt.mesh, **given))(params, opt.init(params), batch)
+    want, _ = oracle(INNERS["adamw"](), params, [batch])
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_compiles_once(count_compilations):
     opt = jaxshard.zero2(INNERS["adamw"](), mesh_of(8), min_shard_size=32)
     params = opt.place(params_of(8))

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import jaxshard
-from jaxshard.core import layout, precision, sharding
+from jaxshard.core import layout, sharding
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How often layouts and abstract states were made, by name."""
-    counts = {"layout": 0, "state": 0, "with state": 0}
+    """How often layouts were made, by name."""
+    counts = {"layout": 0, "with state": 0}
 
     def counted(name, real):
         def count(*args, **how):
@@ -26,14 +26,22 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(sharding, "layout_params", counted("layout", layout.layout_params))
     monkeypatch.setattr(sharding, "layout_state", counted("with state", layout.layout_state))
-    real = precision.init
-
-    def init(inner, params, config):
-        counts["state"] += any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-        return real(inner, params, config)
-
-    monkeypatch.setattr(precision, "init", init)
     return counts
+
+
+def counted(tx):
+    """The same optimizer, and how often its functions were called."""
+    calls = {"init": 0, "update": 0}
+
+    def init(params):
+        calls["init"] += 1
+        return tx.init(params)
+
+    def update(updates, state, params=None, **extra):
+        calls["update"] += 1
+        return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update), calls
 
 
 def loss(params, batch):
@@ -46,7 +54,8 @@ BATCH = {"x": np.ones((16, 64), np.float32)}
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_first_step_makes_one_layout(strategy, asked):
-    opt = getattr(jaxshard, strategy)(optax.adamw(1e-2), jaxshard.make_mesh())
+    inner, calls = counted(optax.adamw(1e-2))
+    opt = getattr(jaxshard, strategy)(inner, jaxshard.make_mesh())
     params, state = opt.place(PARAMS), opt.init(PARAMS)
     step = jaxshard.train_step(loss, opt)
     for _ in range(3):
@@ -54,7 +63,8 @@ def test_a_first_step_makes_one_layout(strategy, asked):
     opt.layout(params)
     opt.shardings(params)
     jaxshard.value_and_grad(loss, opt)(params, BATCH)
-    assert asked == {"layout": 1, "state": 2, "with state": 1}  # the state once abstractly, once compiled
+    assert asked == {"layout": 1, "with state": 1}
+    assert calls == {"init": 2, "update": 2}  # each once on shapes, once compiled
 
 
 def test_another_shape_is_another_layout(asked):
@@ -68,9 +78,11 @@ def test_another_shape_is_another_layout(asked):
 def test_a_plan_candidate_makes_one_layout(asked):
     target = jaxshard.plan.Target(jaxshard.plan.chip("h100"), 8, 80e9)
     shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)]
-    build = jaxshard.plan.building(lambda p, b: jnp.mean((b @ p) ** 2), optax.adam(1e-3), *shapes)
+    inner, calls = counted(optax.adam(1e-3))
+    build = jaxshard.plan.building(lambda p, b: jnp.mean((b @ p) ** 2), inner, *shapes)
     jaxshard.plan.compare(build, jaxshard.plan.side_by_side(target)[2:3], target)
-    assert asked == {"layout": 1, "state": 1, "with state": 1}
+    assert asked == {"layout": 1, "with state": 1}
+    assert calls == {"init": 1, "update": 2}
 
 
 def test_calls_with_600_leaves_cost_little_python():

@@ -20,7 +20,7 @@ def test_the_typed_options_are_the_fields_of_the_config():
     assert Options.__annotations__.keys() == fields.keys() - {"strategy", "zero"}
     assert CommonOptions.__annotations__.keys() == Options.__annotations__.keys() - {"specs"}
     hints = typing.get_type_hints(Options)
-    axes = {"data_axes", "auto_axes"}
+    axes = {"data_axes", "replica_axes", "auto_axes"}
     assert all(hints[name] == fields[name] for name in hints.keys() - axes)
     assert all(hints[name] == fields[name] | str for name in axes)
 

@@ -1,6 +1,10 @@
 """Steps that must change nothing: gradients that are not finite, a batch of weight 0. One verdict, everywhere."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -136,9 +140,8 @@ def test_the_rest_of_the_run_equals_one_without_the_bad_batch(strategy):
 
 def only_one_leaf(p, batch):
     """The gradient of "v" alone is not finite: 0 times infinity, where its own factor overflows."""
-    return loss({**p, "v": jax.lax.stop_gradient(p["v"])}, batch) + jnp.sum(
-        jnp.where(batch["x"] > 5, p["v"][0, 0] * jnp.inf, 0)
-    )
+    overflow = jnp.where(batch["x"] > 5, p["v"][0, 0] * jnp.inf, 0)
+    return loss({**p, "v": jax.lax.stop_gradient(p["v"])}, batch) + jnp.mean(overflow)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
@@ -163,7 +166,7 @@ def test_the_leaf_is_named_and_the_loss_too():
     assert sorted(params())[int(metrics["bad_leaf"])] == "v"
 
     def loss_alone(p, batch):
-        return loss(p, batch) + jax.lax.stop_gradient(jnp.max(batch["x"]))
+        return loss(p, batch) + jax.lax.stop_gradient(jnp.mean(batch["x"]))
 
     step, p, state = start(make("zero2"), loss_alone, max_skips=0)
     clean = batch(0)
@@ -187,7 +190,9 @@ def test_after_too_many_it_raises_with_step_and_leaf_and_nothing_is_lost(strateg
     p, state, _ = step(p, state, batch(0))
     before = every_copy((p, state))
     p, state, warned = run(step, p, state, [batch(i, x=np.nan) for i in range(4)])
-    with pytest.raises(jaxshard.NonFiniteError, match=r"the gradient of b is not finite, 3 times in a row") as caught:
+    with pytest.raises(
+        jaxshard.NonFiniteError, match=r"the gradient of b is not finite, for the 3rd time in a row"
+    ) as caught:
         step(p, state, batch(9))
     assert warned == [f"train_step: call {i} changed nothing: the gradient of b is not finite" for i in (2, 3)]
     assert (caught.value.step, caught.value.leaf) == (4, "b")
@@ -213,7 +218,54 @@ def test_a_step_of_the_same_params_is_not_judged_again():
 def test_good_steps_between_start_the_count_again():
     step, p, state = start(make("zero2"), max_skips=1)
     _, _, warned = run(step, p, state, [batch(i, **({"x": np.nan} if i % 2 else {})) for i in range(9)])
-    assert len(warned) == 3  # the last verdicts are not in yet
+    assert len(warned) == 4
+
+
+def test_a_skipped_step_is_told_one_call_later_and_the_last_one_at_the_end():
+    step, p, state = start(make("zero2"))
+    p, state, warned = run(step, p, state, [batch(0), batch(1, x=np.nan)])
+    assert not warned
+    p, state, warned = run(step, p, state, [batch(2)])
+    assert warned == ["train_step: call 2 changed nothing: the gradient of b is not finite"]
+    p, state, _ = step(p, state, batch(3, x=np.nan))
+    with pytest.warns(UserWarning, match="call 4 changed nothing"):
+        step.close()
+    step.close()  # once is enough
+    opt = make("zero2")
+    with pytest.warns(UserWarning, match="call 1 changed nothing") as caught, jaxshard.train_step(loss, opt) as step:
+        step(opt.place(params()), opt.init(params()), batch(0, x=np.nan))
+    assert len(caught) == 1
+    with pytest.raises(jaxshard.NonFiniteError), jaxshard.train_step(loss, opt, max_skips=0) as step:
+        step(opt.place(params()), opt.init(params()), batch(0, x=np.nan))
+    with pytest.raises(ValueError, match="rows"), jaxshard.train_step(loss, opt, max_skips=0) as step:
+        step(*step(opt.place(params()), opt.init(params()), batch(0, x=np.nan))[:2], batch(1, rows=3))  # is not hidden
+
+
+def test_where_warnings_are_errors_no_step_is_lost():
+    step, p, state = start(make("zero2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p, state, _ = step(p, state, batch(0, x=np.nan))
+        p, state, _ = step(p, state, batch(1))
+        with pytest.raises(UserWarning, match="call 1 changed nothing"):
+            step(p, state, batch(2))
+        p, state, metrics = step(p, state, batch(2))  # nothing was dispatched, so nothing was donated
+    assert not metrics["skipped"]
+
+
+def test_a_program_that_ends_tells_its_last_step():
+    program = """if True:
+        import jax
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jax.numpy as jnp, optax, jaxshard
+        opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh())
+        step = jaxshard.train_step(lambda w, x: jnp.mean(x @ w), opt)
+        w = jnp.ones((8, 8))
+        step(opt.place(w), opt.init(w), jnp.full((2, 8), jnp.nan))
+        """
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(jaxshard.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert "call 1 changed nothing: the gradient of (the whole tree) is not finite" in done.stderr
 
 
 def test_inside_jit_the_verdict_is_in_the_metrics():
@@ -262,9 +314,8 @@ def test_a_batch_of_weight_0_changes_nothing_and_says_so(strategy, max_skips):
     assert metrics["skipped"]
     assert metrics["loss"] == 0
     assert every_copy((p, state)) == before
-    p, state, metrics = step(p, state, batch(2) | {"weight": weight})
     with pytest.warns(UserWarning, match="call 2 changed nothing: the whole batch has weight 0"):
-        p, state, metrics = step(p, state, batch(3) | {"weight": weight})
+        p, state, metrics = step(p, state, batch(2) | {"weight": weight})
     assert not metrics["skipped"]
 
 

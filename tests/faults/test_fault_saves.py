@@ -11,8 +11,10 @@ from group import Group, program
 from jaxshard.checkpoint import Checkpointer
 
 
-def test_two_processes_save_and_restore_together(tmp_path):
-    with Group(program("saved_and_restored", tmp_path / "ck"), tmp_path) as group:
+@pytest.mark.parametrize("name", ["ck", "ck[1]"])
+def test_two_processes_save_and_restore_together(tmp_path, name):
+    """Also under a path that orbax misreads (F27)."""
+    with Group(program("saved_and_restored", tmp_path / name), tmp_path) as group:
         assert group.wait() == [0, 0], group.text()
     assert all("whole" in group.log(i) for i in range(2))
 

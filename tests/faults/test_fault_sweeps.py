@@ -218,7 +218,6 @@ def found_of(files, count, good, trees, rng):
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("damage")
 def test_every_one_of_200_flipped_bits_is_found(tmp_path):
     """F6; and 200 more in all other files, which never make a restored bit another."""
     seed, good, older, saved = 6, tmp_path / "good", leaves_of_many_types(1), leaves_of_many_types(2)

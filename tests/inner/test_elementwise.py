@@ -17,7 +17,7 @@ from matrix import Case, batches, cases, plain
 
 import jaxshard
 from jaxshard.core import layout
-from jaxshard.inner import blame, elementwise
+from jaxshard.inner import blame, elementwise, labels
 
 CASES = cases()
 # The matrix's leaves, cut on the first, a middle and the last dim, or not; few shapes, each compiles every operation.
@@ -320,5 +320,6 @@ def test_without_tracebacks_there_is_no_place():
 
 def test_another_structure_is_refused():
     one = jax.make_jaxpr(lambda x: [x, x])(jnp.ones(2))
+    results = [elementwise.Result("w", labels.SAME, (2,))]
     with pytest.raises(elementwise.NotElementwise, match="another structure"):
-        elementwise.check_elementwise(one, one, [elementwise.Shard("w", ((-1, ("data",)),))])
+        elementwise.check_elementwise(one, one, [labels.SAME], results, frozenset())

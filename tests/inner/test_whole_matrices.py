@@ -81,6 +81,7 @@ def test_the_plain_global_view_would_cost_several_times_more(strategy, monkeypat
 EXACT = [("zero1", False, 8), ("zero2", True, 8), ("zero2", True, 12), ("zero3", False, 8), ("zero3", True, 12)]
 
 
+@pytest.mark.filterwarnings("ignore:.*along the mesh axes .* all devices compute the same")  # with no specs
 @pytest.mark.parametrize(("strategy", "specs", "layers"), EXACT)
 def test_equals_one_device(x64, strategy, specs, layers):
     mesh = jaxshard.make_mesh(data=4, tensor=2)

@@ -72,6 +72,9 @@ def test_initialize_does_not_hide_other_errors(monkeypatch):
         jaxshard.initialize()
 
 
+ONE_OF_TWO = {"coordinator_address": "host:1", "num_processes": 2, "process_id": 1}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -83,10 +86,16 @@ def test_initialize_does_not_hide_other_errors(monkeypatch):
         ({"coordinator_address": "host:1", "num_processes": 4, "process_id": -1}, ("process_id -1", "0 .. 3")),
         ({"coordinator_address": "host:1", "num_processes": 0, "process_id": 0}, ("num_processes 0",)),
         ({"coordinator_address": "host:1", "num_processes": 1, "process_id": 5}, ("process_id 5", "0 .. 0")),
+        ({"coordinator_address": "host:1", "num_processes": 10**9, "process_id": 5}, ("from 1 to 1,000,000",)),
+        ({"coordinator_address": "host:1", "num_processes": 2, "process_id": "a"}, ("process_id 'a'", "whole number")),
+        ({"coordinator_address": "host:1", "num_processes": 2, "process_id": True}, ("process_id True",)),
+        ({"coordinator_address": "host:1", "num_processes": 2.0, "process_id": 0}, ("num_processes 2.0",)),
+        (ONE_OF_TWO | {"initialization_timeout": 0}, ("initialization_timeout 0", "above 0")),
+        (ONE_OF_TWO | {"initialization_timeout": float("nan")}, ("initialization_timeout nan",)),
     ],
 )
 def test_initialize_with_arguments_that_cannot_be(started, given, words):
-    with pytest.raises(ValueError, match="initialize") as caught:
+    with pytest.raises((ValueError, TypeError), match="initialize") as caught:
         jaxshard.initialize(**given)
     for word in words:
         assert word in str(caught.value)

@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import math
+import os
 import subprocess
 import sys
+import threading
 import typing
 from pathlib import Path
 
@@ -156,6 +158,15 @@ def test_missing_file_is_named(tmp_path):
         (["--data.heldout", "1"], "data.heldout = 1.0: it must be between 0 and 1"),
         (["--data.heldout-bytes", "1"], "data.heldout_bytes = 1: it must be at least 2"),
         (["--optimizer.learning-rate", "nan"], "optimizer.learning_rate = nan: it must be above 0"),
+        (["--optimizer.learning-rate", "inf"], "optimizer.learning_rate = inf: it must be a finite number"),
+        (["--optimizer.learning-rate", "1e39"], "learning_rate = 1e.39 is inf in float32: it must be a finite number"),
+        (["--optimizer.clip-norm", "1e-60"], "optimizer.clip_norm = 1e-60 is 0.0 in float32: it must be above 0"),
+        (["--optimizer.beta2", "0.99999999"], "optimizer.beta2 = 0.99999999 is 1.0 in float32: .* below 1"),
+        (["--optimizer.weight-decay", "1e400"], "optimizer.weight_decay = inf: it must be a finite number"),
+        (["--train.seed", str(2**63)], "train.seed = 9223372036854775808: it must be at most 9223372036854775807"),
+        (["--train.seed", str(10**400)], r"train.seed = \(a number of 401 digits\): it must be at most"),
+        (["--train.steps", str(2**31)], "train.steps = 2147483648: it must be at most 2147483647"),
+        (["--train.hang-seconds", "1e-300"], "train.hang_seconds = 1e-300: it must be 0, or at least 1"),
         (["--optimizer.final-fraction", "2"], "optimizer.final_fraction = 2.0: it must be between 0 and 1"),
         (["--optimizer.warmup-steps", "9", "--train.steps", "9"], "leaves no step of the train.steps = 9"),
         (["--sharding.devices", "0"], "sharding.devices = 0: it must be above 0"),
@@ -184,6 +195,40 @@ def test_missing_file_is_named(tmp_path):
 def test_impossible_value_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         parse(arguments)
+
+
+def test_a_short_run_warms_up_for_less_unless_the_user_said_how_long(tmp_path):
+    """`--train.steps 30` was refused, for the default of 50 steps of warm-up."""
+    given = parse(["--train.steps", "30"])
+    assert given.optimizer.warmup_steps == 3
+    assert given.notes == ("optimizer.warmup_steps = 3, since the default, 50, leaves no step of train.steps = 30",)
+    assert (parse(["--train.steps", "51"]).optimizer.warmup_steps, parse(["--train.steps", "51"]).notes) == (50, ())
+    assert parse(["--train.steps", "1"]).optimizer.warmup_steps == 0
+    assert parse([str(written(tmp_path, "[train]\nsteps = 30\n"))]).optimizer.warmup_steps == 3
+    for said in (["--optimizer.warmup-steps", "50"], [str(written(tmp_path, "[optimizer]\nwarmup_steps = 50\n"))]):
+        with pytest.raises(ValueError, match=r"warmup_steps = 50 leaves no step of the train.steps = 30"):
+            parse(["--train.steps", "30", *said])
+
+
+def test_a_configuration_from_a_pipe_is_read(tmp_path):
+    """As in `jaxshard train <(make_options)`: a pipe can be read once."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=lambda: pipe.write_text("[train]\nsteps = 30\n"))
+    thread.start()
+    assert parse([str(pipe)]).train.steps == 30
+    thread.join()
+
+
+def test_a_configuration_without_an_end_is_refused():
+    with pytest.raises(ValueError, match="/dev/zero is no configuration: it has more than 1,000,000 characters"):
+        parse(["/dev/zero"])
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_configuration(tmp_path):
+    path = tmp_path / "of_notepad.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 30\r\n")
+    assert parse([str(path)]).train.steps == 30
 
 
 def test_checked_is_what_results_not_what_the_file_says_alone(tmp_path):

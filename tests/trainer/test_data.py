@@ -1,5 +1,7 @@
 """Text in, batches out: pure functions of seed and step."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,14 @@ def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
         (lambda path: None, "does not exist"),
         (lambda path: path.mkdir(), r"is empty \(0 files\)"),
         (lambda path: path.write_bytes(b" \n"), r"is empty \(1 files\)"),
+        (lambda path: os.mkfifo(path), "is no file, and no folder: put the text into a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is no file, and no folder"),
+        (lambda path: path.symlink_to("nowhere"), r"is a link that leads nowhere \(No such file"),
+        (lambda path: path.symlink_to(path), r"is a link that leads nowhere \(Too many levels"),
+        (lambda path: (path.mkdir(), os.mkfifo(path / "b")), r"text/b' is no file, and no folder"),
+        (lambda path: (path.mkdir(), (path / "b").symlink_to("gone")), r"text/b' is a link that leads nowhere"),
+        (lambda path: (path.mkdir(), (path / "b").symlink_to(path)), r"text/b' is a link to a folder that it lies in"),
+        (lambda path: (path.touch(), os.truncate(path, 2**42)), "would take 8,796 GB, and there are"),
     ],
 )
 def test_bad_path_is_named(tmp_path, make, message):
@@ -42,6 +52,46 @@ def test_bad_path_is_named(tmp_path, make, message):
     with pytest.raises(ValueError, match=message) as raised:
         data.read_text(str(path))
     assert str(path) in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    """It was left out in silence."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "text").write_text("a text")
+    listed = os.listdir
+
+    def refuse(path):
+        if path == tmp_path / "a":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(ValueError, match=f"data.path: '{tmp_path}' cannot be read: .*Permission denied: .*/a'"):
+        data.read_text(str(tmp_path))
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path):
+    """Python leaves linked folders out, or not, from version to version."""
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "x").write_text("far")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b").symlink_to(tmp_path / "far")
+    (tmp_path / "text" / "c").symlink_to(tmp_path / "far" / "deep" / "x")
+    (tmp_path / "text" / "a").write_text("near")
+    assert data.read_text(str(tmp_path / "text")).tobytes() == b"near\nfar\nfar"
+
+
+def test_deep_folders_are_read(tmp_path):
+    deep = tmp_path
+    for _ in range(1500):
+        deep /= "d"
+        deep.mkdir()
+    (deep / "x").write_text("deep")
+    assert data.read_text(str(tmp_path)).tobytes() == b"deep"
+    while deep != tmp_path:  # shutil.rmtree would go too deep
+        for file in deep.iterdir():
+            file.unlink() if file.is_file() else file.rmdir()
+        deep = deep.parent
 
 
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
@@ -58,6 +108,11 @@ def test_split_holds_out_the_end():
     train, heldout = data.split(TEXT, 0.1, 16)
     np.testing.assert_array_equal(np.concatenate([train, heldout]), TEXT)
     assert len(heldout) == 100
+
+
+def test_split_of_next_to_nothing_is_refused():
+    with pytest.raises(ValueError, match="give a text of an impossible number of bytes"):
+        data.split(TEXT, 5e-324, 128)
 
 
 @pytest.mark.parametrize("heldout", [0.1, 0.9])

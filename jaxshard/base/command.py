@@ -1,0 +1,39 @@
+"""How the command `jaxshard` begins, before JAX is imported. Other programs that import jaxshard are left alone.
+
+* Its standard files are open: a data file never takes the number of a standard error that was closed (`2>&-`), where
+  libraries would write into it.
+* Ctrl-C ends it at once, with status 130. An exception would be lost in a callback of the garbage collector, would
+  spoil a module that is being imported, and would crash JAX if Python ends while XLA compiles.
+"""
+
+import os
+import signal
+import sys
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def is_command() -> bool:
+    """Whether this process was started as `jaxshard ...` or `python -m jaxshard ...`."""
+    name, *rest = getattr(sys, "argv", None) or [""]
+    started = sys.orig_argv[: len(sys.orig_argv) - len(rest)]
+    return started[-2:] == ["-m", "jaxshard"] or os.path.basename(name) == "jaxshard"
+
+
+def _begin() -> None:
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    del number, frame
+    os._exit(INTERRUPTED)
+
+
+if is_command():
+    _begin()

@@ -1,0 +1,56 @@
+"""What a `Checkpointer` is given, checked."""
+
+import errno
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import SupportsFloat, SupportsIndex
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """The folder of this path, whether it is there or not; an absolute path.
+
+    Raises:
+      ValueError: it is no path of a folder.
+      NotADirectoryError: it is a file.
+    """
+    if not str(path):
+        raise ValueError("Checkpointer: '' is no folder; name one, or '.' for the working folder")
+    if "://" in str(path):
+        raise ValueError(
+            f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
+        )
+    try:
+        found = Path(path).expanduser().absolute()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"Checkpointer: {str(path)!r}: {error}") from None
+    if os.path.lexists(found) and not found.is_dir():
+        what = "file" if found.exists() else "link to nothing"
+        raise NotADirectoryError(errno.ENOTDIR, f"Checkpointer: this is a {what}; name a folder", str(found))
+    return found
+
+
+def whole_number(step: object) -> int:
+    """The number of a step.
+
+    >>> whole_number(7)
+    7
+    """
+    if isinstance(step, bool | float) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
+        raise ValueError(f"checkpoint: step {step!r} must be a whole number, 0 or more")
+    return operator.index(step)
+
+
+def measured(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float] | None:
+    """Metrics as Python's numbers.
+
+    >>> measured({"loss": 2})
+    {'loss': 2.0}
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"checkpoint: metrics must be a dict of numbers, got {metrics!r:.200}")
+    try:
+        return {str(name): float(value) for name, value in metrics.items()} if metrics else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"checkpoint: metrics must be numbers, got {metrics!r:.200}: {error}") from None

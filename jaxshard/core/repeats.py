@@ -1,0 +1,75 @@
+"""Random keys that are given unchanged at every step, so that every step draws the same numbers."""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import numpy as np
+
+from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves
+from jaxshard.base.types import Tree
+
+_CALLS = 3
+_SMALL = 64  # elements
+
+
+class KeyWatch:
+    """Compares the further arguments of a step's first calls; later ones cost nothing.
+
+    A key repeats if it stays the same, and so do all whole numbers, which it might be folded with (nnx counts draws).
+    """
+
+    def __init__(self):
+        self._seen: list[tuple[Hashable, ...]] = []
+        self._batches: list[list[Tree]] = []
+
+    def look(self, batch: Tree, args: tuple[Tree, ...], is_drawn_from: Callable[[], Sequence[bool]]) -> None:
+        """Warns at the third call if the keys among `args` are those of the calls before.
+
+        `is_drawn_from` says of each leaf of `args` whether random numbers depend on it; it is asked only then.
+        """
+        if len(self._seen) == _CALLS or not args:
+            return
+        self._seen.append(tuple(_value(leaf) for leaf in jax.tree.leaves(args) if _counts(leaf)))
+        self._batches.append(jax.tree.leaves(batch))
+        if len(self._seen) < _CALLS:
+            return
+        batches, self._batches = self._batches, []
+        keys = [_is_key(leaf) for leaf in jax.tree.leaves(args)]
+        if len(set(self._seen)) > 1 or _are_one(batches) or not any(keys):
+            return
+        used = [key and drawn for key, drawn in zip(keys, is_drawn_from(), strict=True)]
+        if any(used):
+            _warn(named_leaves(args)[used.index(True)][0])
+
+
+def _warn(names: Names) -> None:
+    position, *rest = names
+    warnings.warn(
+        f"train_step: further argument {position}{': ' + '/'.join(rest) if rest else ''} is the same random key at "
+        "every call, so that every step draws the same numbers (dropout masks). Pass another key at each step, such as "
+        'jax.random.fold_in(key, i); or, if the loss returns its random state as aux, hand metrics["aux"] to the next '
+        'step. If the numbers are to stay, give the strategy rows="mixed"',
+        stacklevel=4,
+    )
+
+
+def _is_key(leaf: Tree) -> bool:
+    return is_key(leaf) or is_like_raw_key(leaf)
+
+
+def _counts(leaf: Tree) -> bool:
+    return isinstance(leaf, int) or is_key(leaf) or np.issubdtype(getattr(leaf, "dtype", np.float32), np.integer)
+
+
+def _value(leaf: Tree) -> Hashable:
+    """The numbers of a small leaf, or the identity of a large one."""
+    if np.size(leaf) > _SMALL or not getattr(leaf, "is_fully_replicated", True):
+        return id(leaf)
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return np.asarray(data).tobytes()
+
+
+def _are_one(batches: list[list[Tree]]) -> bool:
+    """Whether all calls had the very same arrays as their batch, as where time is measured."""
+    return all(len({id(leaf) for leaf in column}) == 1 for column in zip(*batches, strict=False))

@@ -1,0 +1,202 @@
+"""Process 0's side of the roll call. Whoever calls costs it a bounded number of bytes, and no time."""
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections import deque
+
+from jaxshard.processes import lines
+from jaxshard.processes.lines import Call
+
+_CALL_SECONDS = 5  # in which a caller says who it is
+_MOST_STRANGERS = 256  # connections, at once, that have not said it yet
+
+
+class Caller:
+    """A connection, and what it has said so far.
+
+    Attributes:
+      connection: the socket; it never blocks.
+      until: when it must have said who it is.
+      said: its bytes.
+      rank: its number, once it has said it; 0 before.
+    """
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self.connection, self.until = connection, time.monotonic() + _CALL_SECONDS
+        self.said, self.rank = b"", 0
+
+    def hear(self) -> bool:
+        """Takes what has come; returns whether it may still become a call."""
+        try:
+            heard = self.connection.recv(lines.LONGEST_CALL)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.said += heard
+        return bool(heard) and len(self.said) < lines.LONGEST_CALL and lines.may_become_one(self.said)
+
+    def is_gone(self) -> bool:
+        """Whether it has closed its connection, in which case it calls again."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class Roll:
+    """The calls that have come to process 0.
+
+    Args:
+      server: where it listens.
+      count: how many processes there are.
+      run: what only processes of this run know, "" where there is nothing.
+    """
+
+    def __init__(self, server: socket.socket, count: int, run: str):
+        server.setblocking(False)
+        self._server, self._count, self._run = server, count, run
+        self._present: dict[int, Caller] = {}
+        self._strangers: deque[Caller] = deque()  # the oldest first
+        self._refused = False  # whether a call came from none of these processes
+        self._trouble = ""
+
+    def called(self, end: float, where: str) -> str:
+        """Waits until all have called, or time is up, and answers all who have.
+
+        Args:
+          end: by `time.monotonic`.
+          where: for the message about who is missing.
+
+        Returns:
+          The trouble: the name of an error and its message; "" where all have come.
+        """
+        with selectors.DefaultSelector() as self._ready:
+            self._ready.register(self._server, selectors.EVENT_READ)
+            while not self._trouble and not self._all_present():
+                left = end - time.monotonic()
+                if left > 0:
+                    self._step(min(left, 0.5))
+                else:
+                    self._trouble = f"TimeoutError initialize: {self._missing()} did not come {where}{self._hint()}"
+        answer = lines.answer_line(self._trouble or "go", self._run)
+        for caller in (*self._present.values(), *self._strangers):
+            with contextlib.suppress(OSError), caller.connection:
+                if caller.rank:
+                    caller.connection.send(answer)
+        return self._trouble
+
+    def _all_present(self) -> bool:
+        if len(self._present) == self._count - 1:
+            self._step(0)  # those that are gone are dropped, and call again
+        return len(self._present) == self._count - 1
+
+    def _step(self, seconds: float) -> None:
+        """Takes what comes within this time."""
+        for key, _ in self._ready.select(seconds):
+            if key.data is None:
+                self._accept()
+            else:
+                self._hear(key.data)
+        while self._strangers and self._strangers[0].until < time.monotonic():
+            self._drop(self._strangers[0])
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError as error:  # also where the caller has left already
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(self._strangers[0])
+        caller = Caller(connection)
+        self._strangers.append(caller)
+        self._ready.register(connection, selectors.EVENT_READ, caller)
+
+    def _make_room(self) -> None:
+        """Makes room for another file: this process may have no more open."""
+        if self._strangers:
+            self._drop(self._strangers[0])
+        else:
+            self._trouble = (
+                f"OSError initialize: process 0 may open no more files, and {self._count} processes call it: raise the "
+                f"limit, by `ulimit -n {self._count + 1024}`"
+            )
+
+    def _hear(self, caller: Caller) -> None:
+        may_call = caller.hear()
+        if caller.rank:  # it waits for the answer, and has nothing more to say: it is gone
+            self._drop(caller)
+        elif b"\n" in caller.said:
+            self._take(caller, lines.call_in(caller.said, self._run))
+        elif not may_call:
+            self._drop(caller)
+
+    def _take(self, caller: Caller, call: Call | None) -> None:
+        """Counts a caller as the process that it says it is."""
+        if call is None:
+            self._refused |= lines.may_become_one(caller.said)
+            self._drop(caller)
+            return
+        rank, count = call.rank, call.count
+        if count != self._count:
+            self._trouble = (
+                f"ValueError initialize: process {rank} says that there are {count} processes, 0 says {self._count}"
+            )
+        elif rank in self._present and not self._present[rank].is_gone():
+            self._trouble = f"ValueError initialize: two processes say that they are process {rank} of {count}"
+        elif rank in self._present:
+            self._drop(self._present[rank])
+        self._strangers.remove(caller)
+        caller.rank = rank
+        self._present[-1 if self._trouble else rank] = caller
+
+    def _drop(self, caller: Caller) -> None:
+        if caller.rank:
+            del self._present[caller.rank]
+        else:
+            self._strangers.remove(caller)
+        self._ready.unregister(caller.connection)
+        caller.connection.close()
+
+    def _missing(self) -> str:
+        missing = [rank for rank in range(1, self._count) if rank not in self._present]
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        return f"process {', '.join(map(str, missing[:5]))}{more} of {self._count}"
+
+    def _hint(self) -> str:
+        if not self._refused:
+            return "; look whether it was started, and at its log"
+        return f"; calls came from processes that do not know this run's id: {lines.RUN_ID} must be the same for all"
+
+
+def listening_at(address: str, port: int) -> socket.socket:
+    """A server at process 0's address, or where JAX_COORDINATOR_BIND_ADDRESS says.
+
+    Raises:
+      OSError: the port is taken.
+      ValueError: the variable has no address.
+    """
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host, port = lines.host_and_port(bind, "JAX_COORDINATOR_BIND_ADDRESS") if bind else ("::", port)
+    try:
+        if host == "::" and socket.has_dualstack_ipv6():
+            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            family = socket.AF_INET6 if ":" in host and host != "::" else socket.AF_INET
+            server = socket.create_server((host if host != "::" else "", port), family=family)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"initialize: process 0 cannot listen at {address}: {error}; is another run there? Take another port",
+        ) from error
+    server.listen(4096)
+    return server

@@ -1,0 +1,307 @@
+"""Labels of what is computed element by element, and of sums and other reductions."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from jaxshard.base.primitives import SAME_NUMBERS
+from jaxshard.base.types import Equation
+from jaxshard.rows.labels import (
+    FREE,
+    NO_POWER,
+    Degree,
+    Free,
+    Kind,
+    Label,
+    Mixed,
+    PerRow,
+    Stat,
+    Trail,
+    are_groups,
+    coarsest,
+    dims_of,
+    moved,
+    units,
+    worst,
+)
+from jaxshard.rows.partners import Partners
+
+_LINEAR = SAME_NUMBERS | frozenset(
+    [
+        "add",
+        "add_any",
+        "broadcast_in_dim",
+        "complex",
+        "concatenate",
+        "conj",
+        "cumsum",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "fft",
+        "gather",
+        "imag",
+        "name",
+        "neg",
+        "pad",
+        "pcast",
+        "pvary",
+        "real",
+        "reduce_precision",
+        "reduce_window_sum",
+        "reshard",
+        "select_n",
+        "sharding_constraint",
+        "stack",
+        "stop_gradient",
+        "sub",
+    ]
+)
+"""Sums of their operands' elements times constants, but for the operands that `_is_linear` names."""
+_PRODUCTS = ("mul", "div", "dot_general", "conv_general_dilated")
+_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_OPERANDS = (
+    {"select_n": slice(1, None), "dynamic_update_slice": slice(0, 2), "clamp": slice(1, 2)}
+    | dict.fromkeys(("dynamic_slice", "gather", "sort"), slice(0, 1))
+    | dict.fromkeys(_SCATTERS, slice(0, None, 2))
+)
+"""Where other operands are indices, or bounds."""
+
+
+class Arithmetic:
+    """Labels of results, for a loss of `num_rows` rows.
+
+    Args:
+      num_rows: of the batch that was traced.
+      num_parts: the number of such batches that the whole batch is cut into.
+      partners: numbers that grow with the rows; None: of a sum's divisor it is guessed, by its value.
+
+    Attributes:
+      groups: the number of rows in each group of rows that was computed with as one.
+    """
+
+    def __init__(self, num_rows: int, num_parts: int, partners: Partners | None):
+        self.num_rows, self.num_parts, self.partners = num_rows, num_parts, partners
+        self.groups: list[tuple[int, Trail]] = []
+        self._log_parts = math.log(max(num_parts, 2))
+
+    def pointwise(self, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+        """The label of an operation's result; each element depends on the operands' elements at its index."""
+        name = eqn.primitive.name
+        if (bad := worst(labels)) is not None:
+            used = isinstance(bad, Mixed) and name not in SAME_NUMBERS and name != "stop_gradient"
+            return dataclasses.replace(bad, extreme=False) if used else bad
+        if all(isinstance(label, Free) for label in labels):
+            return self._free(eqn, [label for label in labels if isinstance(label, Free)])
+        if name == "is_finite" and isinstance(labels[0], Stat):
+            return FREE  # whether a number is finite is not what a loss is made of
+        dependent = [label for label in labels if isinstance(label, PerRow | Stat)]
+        if not self._is_linear(name, labels):
+            settled = [self._settled(label, name, labels, trail) for label in dependent]
+            if (bad := worst(settled)) is not None:
+                return bad
+            dependent = [label for label in settled if isinstance(label, PerRow)]
+        return self._joined(eqn, labels, dependent, trail)
+
+    def _is_linear(self, name: str, labels: Sequence[Label]) -> bool:
+        depend = [not isinstance(label, Free) for label in labels]
+        if name == "select_n":
+            return not depend[0]
+        if name in ("mul", "dot_general", "conv_general_dilated"):
+            return sum(depend) == 1
+        if name == "div":
+            return not depend[1]
+        if name in _SCATTERS[:3]:
+            return not depend[1]
+        return name in _LINEAR
+
+    def _settled(self, label: PerRow | Stat, name: str, labels: Sequence[Label], trail: Trail) -> Label:
+        """The label of an operand that is used in another way than linearly."""
+        if isinstance(label, Stat):
+            kind: Kind = "ratio" if name == "div" and isinstance(labels[1], Stat) else "statistic"
+            return Mixed(kind, trail, label.trail)
+        if label.plus:
+            return Mixed("statistic", trail, label.plus)
+        if not label.summed:
+            return label
+        if not are_groups(label, self.num_rows):
+            return Mixed("statistic", trail, label.summed)
+        self.groups.append((units(label, self.num_rows), trail))
+        return dataclasses.replace(label, summed=(), size=1)
+
+    def _joined(
+        self, eqn: Equation, labels: Sequence[Label], dependent: Sequence[PerRow | Stat], trail: Trail
+    ) -> Label:
+        per_row = [label for label in dependent if isinstance(label, PerRow)]
+        stats = [label for label in dependent if isinstance(label, Stat)]
+        degree = self._degree(eqn, labels)
+        if self.partners is None and any(_may_hide_a_count(x, per_row) for x in labels):
+            degree = None
+        if not per_row:
+            size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
+            return self._averaged(eqn.primitive.name, labels, Stat(degree, size, stats[0].trail), trail)
+        found = coarsest(per_row)
+        if found is None:
+            return Mixed("pairs", trail)
+        if any(units(label, self.num_rows) != units(found, self.num_rows) for label in per_row):
+            if not are_groups(found, self.num_rows):
+                return Mixed("pairs", trail)
+            self.groups.append((units(found, self.num_rows), trail))
+        if (by_place := self._by_place(eqn, labels, found)) is not None:
+            return Mixed("drawn" if by_place.drawn else "position", trail)
+        plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
+        summed = next((label.summed for label in per_row if label.summed), ())
+        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed)
+
+    def _by_place(self, eqn: Equation, labels: Sequence[Label], found: PerRow) -> Free | None:
+        """An operand that differs from row to row by their places alone."""
+        if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+            return None  # an index, which a gather looks at
+        return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
+
+    def _averaged(self, name: str, labels: Sequence[Label], found: Stat, trail: Trail) -> Label:
+        """A sum over n elements, times 1/n, has degree 0; where there are no partners, n says that it is a mean."""
+        value = next((label.value for label in labels if isinstance(label, Free)), None)
+        if name not in ("mul", "div") or not found.size or not value or not math.isfinite(value):
+            return found
+        divisor = value if name == "div" else 1 / value
+        if self.partners is None and found.degree == 1 and abs(divisor / found.size - 1) < 1e-6:
+            return dataclasses.replace(found, degree=0)
+        if self.partners is None and any(x >= self.num_rows and x % self.num_rows == 0 for x in (divisor, 1 / divisor)):
+            return dataclasses.replace(found, degree=None)  # it may be a number of rows
+        if self.partners is not None and found.degree == 0 and self._counts_all_devices(found.size, divisor):
+            return Mixed("count", trail, found.trail)
+        return found
+
+    def _counts_all_devices(self, size: int, divisor: float) -> bool:
+        """Whether a sum of `size` elements is divided by a number of rows that all devices have together.
+
+        It is not, if the factor may as well be the size of a dim of the elements.
+        """
+        mine, rest = divmod(round(divisor), self.num_parts)
+        if rest or abs(divisor - round(divisor)) > 1e-6 * divisor or not mine:
+            return False
+        of_each_row = size // self.num_rows
+        return mine == size or (not mine % self.num_rows and not size % mine and bool(of_each_row % self.num_parts))
+
+    def _degree(self, eqn: Equation, labels: Sequence[Label]) -> Degree:
+        name = eqn.primitive.name
+        if name == "sign" or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+            return 0  # an index or a mask
+        operands = labels[_OPERANDS.get(name, slice(None))]
+        found = {_degree_of(x) for x in operands if not (isinstance(x, Free) and _is_nothing(x.value))}
+        if None in found or NO_POWER in found:
+            return None if None in found else NO_POWER
+        if name in _PRODUCTS:
+            one, two = (_degree_of(label) or 0 for label in operands[:2])
+            return round(one - two if name == "div" else one + two, 3)
+        if len(found) > 1:
+            return None if self.partners is None else NO_POWER
+        power = eqn.params["y"] if name == "integer_pow" else _POWERS.get(name, 1)
+        return round(power * (found.pop() or 0), 3) if found else 0
+
+    def _free(self, eqn: Equation, labels: Sequence[Free]) -> Free:
+        if not labels:
+            return FREE
+        name = eqn.primitive.name
+        if len(labels) == 1 and name in SAME_NUMBERS:
+            return labels[0]
+        varied = frozenset[int]().union(*(label.varied for label in labels))
+        counts = next((x.counts for x in labels if x.counts is not None), None) if name == "select_n" else None
+        placed, given, drawn = (any(getattr(x, name) for x in labels) for name in ("placed", "given", "drawn"))
+        scaled = name in ("mul", "div") and any(self._may_count(x.value) for x in labels)
+        scaled |= any(x.scaled for x in labels)
+        varied = frozenset() if placed else varied
+        summed = next((x.summed for x in labels if x.summed), ())
+        degree, sums = self._degree(eqn, labels), self._sums(eqn, labels)
+        return Free(varied, counts, None, degree, placed, given, drawn, scaled, sums, summed)
+
+    def _may_count(self, value: float | None) -> bool:
+        """Whether this number, or its inverse, may be a number of rows."""
+        if not value or not math.isfinite(value):
+            return False
+        return any(x >= self.num_rows and abs(x % self.num_rows) < 1e-4 for x in (abs(value), 1 / abs(value)))
+
+    def _sums(self, eqn: Equation, labels: Sequence[Free]) -> int:
+        """The power of the number of devices by which the result is too large; a mean divides by that number."""
+        found = [label.sums for label in labels]
+        if eqn.primitive.name not in ("mul", "div"):
+            return max(found)
+        sign = -1 if eqn.primitive.name == "div" else 1
+        total = found[0] + sign * found[1]
+        for label, power in zip(labels, (1, sign), strict=True):
+            if total and label.value and abs(math.log(abs(label.value)) * power / self._log_parts + 1) < 1e-6:
+                total -= 1
+        return total
+
+    # Reductions.
+
+    def summed(self, eqn: Equation, label: Label, dims: Sequence[int], sizes: Sequence[int], trail: Trail) -> Label:
+        """The label of a sum over `dims`, of these sizes, before the dims that are left move up."""
+        count = math.prod(sizes)
+        if isinstance(label, Free):
+            degree = 0 if self.partners is None else self.partners.degree_of_sum(eqn, dims)
+            degree = None if degree is None or label.degree is None else label.degree + degree
+            value = None if label.value is None else label.value * count
+            return dataclasses.replace(label, value=value, degree=degree)
+        if isinstance(label, Stat):
+            return dataclasses.replace(label, size=label.size * count)
+        if not isinstance(label, PerRow):
+            return label
+        if not dims_of(label) & set(dims):
+            return dataclasses.replace(label, size=label.size * count) if label.summed else label
+        return over_parts(label, dims, count, trail)
+
+    def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
+        """The label of a reduction over `dims` that is no sum (a maximum), before the dims that are left move up."""
+        if isinstance(label, Stat):
+            return Mixed("statistic", trail, label.trail)
+        if not isinstance(label, PerRow):
+            return label
+        label = self._settled(label, "", [], trail)
+        if not isinstance(label, PerRow) or not dims_of(label) & set(dims):
+            return label
+        left = over_parts(label, dims, 1, trail)
+        if isinstance(left, PerRow) and are_groups(left, self.num_rows):
+            self.groups.append((units(left, self.num_rows), trail))
+            return dataclasses.replace(left, summed=(), size=1)
+        return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in ("reduce_max", "reduce_min"))
+
+
+def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> Label:
+    """The label of a sum of `count` elements over `dims`, some of which have rows."""
+    parts, gone = label.parts, set(dims)
+    left = tuple(part for part in parts if part.dim not in gone)
+    if left:
+        return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
+    degree = None if label.degree is None else label.degree + 1
+    return Stat(degree, label.size * count, trail)
+
+
+def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
+    """The label of an array of `ndim` dims once `dims` are gone and the others have moved up."""
+    gone = set(dims)
+    left = [d for d in range(ndim) if d not in gone]
+    return moved(label, {d: i for i, d in enumerate(left)}.get)
+
+
+def _may_hide_a_count(label: Label, per_row: Sequence[PerRow]) -> bool:
+    """Whether a factor may be a number of rows: beside a sum over rows any, beside rows the gradient of a mean."""
+    if not isinstance(label, Free) or not label.scaled:
+        return False
+    return not per_row or not (label.given or label.varied)
+
+
+def _is_nothing(value: float | None) -> bool:
+    """Whether this number may be added to anything: 0, or what guards against a division by 0."""
+    return value is not None and abs(value) < 1e-5
+
+
+def _degree_of(label: Label) -> Degree:
+    return label.degree if isinstance(label, Free | PerRow | Stat) else None
+
+
+def _adds(label: PerRow | Stat) -> bool:
+    return isinstance(label, Stat) or bool(label.plus)

@@ -1,0 +1,227 @@
+"""What a value inside a loss has to do with the rows of the batch, and how labels of operands make that of a result.
+
+A loss may be split over devices if it is a mean over rows of terms that each depend on one row. Each value of the
+traced loss gets a label:
+
+  Free     it does not depend on the batch, or all devices know it whole (a sum over devices);
+  PerRow   along some dims, the element at an index depends on one row only (or on one group of rows in a row);
+  Stat     a sum over all rows of terms that each depend on one row, times `count ** (degree - 1)`: a sum has degree 1,
+           a mean degree 0;
+  Mixed    it depends on several rows in another way: `kind` and `trail` say how and where;
+  Unknown  an operation that cannot be looked into had rows among its operands.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from jaxshard.base.types import Equation
+
+Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
+Degree: TypeAlias = float | None  # the power of the number of rows that a value grows with; None: not known
+NO_POWER = math.inf  # a value that grows with the rows, but by no power of their number: it is a sum of several
+Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ratio", "count", "devices", "microbatch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows along one dim of an array: an index of the dim is a triple (index of `outer`, row, index of `inner`).
+
+    `stride` is the number of rows that one step moves on. Dim -1 stands for the iterations of the innermost scan that
+    runs over rows, -2 for those of the scan around it.
+    """
+
+    dim: int
+    outer: int
+    rows: int
+    inner: int
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """See above.
+
+    Attributes:
+      varied: the dims along which elements may differ.
+      counts: the dim whose index the elements are.
+      value: the number that all elements are, if it is known.
+      placed: it is made from the device's index, so it may well differ from row to row.
+      given: it depends on the loss's params or arguments; a constant does not.
+      drawn: random numbers of a key that is a constant.
+      scaled: it is a multiple of what may be the number of rows, or of its inverse.
+      sums: how often sums over devices of what is a mean on each were put in, so that it is too large by that power of
+        the number of devices; `summed`: the last of them, or ().
+    """
+
+    varied: frozenset[int] = frozenset()
+    counts: int | None = None
+    value: float | None = None
+    degree: Degree = 0
+    placed: bool = False
+    given: bool = False
+    drawn: bool = False
+    scaled: bool = False
+    sums: int = 0
+    summed: Trail = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRow:
+    """See above.
+
+    Attributes:
+      parts: where rows lie, the slowest first; together they may be coarser than rows.
+      order: 0: the batch's order; another equation's id: that changed it.
+      degree: as of `Stat`, before the sum over rows.
+      size: the number of elements already summed, where rows are summed in part.
+      summed: the sum over a part of the rows, or ().
+      plus: a statistic of the rows that was added, or ().
+    """
+
+    parts: tuple[Part, ...]
+    order: int = 0
+    degree: Degree = 0
+    size: int = 1
+    summed: Trail = ()
+    plus: Trail = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stat:
+    """See above. `size`: how many elements were summed, 0 if not known; `trail`: the sum."""
+
+    degree: Degree
+    size: int
+    trail: Trail
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """See above. `of`: the statistic that was used; `extreme`: the maximum or minimum of the rows, and nothing else."""
+
+    kind: Kind
+    trail: Trail
+    of: Trail = ()
+    extreme: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """See above."""
+
+    trail: Trail
+
+
+Label: TypeAlias = Free | PerRow | Stat | Mixed | Unknown
+FREE = Free()
+
+
+def worst(labels: Iterable[Label]) -> Mixed | Unknown | None:
+    """The first label that is Mixed, else the first Unknown one, else None."""
+    bad = [label for label in labels if isinstance(label, Mixed | Unknown)]
+    return next((label for label in bad if isinstance(label, Mixed)), bad[0] if bad else None)
+
+
+def moved(label: Label, where: Callable[[int], int | None]) -> Label:
+    """The label of a value whose dim `where(d)` is the old dim d; None: the dim is gone, and has no rows."""
+    if isinstance(label, Free):
+        varied = frozenset(new for d in label.varied if (new := where(d)) is not None)
+        counts = None if label.counts is None else where(label.counts)
+        return dataclasses.replace(label, varied=varied, counts=counts)
+    if isinstance(label, PerRow):
+        parts = [(part, part.dim if part.dim < 0 else where(part.dim)) for part in label.parts]
+        kept = tuple(dataclasses.replace(part, dim=dim) for part, dim in parts if dim is not None)
+        return dataclasses.replace(label, parts=kept)
+    return label
+
+
+def deeper(label: Label, by: int) -> Label:
+    """The label inside one more scan (`by` = -1), or outside of it again (1), of a value that is not scanned over."""
+    if not isinstance(label, PerRow):
+        return label
+    parts = tuple(dataclasses.replace(part, dim=part.dim + by) if part.dim < 0 else part for part in label.parts)
+    return dataclasses.replace(label, parts=parts)
+
+
+def scanned(label: Label, by: int) -> Label:
+    """The label of one slice of a value that a scan runs over (`by` = -1), or of the stack of slices (1)."""
+    if isinstance(label, Free):
+        counts = None if label.counts is None or label.counts + by < 0 else label.counts + by
+        return dataclasses.replace(label, varied=frozenset(d + by for d in label.varied if d + by >= 0), counts=counts)
+    if not isinstance(label, PerRow):
+        return label
+    return dataclasses.replace(label, parts=tuple(dataclasses.replace(p, dim=p.dim + by) for p in label.parts))
+
+
+def dims_of(label: Label) -> frozenset[int]:
+    """The dims along which rows lie."""
+    return frozenset(part.dim for part in label.parts) if isinstance(label, PerRow) else frozenset()
+
+
+def units(label: PerRow, num_rows: int) -> int:
+    """How many rows each element depends on."""
+    return num_rows // math.prod(part.rows for part in label.parts)
+
+
+def are_groups(label: PerRow, num_rows: int) -> bool:
+    """Whether the rows that an element depends on follow each other in the batch."""
+    size = units(label, num_rows)
+    return size == 1 or (bool(label.parts) and min(part.stride for part in label.parts) == size)
+
+
+def coarsest(labels: Sequence[PerRow]) -> PerRow | None:
+    """The label of what is made element by element from values with these labels; None: they pair different rows."""
+    found = min(labels, key=lambda label: math.prod(part.rows for part in label.parts))
+    fits = all(label.order == found.order and _refines(label.parts, found.parts) for label in labels)
+    return found if fits else None
+
+
+def _refines(fine: tuple[Part, ...], coarse: tuple[Part, ...]) -> bool:
+    """Whether every index that shares its rows in `fine` shares them in `coarse`, too."""
+    if fine == coarse:
+        return True
+    return all(any(_within(small, large) for small in fine) for large in coarse)
+
+
+def _within(small: Part, large: Part) -> bool:
+    times, rest = divmod(small.rows, large.rows)
+    return (
+        (small.dim, small.outer, small.rows * small.inner) == (large.dim, large.outer, large.rows * large.inner)
+        and rest == 0
+        and large.stride == small.stride * times
+    )
+
+
+def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label | None:
+    """The label after a reshape from shape `old` to `new`; None: the new dims cut across rows."""
+    strides = [math.prod(new[j + 1 :]) for j in range(len(new))]
+    if isinstance(label, Free):
+        places = {(math.prod(old[d + 1 :]), old[d]): d for d in range(len(old)) if old[d] > 1}
+        kept = {places.get((strides[j], new[j])): j for j in range(len(new))}
+        return moved(label, kept.get)
+    if not isinstance(label, PerRow):
+        return label
+    parts: list[Part] = []
+    for part in label.parts:
+        found = [part] if part.dim < 0 else _cut(part, math.prod(old[part.dim + 1 :]), new, strides)
+        if found is None:
+            return None
+        parts += found
+    return dataclasses.replace(label, parts=tuple(parts))
+
+
+def _cut(part: Part, behind: int, new: Sequence[int], strides: Sequence[int]) -> list[Part] | None:
+    """The parts of one part after a reshape; `behind` is the product of the old dims after its own."""
+    low, high = part.inner * behind, part.inner * behind * part.rows
+    found: list[Part] = []
+    for dim, (size, step) in enumerate(zip(new, strides, strict=True)):
+        first, last = max(low, step), min(high, step * size)
+        if last <= first:
+            continue
+        if first % step or (step * size) % last or last % first or first % low:
+            return None
+        stride = part.stride * (first // low)
+        found.append(Part(dim, step * size // last, last // first, first // step, stride))
+    return found if math.prod(each.rows for each in found) == part.rows else None

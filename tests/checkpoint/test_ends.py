@@ -1,0 +1,69 @@
+"""A program that ends, or is interrupted, while a checkpoint is written: nothing is lost in silence, nothing hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jaxshard.checkpoint import Checkpointer
+
+NOT_CLOSED = """
+import sys
+import jax.numpy as jnp
+from jaxshard.checkpoint import Checkpointer
+checkpoints = Checkpointer(sys.argv[1])
+checkpoints.save(1, {"w": jnp.arange(3.0)}, blocking=True)
+checkpoints.save(2, {"w": jnp.arange(2.0**24)})
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "a[b]"])
+def test_a_program_that_does_not_close_is_told_what_was_not_saved_and_ends(tmp_path, name):
+    """Orbax's threads cannot go on once Python ends; they waited for each other for minutes, or ended in silence."""
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", NOT_CLOSED, str(tmp_path / name)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert time.monotonic() - start < 60
+    assert run.stdout == "the end\n"
+    steps = Checkpointer(tmp_path / name).steps()
+    if steps == [1]:
+        assert f"jaxshard: {tmp_path / name / '2'} was NOT saved: Python ended first. Call close()" in run.stderr
+        assert run.returncode == 1
+    else:  # it was fast
+        assert steps == [1, 2]
+        assert run.returncode == 0
+
+
+def wait_on(checkpoints):
+    while True:
+        checkpoints.wait()
+
+
+def test_after_ctrl_c_close_still_waits(tmp_path):
+    """The lock is not given up while something is written."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        checkpoints = Checkpointer(tmp_path)
+        checkpoints.save(1, {"w": jnp.arange(2.0**23)})
+        signal.setitimer(signal.ITIMER_REAL, 1e-3)
+        with pytest.raises(KeyboardInterrupt):
+            wait_on(checkpoints)
+        checkpoints.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert checkpoints.steps() == [1]

@@ -1,0 +1,152 @@
+"""`predict` and leaves of aux that keep the batch's rows: all rows, in the batch's order, on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from oracle import ROWS, batches, hostile_params, model_loss
+
+import jaxshard
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+RNG = np.random.default_rng(0)
+W, X = (RNG.normal(size=shape).astype("f") for shape in ((8, 4), (48, 8)))
+
+
+def opt_of(strategy="zero3", n=8, **options):
+    return getattr(jaxshard, strategy)(optax.sgd(0.1), jaxshard.make_mesh(devices=jax.devices()[:n]), **options)
+
+
+def outputs(w, batch):
+    logits = batch["x"] @ w
+    return {"logits": logits, "class": jnp.argmax(logits, -1), "sure": jnp.max(logits, -1) > 1, "id": batch["id"]}
+
+
+BATCH = {"x": X, "id": np.arange(48)}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_rows_come_in_order(strategy, n):
+    f = jaxshard.predict(outputs, opt_of(strategy, n, min_shard_size=1))
+    want = jax.jit(outputs)(W, BATCH)
+    for got in (f(W, BATCH), jax.jit(f)(W, BATCH)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+        assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+    assert got["logits"].sharding.spec == (P("data") if n > 1 else P())
+
+
+def test_rows_are_cut_over_replicas_too():
+    opt = jaxshard.hsdp(optax.sgd(0.1), jaxshard.make_mesh(replica=4, data=2), min_shard_size=1)
+    got = jaxshard.predict(outputs, opt)(W, BATCH)
+    np.testing.assert_array_equal(got["id"], np.arange(48))
+    assert got["logits"].addressable_shards[0].data.shape == (6, 4)
+
+
+def test_params_are_gathered_as_in_training():
+    params = hostile_params("f")
+    batch = batches(1)[0]
+
+    def embedded(params, batch):
+        return jaxshard.unshard(params["table"])[batch["x"]]
+
+    opt = opt_of(min_shard_size=1)
+    got = jaxshard.predict(embedded, opt)(opt.place(params), batch)
+    np.testing.assert_array_equal(got, params["table"][batch["x"]])
+    assert got.shape[0] == ROWS
+
+
+def test_keys_differ_between_devices():
+    got = jaxshard.predict(lambda w, b, key: jax.random.uniform(key, b["x"].shape), opt_of())(
+        W, BATCH, jax.random.key(0)
+    )
+    assert len(np.unique(got, axis=0)) == 48
+
+
+def test_bad_input():
+    f = jaxshard.predict(lambda w, b: {"mean": jnp.mean(b["x"], 0)}, opt_of())
+    with pytest.raises(ValueError, match=r"predict: output mean has shape \(8,\) and no dim with the rows"):
+        f(W, BATCH)
+    with pytest.raises(ValueError, match="no dim with the rows"):
+        jaxshard.predict(lambda w, b: w, opt_of())(W, BATCH)
+    with pytest.raises(TypeError, match="predict: the loss 3 is no function"):
+        jaxshard.predict(3, opt_of())
+    with pytest.raises(TypeError, match="predict needs a ShardedOptimizer"):
+        jaxshard.predict(outputs, optax.sgd(0.1))
+    with pytest.warns(jaxshard.RowsWarning, match="taken over the rows"):
+        jaxshard.predict(lambda w, b: jnp.tanh(b["x"] - b["x"].mean(0)), opt_of())(W, BATCH)
+
+
+def with_aux(w, batch):
+    out = outputs(w, batch)
+    aux = {"logits": out["logits"], "of_columns": out["logits"].T, "class": out["class"], "mean": jnp.mean(batch["x"])}
+    return jnp.mean(out["logits"] ** 2), aux
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_leaves_of_aux_with_rows_come_whole_in_order(n):
+    """They were averaged over rows that have nothing to do with each other: (4, 10) for (32, 10)."""
+    opt = opt_of(n=n, min_shard_size=1)
+    (loss, want) = with_aux(W, BATCH)
+    found = [jaxshard.evaluate(with_aux, opt, has_aux=True)(W, BATCH)]
+    for m in (1, 2, 3):
+        found.append(jaxshard.value_and_grad(with_aux, opt, has_aux=True, microbatches=m)(W, BATCH)[0])
+    params = opt.place(W)
+    _, _, metrics = jaxshard.train_step(with_aux, opt, has_aux=True, microbatches=2)(params, opt.init(params), BATCH)
+    found.append((metrics["loss"], metrics["aux"]))
+    for got_loss, got in found:
+        np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_one_row_on_each_device():
+    batch = jax.tree.map(lambda x: x[:8], BATCH)
+    loss, want = with_aux(W, batch)
+    got_loss, got = jaxshard.evaluate(with_aux, opt_of(), has_aux=True)(W, batch)
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [
+        lambda z: z.reshape(-1),
+        lambda z: z[::-1],
+        lambda z: z - z.mean(0),
+    ],
+)
+def test_rows_of_aux_that_are_none_are_refused(aux):
+    """They were averaged over unrelated rows."""
+
+    def loss(w, batch):
+        z = batch["x"] @ w
+        return jnp.mean(z**2), {"z": aux(z)}
+
+    with pytest.raises(ValueError, match=r"aux leaf z has shape .* return it as \(rows, ...\), or its mean"):
+        jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+
+
+def test_a_statistic_of_the_rows_in_what_each_returns_is_told():
+    with pytest.warns(jaxshard.RowsWarning, match="pmean"):
+        jaxshard.predict(lambda w, batch: batch["x"] @ w - (batch["x"] @ w).mean(0), opt_of())(W, BATCH)
+
+
+def test_whole_numbers_without_rows_still_have_no_average():
+    def loss(w, batch):
+        return jnp.mean((batch["x"] @ w) ** 2), jnp.sum(batch["id"])
+
+    with pytest.raises(TypeError, match=r"aux leaf .* has no average; cast it"):
+        jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+
+
+def test_a_model_with_layers(recwarn):
+    params, batch = hostile_params("f"), batches(1)[0]
+
+    def loss(params, batch):
+        return model_loss(params, batch), params["table"][batch["y"]].sum((1, 2))
+
+    opt = opt_of(min_shard_size=1)
+    _, got = jaxshard.evaluate(loss, opt, has_aux=True)(opt.place(params), batch)
+    np.testing.assert_allclose(got, params["table"][batch["y"]].sum((1, 2)), rtol=1e-5)

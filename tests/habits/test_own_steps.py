@@ -1,0 +1,150 @@
+"""Steps that users write: their carries keep the layout, they compile once, and errors have lines that work."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(6, 8)).astype("f"), "v": RNG.normal(size=(8,)).astype("f")}
+BATCHES = RNG.normal(size=(3, 8, 6)).astype("f")
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
+
+
+def one_device(tx, batches=BATCHES, **extra):
+    params, state = PARAMS, tx.init(PARAMS)
+    for x in batches:
+        value, grads = jax.value_and_grad(loss_fn)(params, x)
+        if extra:
+            extra = {"value": value, "grad": grads, "value_fn": lambda params, x=x: loss_fn(params, x)}
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def wrapped(strategy, tx):
+    mesh = jaxshard.make_mesh(replica=2 if strategy == "hsdp" else 1, devices=jax.devices()[:4])
+    return getattr(jaxshard, strategy)(tx, mesh, min_shard_size=1)
+
+
+def by_scan(one_step, params, state, batches):
+    return jax.lax.scan(lambda carry, x: (one_step(*carry, x), None), (params, state), batches)[0]
+
+
+def by_fori_loop(one_step, params, state, batches):
+    return jax.lax.fori_loop(0, 3, lambda i, carry: one_step(*carry, batches[i]), (params, state))
+
+
+def by_while_loop(one_step, params, state, batches):
+    def body(carry):
+        return (carry[0] + 1, *one_step(*carry[1:], batches[carry[0]]))
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, params, state))[1:]
+
+
+def unrolled(one_step, params, state, batches):
+    for x in batches:
+        params, state = one_step(params, state, x)
+    return params, state
+
+
+@pytest.mark.parametrize("loop", [by_scan, by_fori_loop, by_while_loop, unrolled])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_carry_keeps_its_layout(strategy, loop):
+    tx = optax.adamw(0.1)  # reads the params
+    opt = wrapped(strategy, tx)
+
+    def one_step(params, state, x):
+        _, grads = jaxshard.value_and_grad(loss_fn, opt)(params, x)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(lambda *args: loop(one_step, *args), donate_argnums=(0, 1))
+    params = opt.place(PARAMS)
+    state = opt.init(params)
+    placed = jax.tree.map(lambda x: x.sharding, (params, state))
+    params, state = run(params, state, BATCHES)
+    for sharding, x in zip(jax.tree.leaves(placed), jax.tree.leaves((params, state)), strict=True):
+        assert sharding.is_equivalent_to(x.sharding, x.ndim), (sharding, x.sharding)
+    close(params, one_device(tx))
+    run(params, state, BATCHES)
+    assert run._cache_size() == 1
+
+
+def trained(step, opt, batches=BATCHES):
+    params = opt.place(PARAMS)
+    state = opt.init(params)
+    for x in batches:
+        params, state, _ = step(params, state, x)
+    return params
+
+
+def close(got, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+
+
+def lines_with(error, start):
+    return [line for line in str(error.value).splitlines() if line.startswith(start)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_the_error_of_a_line_search_has_the_line_that_works(strategy):
+    tx = optax.lbfgs()
+    opt = wrapped(strategy, tx)
+    params = opt.place(PARAMS)
+    with pytest.raises(TypeError, match="needs the argument 'value_fn'") as error:
+        jaxshard.train_step(loss_fn, opt)(params, opt.init(params), BATCHES[0])
+    names = {"train_step": jaxshard.train_step, "loss_fn": loss_fn, "opt": opt}
+    (line,) = lines_with(error, "train_step(")
+    close(trained(eval(line, names), opt), one_device(tx, value_fn=loss_fn))
+
+    (line,) = lines_with(error, "opt.update(")
+
+    @jax.jit
+    def own(params, state, batch):
+        loss, grads = jaxshard.value_and_grad(loss_fn, opt)(params, batch)
+        updates, state = eval(
+            line, names | {"grads": grads, "loss": loss, "params": params, "batch": batch, "state": state}
+        )
+        return optax.apply_updates(params, updates), state, None
+
+    close(trained(own, opt), one_device(tx, value_fn=loss_fn))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_by_several_batches(strategy):
+    """`MultiSteps` inside, as the error says, and around, with its state as plain optax's."""
+    every_two = optax.MultiSteps(optax.adam(0.1), every_k_schedule=2)
+    want = one_device(every_two.gradient_transformation(), [*BATCHES, *BATCHES])
+    with pytest.raises(TypeError, match=r"give its \.gradient_transformation\(\)"):
+        wrapped(strategy, every_two)
+    opt = wrapped(strategy, every_two.gradient_transformation())
+    close(trained(jaxshard.train_step(loss_fn, opt), opt, [*BATCHES, *BATCHES]), want)
+
+    opt = wrapped(strategy, optax.adam(0.1))
+    around = optax.MultiSteps(opt, every_k_schedule=2)
+    with pytest.raises(
+        TypeError, match=re.escape("jaxshard.zero2(optax.MultiSteps(...).gradient_transformation(), mesh)")
+    ):
+        jaxshard.train_step(loss_fn, around)
+
+    @jax.jit
+    def own(params, state, x):
+        _, grads = jaxshard.value_and_grad(loss_fn, opt)(params, x)
+        updates, state = around.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = opt.place(PARAMS)
+    state = around.init(params)
+    for x in [*BATCHES, *BATCHES]:
+        params, state = own(params, state, x)
+    close(params, want)

@@ -1,0 +1,70 @@
+"""Each recipe in the docs, with the lines of one device and with those that change: the same params after ten steps."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import one_device
+import pytest
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+BEGIN, *_ = BLOCK.findall(PAGE)
+RECIPES = {title: BLOCK.findall(text)[0] for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M)}
+RESULTS = {
+    "flax.nnx, with nnx.Optimizer": "nnx.state(model), nnx.state(optimizer)",
+    "flax.nnx, split and merged": "params, state, rest",
+    "flax.linen, with TrainState": "train_state.params, train_state.opt_state, train_state.step",
+    "equinox": "eqx.filter(model, eqx.is_array), state",
+    "flax.linen, with BatchNorm and train_step": "params, state, stats",
+    "equinox, with BatchNorm and train_step": "params, state, norms",
+    "haiku": "params, state, norms",
+}
+
+
+def for_one_device(code):
+    """The recipe with the lines that it gives for one device."""
+    lines = [line for line in code.splitlines() if not line.endswith("# new")]
+    code = re.sub(r"^( *)# was: (.*)\n.*", r"\1\2", "\n".join(lines), flags=re.M)
+    return re.sub(r"^( *).*  # was: (.*)$", r"\1\2", code, flags=re.M)
+
+
+def results_of(title, code):
+    space = {"one_device": one_device}
+    exec(compile(BEGIN, "the first block", "exec"), space)
+    exec(compile(code, title, "exec"), space)
+    found = jax.tree.leaves(eval(RESULTS.get(title, "params, state"), space))
+    return [
+        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in found
+    ]
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_recipe(title):
+    compare(title, ["zero2", "zero3"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("title", RECIPES)
+def test_recipe_under(title, strategy):
+    compare(title, [strategy])
+
+
+def compare(title, strategies):
+    code = RECIPES[title]
+    plain = for_one_device(code)
+    assert "jaxshard" not in plain
+    assert code.count("# was:") + code.count("# new") <= 6
+    want = results_of(title, plain)
+    for strategy in strategies:
+        got = results_of(title, code.replace("jaxshard.zero2", f"jaxshard.{strategy}"))
+        assert len(got) == len(want)
+        for one, other in zip(want, got, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5, err_msg=f"{title}, {strategy}")
+
+
+def test_every_result_is_a_recipe():
+    assert set(RESULTS) <= set(RECIPES)

@@ -1,0 +1,587 @@
+"""Losses of both kinds: means over rows, each by itself, and others. `right` says which; the tests measure it too."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+LENGTH, WIDTH, CLASSES, HEADS = 6, 8, 7, 2
+labels_of = optax.softmax_cross_entropy_with_integer_labels
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (WIDTH, CLASSES), "table": (CLASSES, WIDTH), "q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH)}
+    shapes |= {"place": (LENGTH, WIDTH), "route": (WIDTH, 4), "kernel": (3, 3, 3, 4), "scalar": ()}
+    return {name: 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+def batch_of(rows, seed=1):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(rows, WIDTH)),
+        "y": rng.integers(0, CLASSES, rows),
+        "mask": rng.integers(0, 2, (rows, CLASSES)).astype(float),
+        "tokens": rng.integers(0, CLASSES, (rows, LENGTH + 1)),
+        "h": rng.normal(size=(rows, LENGTH, WIDTH)),
+        "image": rng.normal(size=(rows, 6, 6, 3)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`says`: a word of the warning; `rows`: the smallest number of rows on a device; `own`: it has collectives."""
+
+    loss: Callable[..., Any]
+    right: bool
+    says: str = ""
+    weighted: bool = False
+    rows: int = 1
+    own: bool = False
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(right, says="", **options):
+    def add(loss):
+        CASES[loss.__name__] = Case(loss, right, says, **options)
+        return loss
+
+    return add
+
+
+# Means over rows.
+
+
+@case(True)
+def squares(p, b):
+    return jnp.mean((b["x"] @ p["w"]) ** 2)
+
+
+@case(True)
+def cross_entropy(p, b):
+    return labels_of(b["x"] @ p["w"], b["y"]).mean()
+
+
+@case(True)
+def cross_entropy_by_index(p, b):
+    logs = jax.nn.log_softmax(b["x"] @ p["w"])
+    return -logs[jnp.arange(logs.shape[0]), b["y"]].mean()
+
+
+@case(True)
+def one_hot(p, b):
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(b["y"], CLASSES) * jax.nn.log_softmax(b["x"] @ p["w"]), -1))
+
+
+@case(True)
+def with_l2(p, b):
+    return squares(p, b) + 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+
+
+@case(True)
+def sum_over_number_of_rows(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2) / b["x"].shape[0]
+
+
+@case(True)
+def an_eighth_of_a_mean(p, b):
+    return jnp.mean((b["x"] @ p["w"]) ** 2) / 8
+
+
+@case(True)
+def mean_within_each_row(p, b):
+    each = jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"], -1) / jnp.maximum(b["mask"].sum(-1), 1)
+    return each.mean()
+
+
+@case(True)
+def layer_norm(p, b):
+    h = b["x"] @ p["w"]
+    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    return jnp.mean(jnp.tanh(h) ** 2)
+
+
+@case(True)
+def attention(p, b):
+    h = p["table"][b["tokens"][:, :-1]]
+    heads = (*h.shape[:2], HEADS, WIDTH // HEADS)
+    q, k = ((h @ p[name]).reshape(heads) for name in ("q", "k"))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
+    h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), k).reshape(h.shape) + p["place"]
+    logits = h @ p["table"].T
+    return labels_of(logits.reshape(-1, CLASSES), b["tokens"][:, 1:].reshape(-1)).mean()
+
+
+@case(True)
+def attention_of_jax(p, b):
+    h = (b["h"] @ p["q"]).reshape(*b["h"].shape[:2], HEADS, WIDTH // HEADS)
+    return jnp.mean(jax.nn.dot_product_attention(h, h, h, is_causal=True) ** 2)
+
+
+@case(True)
+def by_vmap(p, b):
+    return jnp.mean(jax.vmap(lambda x, y: labels_of(x @ p["w"], y))(b["x"], b["y"]))
+
+
+@case(True)
+def by_map(p, b):
+    return jnp.mean(lax.map(lambda x: jnp.sum((x @ p["w"]) ** 2), b["x"]))
+
+
+@case(True)
+def by_scan_over_rows(p, b):
+    def body(total, x):
+        return total + jnp.sum((x @ p["w"]) ** 2), None
+
+    return lax.scan(body, jnp.zeros((), b["x"].dtype), b["x"])[0] / b["x"].shape[0]
+
+
+@case(True)
+def recurrent(p, b):
+    def body(h, token):
+        h = jnp.tanh(h @ p["q"] + p["table"][token])
+        return h, h
+
+    _, hidden = lax.scan(body, jnp.zeros((b["tokens"].shape[0], WIDTH)), b["tokens"].T)
+    return jnp.mean(hidden**2)
+
+
+@case(True)
+def in_four_chunks(p, b):
+    h = b["h"].reshape(-1, WIDTH)
+
+    def body(total, chunk):
+        return total + jnp.sum((chunk @ p["w"]) ** 2), None
+
+    chunks = h.reshape(2, -1, WIDTH)
+    return lax.scan(jax.checkpoint(body), jnp.zeros((), h.dtype), chunks)[0] / h.shape[0]
+
+
+@case(True)
+def routing_within_rows(p, b):
+    chosen = jax.nn.softmax(b["h"] @ p["route"])
+    values, experts = lax.top_k(chosen, 2)
+    hot = jax.nn.one_hot(experts, 4)
+    kept = hot * (jnp.cumsum(hot.sum(2), 1) < 4)[:, :, None]
+    inside = jnp.einsum("btke,btd->bed", kept, b["h"])
+    return jnp.mean(jnp.einsum("bed,btke->btd", inside, kept * values[..., None]) ** 2)
+
+
+@case(True, own=True)
+def dropout(p, b):
+    key = jax.random.fold_in(jax.random.key(3), lax.axis_index("data"))
+    return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, b["x"].shape), b["x"] @ p["q"], 0) ** 2)
+
+
+@case(True)
+def dropout_with_a_key_for_each_row(p, b):
+    def of_one(i, x):
+        return jnp.where(jax.random.bernoulli(jax.random.fold_in(jax.random.key(3), i), 0.5, x.shape), x, 0)
+
+    return jnp.mean(jax.vmap(of_one)(b["y"], b["x"] @ p["q"]) ** 2)
+
+
+@case(True)
+def random_features(p, b):
+    return jnp.mean((b["x"] @ jax.random.normal(jax.random.key(3), (WIDTH, 5)) * p["scalar"]) ** 2)
+
+
+@case(False, "further argument")
+def dropout_with_a_constant_key(p, b):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, b["x"].shape)
+    return jnp.mean((jnp.where(kept, b["x"], 0) @ p["w"]) ** 2)
+
+
+@case(True)
+def convolution(p, b):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    h = lax.conv_general_dilated(b["image"], p["kernel"], (1, 1), "SAME", dimension_numbers=numbers)
+    h = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.mean(h.reshape(h.shape[0], -1) ** 2)
+
+
+@case(True)
+def group_norm(p, b):
+    h = b["image"].reshape(b["image"].shape[0], 36, 3)
+    h = (h - h.mean((1, 2), keepdims=True)) / (h.std((1, 2), keepdims=True) + 1e-3)
+    return jnp.mean((h.reshape(h.shape[0], -1)[:, :WIDTH] @ p["w"]) ** 2)
+
+
+@case(True, rows=2)
+def advantages_within_pairs(p, b):
+    """As GRPO has them: rows that follow each other belong to one prompt."""
+    reward = jnp.sum(b["x"] @ p["w"], -1).reshape(-1, 2)
+    return jnp.mean((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1) * reward)
+
+
+@case(True, rows=2)
+def neighbours(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean((h[::2] - h[1::2]) ** 2)
+
+
+@case(True)
+def bucket_sums(p, b):
+    each = jnp.sum(b["x"] @ p["w"], -1)
+    return jnp.sum(jax.ops.segment_sum(each, b["y"], CLASSES)) / b["x"].shape[0]
+
+
+@case(True)
+def chosen_by_a_parameter(p, b):
+    return lax.cond(p["scalar"] > 0, lambda x: jnp.mean(x @ p["w"]), lambda x: jnp.mean(2 * x @ p["w"]), b["x"])
+
+
+@case(True)
+def guarded_against_nan(p, b):
+    mean = jnp.mean(b["x"] @ p["w"])
+    return jnp.where(jnp.isfinite(mean), mean, 0.0)
+
+
+@case(True)
+def variational(p, b):
+    z = b["x"] @ p["w"]
+    return jnp.mean(jnp.sum(z**2, -1)) - 0.5 * jnp.sum(1 + z - jnp.exp(z)) / z.shape[0]
+
+
+@case(True)
+def loops_of_different_lengths(p, b):
+    def halve(x):
+        return lax.while_loop(lambda c: c[0] < 3 * jnp.abs(x.sum()), lambda c: (c[0] + 1.0, 0.5 * c[1]), (0.0, x))[1]
+
+    return jnp.mean(jax.vmap(halve)(b["x"]) @ p["w"])
+
+
+@case(True)
+def focal(p, b):
+    return optax.sigmoid_focal_loss(b["x"] @ p["w"], b["mask"]).mean()
+
+
+@case(True)
+def aligned_by_ctc(p, b):
+    pads = jnp.zeros(b["tokens"].shape)
+    logits = jnp.repeat(b["h"] @ p["w"], 2, axis=1)
+    return optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), 1 + b["tokens"][:, :4] % 6, pads[:, :4]).mean()
+
+
+@case(True)
+def spectrum_of_each_row(p, b):
+    return jnp.mean(jnp.abs(jnp.fft.rfft(b["h"] @ p["w"], axis=1)) ** 2)
+
+
+@case(True)
+def gradient_penalty(p, b):
+    return jnp.mean(jnp.sum(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"])))(b["x"]) ** 2, -1))
+
+
+@case(True)
+def sorted_within_rows(p, b):
+    return jnp.mean(jnp.sort(b["x"] @ p["w"], -1)[:, ::-1].cumsum(-1) ** 2)
+
+
+@case(True)
+def two_views_of_each_row(p, b):
+    both = jnp.concatenate([b["x"], jnp.cos(b["x"])]) @ p["w"]
+    one, two = jnp.split(both, 2)
+    return jnp.mean((one - two) ** 2)
+
+
+@case(True, weighted=True)
+def sum_and_count(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2), jnp.asarray(b["x"].shape[0], float)
+
+
+@case(True, weighted=True)
+def sum_and_weights(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]), b["mask"].sum()
+
+
+@case(True, weighted=True)
+def sum_and_weights_and_l2(p, b):
+    weight = b["mask"].sum()
+    return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]) + 0.1 * jnp.sum(p["w"] ** 2) * weight, weight
+
+
+@case(True, weighted=True)
+def mean_and_one(p, b):
+    return squares(p, b), 1.0
+
+
+@case(True, own=True)
+def batch_norm_over_devices(p, b):
+    h = b["x"] @ p["w"]
+    mean, square = (lax.pmean(x.mean(0), "data") for x in (h, h**2))
+    return jnp.mean(jnp.tanh((h - mean) * lax.rsqrt(square - mean**2 + 1e-5)) ** 2)
+
+
+@case(True, own=True)
+def batch_norm_within_a_vmap(p, b):
+    """As equinox's BatchNorm, over the rows of this device and over the devices."""
+
+    def of_one(x):
+        mean = jax.lax.pmean(x, ("rows", "data"))
+        return (x - mean) / jnp.sqrt(jax.lax.pmean((x - mean) ** 2, ("rows", "data")) + 1e-5)
+
+    h = b["x"] @ p["w"]
+    return jnp.mean(jax.vmap(of_one, axis_name="rows")(h) ** 3)
+
+
+def _squares(p, x):
+    return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+
+@case(True)
+def disturbed_by_the_sign_of_a_gradient(p, b):
+    return _squares(p, b["x"] + 0.1 * jnp.sign(jax.grad(_squares, argnums=1)(p, b["x"])))
+
+
+@case(True)
+def penalty_of_the_gradients_of_a_sum(p, b):
+    slopes = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2))(b["x"])
+    return _squares(p, b["x"]) + jnp.mean(jnp.sum(slopes**2, -1))
+
+
+@case(True, weighted=True)
+def sum_and_count_guarded_against_0(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]), jnp.sum(b["mask"]) + 1e-20
+
+
+@case(True, own=True)
+def mean_over_devices(p, b):
+    return lax.psum(_squares(p, b["x"]), "data") / lax.psum(1, "data")
+
+
+@case(True, own=True)
+def logsumexp_over_all_rows(p, b):
+    z = jnp.sum(b["x"] @ p["w"], -1)
+    most = lax.pmax(jnp.max(lax.stop_gradient(z)), "data")
+    return most + jnp.log(lax.psum(jnp.sum(jnp.exp(z - most)), "data"))
+
+
+@case(False, "all_gather", own=True)
+def least_of_the_devices_maxima(p, b):
+    return _squares(p, b["x"]) + lax.pmin(jnp.max(lax.stop_gradient(b["x"] @ p["w"])), "data")
+
+
+@case(True, own=True)
+def hardest_row_of_all(p, b):
+    return jnp.max(lax.all_gather(jnp.sum((b["x"] @ p["w"]) ** 2, -1), "data", tiled=True))
+
+
+@case(True, own=True)
+def contrastive_with_all_negatives(p, b):
+    one, two = b["x"] @ p["w"], lax.all_gather(jnp.cos(b["x"]) @ p["w"], "data", tiled=True)
+    mine = jnp.arange(one.shape[0]) + lax.axis_index("data") * one.shape[0]
+    return labels_of(one @ two.T, mine).mean()
+
+
+@case(True, own=True)
+def sums_of_its_own(p, b):
+    return lax.psum(jnp.sum((b["x"] @ p["w"]) ** 2), "data") / lax.psum(b["x"].shape[0], "data")
+
+
+# Others.
+
+
+@case(False, "sum over rows")
+def a_sum(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2)
+
+
+@case(False, "sum over rows")
+def sum_over_a_fixed_number(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2) / 32
+
+
+@case(False, "sum over rows")
+def sum_over_a_fixed_number_of_elements(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2) / (32 * CLASSES)
+
+
+@case(False, "number of all rows", own=True)
+def sum_over_the_rows_of_all_devices(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2) / lax.psum(b["x"].shape[0], "data")
+
+
+@case(False, "sum over rows")
+def mean_times_number_of_rows(p, b):
+    return squares(p, b) * b["x"].shape[0]
+
+
+@case(False, "weighted=True")
+def masked_mean(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]) / b["mask"].sum()
+
+
+@case(False, "weighted=True")
+def mean_where(p, b):
+    return jnp.mean((b["x"] @ p["w"]) ** 2, where=b["mask"] > 0)
+
+
+@case(False, "weighted=True", weighted=True)
+def mean_and_count(p, b):
+    return squares(p, b), jnp.asarray(b["x"].shape[0], float)
+
+
+@case(False, "pmean")
+def root_of_a_mean(p, b):
+    return jnp.sqrt(squares(p, b))
+
+
+@case(False, "pmean", rows=2)
+def batch_norm(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean(jnp.tanh((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)) ** 2)
+
+
+@case(False, "pmean for jax.lax.psum", own=True)
+def sum_of_means_over_devices(p, b):
+    return lax.psum(_squares(p, b["x"]), "data")
+
+
+@case(False, "shrink with it")
+def penalty_over_the_number_of_rows(p, b):
+    return _squares(p, b["x"]) + jnp.sum(p["w"] ** 2) / (2 * len(b["x"]))
+
+
+@case(False, "shrink with it")
+def sum_and_penalty_over_the_number_of_rows(p, b):
+    return (jnp.sum((b["x"] @ p["w"]) ** 2) + jnp.sum(p["w"] ** 2)) / len(b["x"])
+
+
+@case(False, "all rows are repeated")
+def sum_over_the_root_of_the_number_of_rows(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2) / np.sqrt(len(b["x"]))
+
+
+@case(False, "shrink with it")
+def disturbed_by_the_gradient_of_a_mean(p, b):
+    return _squares(p, b["x"] + 0.1 * jax.grad(_squares, argnums=1)(p, b["x"]))
+
+
+@case(False, "repeated")
+def penalty_of_the_gradients_of_a_mean(p, b):
+    return jnp.mean(jnp.sum(jax.grad(_squares, argnums=1)(p, b["x"]) ** 2, -1))
+
+
+@case(False, "by the weight", weighted=True)
+def sum_and_weights_and_l2_alone(p, b):
+    return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]) + jnp.sum(p["w"] ** 2), jnp.sum(b["mask"])
+
+
+@case(False, "pmean", rows=2)
+def batch_norm_within_a_vmap_of_one_device(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean(jax.vmap(lambda x: (x - jax.lax.pmean(x, "rows")) ** 3, axis_name="rows")(h))
+
+
+@case(False, "all_gather", rows=2)
+def contrastive(p, b):
+    one, two = b["x"] @ p["w"], jnp.cos(b["x"]) @ p["w"]
+    return labels_of(one @ two.T, jnp.arange(one.shape[0])).mean()
+
+
+@case(False, "all_gather", rows=2)
+def contrastive_of_both_views(p, b):
+    z = jnp.concatenate([b["x"], jnp.cos(b["x"])]) @ p["w"]
+    n = b["x"].shape[0]
+    return labels_of(z @ z.T - 1e9 * jnp.eye(2 * n), (jnp.arange(2 * n) + n) % (2 * n)).mean()
+
+
+@case(False, "own first row", own=True, rows=2)
+def contrastive_with_labels_of_one_device(p, b):
+    one, two = b["x"] @ p["w"], lax.all_gather(jnp.cos(b["x"]) @ p["w"], "data", tiled=True)
+    return labels_of(one @ two.T, jnp.arange(one.shape[0])).mean()
+
+
+@case(False, "all_gather", rows=2)
+def distances(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean(jnp.sqrt(jnp.sum((h[:, None] - h[None]) ** 2, -1) + 1e-3))
+
+
+@case(False, "pmean", rows=2)
+def advantages_normalized_over_the_batch(p, b):
+    advantage = b["x"][:, 0]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-3)
+    return -jnp.mean(jnp.exp(b["x"] @ p["w"][:, 0]) * advantage)
+
+
+@case(False, "weighted=True")
+def class_weights_normalized_over_the_batch(p, b):
+    weight = jnp.arange(1.0, CLASSES + 1)[b["y"]]
+    return jnp.sum(weight * labels_of(b["x"] @ p["w"], b["y"])) / jnp.sum(weight)
+
+
+@case(False, "pmean")
+def load_balance(p, b):
+    chosen = jax.nn.softmax(b["h"] @ p["route"])
+    share = jax.nn.one_hot(chosen.argmax(-1), 4).mean((0, 1))
+    return 4 * jnp.sum(share * chosen.mean((0, 1)))
+
+
+@case(False, "pmean")
+def covariance(p, b):
+    z = b["x"] @ p["w"]
+    return jnp.sum((z.T @ z / z.shape[0]) ** 2)
+
+
+@case(False, "pmean")
+def variance_over_rows(p, b):
+    return jnp.var(b["x"] @ p["w"])
+
+
+@case(False, "all_gather")
+def logsumexp_over_rows(p, b):
+    return jax.nn.logsumexp(jnp.sum(b["x"] @ p["w"], -1))
+
+
+@case(False, "all_gather")
+def hardest_row(p, b):
+    return jnp.max(jnp.sum((b["x"] @ p["w"]) ** 2, -1))
+
+
+@case(False, "places in the batch")
+def first_row(p, b):
+    return jnp.mean((b["x"][0] @ p["w"]) ** 2)
+
+
+@case(False, "places in the batch", rows=2)
+def halves_of_the_batch(p, b):
+    h, half = b["x"] @ p["w"], b["x"].shape[0] // 2
+    return jnp.mean((h[:half] - h[half:]) ** 2)
+
+
+@case(False, "places in the batch", rows=2)
+def rolled(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean((h - jnp.roll(h, 1, 0)) ** 2)
+
+
+@case(False, "places in the batch", rows=2)
+def mixed_up(p, b):
+    other = b["x"][jax.random.permutation(jax.random.key(0), b["x"].shape[0])]
+    return jnp.mean(((b["x"] + other) @ p["w"]) ** 2)
+
+
+@case(False, "places in the batch", rows=2)
+def weights_by_place(p, b):
+    return jnp.mean(jnp.arange(b["x"].shape[0])[:, None] * (b["x"] @ p["w"]) ** 2)
+
+
+@case(False, "size depends on the number of rows", rows=4)
+def two_groups_of_any_size(p, b):
+    reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
+    return jnp.mean((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1) * reward)
+
+
+@case(False, "all_gather", rows=2)
+def rows_named_by_the_batch(p, b):
+    return jnp.mean((b["x"] @ p["w"])[b["y"] % 2] ** 2)

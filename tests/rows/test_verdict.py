@@ -1,0 +1,104 @@
+"""Each loss is measured, in shards and whole, and the verdict on its trace agrees with what was measured."""
+
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from losses import CASES, batch_of, weights
+
+import jaxshard
+
+pytestmark = pytest.mark.usefixtures("x64")
+DEVICES = 8
+
+
+def opt_of(**options):
+    return jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(), min_shard_size=1, **options)
+
+
+def told(case, num_rows, **options):
+    """(the warnings of a trace of the loss over the mesh, its layout); nothing is compiled."""
+    f = jaxshard.value_and_grad(case.loss, opt_of(**options), weighted=case.weighted)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, weights(), batch_of(DEVICES * num_rows))
+    texts = [str(each.message) for each in caught if each.category is jaxshard.RowsWarning]
+    return texts, str(f.layout(weights(), batch_of(DEVICES * num_rows)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdict(name):
+    case = CASES[name]
+    for num_rows in sorted({case.rows, 2, 4} - set(range(case.rows))):
+        texts, layout = told(case, num_rows)
+        if case.right:
+            assert not texts, (num_rows, texts)
+            assert layout.endswith("rows: the loss is a mean over rows")
+        else:
+            (text,) = texts
+            assert case.says in text, (num_rows, text)
+            assert "rows/losses.py:" in text
+            assert 'rows="mixed"' in text
+            assert text.removeprefix("loss_fn: ") in layout
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.own])
+def test_what_the_cases_say_is_so(name):
+    """The mean over shards of the loss (or of sums and weights) is that of the whole batch, or it is not."""
+    case, p = CASES[name], weights()
+    batch = batch_of(DEVICES * 4)
+    parts = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(DEVICES)]
+
+    loss = jax.jit(case.loss)
+    of_parts, whole = [loss(p, part) for part in parts], loss(p, batch)
+    if case.weighted:
+        of_parts = sum(np.array(x[0]) for x in of_parts) / sum(np.array(x[1]) for x in of_parts)
+        whole = whole[0] / whole[1]
+    off = abs(np.mean(np.array(of_parts)) / whole - 1)
+    assert (off < 1e-12) == case.right, off
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.own and name != "dropout"])
+def test_what_the_cases_with_collectives_say_is_so(name):
+    case, p = CASES[name], weights()
+    batch = batch_of(DEVICES * 4)
+    one = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(devices=jax.devices()[:1]))
+    loss = jaxshard.evaluate(case.loss, opt_of(rows="mixed"))(p, batch)
+    off = abs(float(loss) / float(jaxshard.evaluate(case.loss, one)(p, batch)) - 1)
+    assert (off < 1e-12) == case.right, off
+
+
+def test_meant_so():
+    texts, layout = told(CASES["batch_norm"], 4, rows="mixed")
+    assert not texts
+    assert "no mean over rows" in layout
+    with pytest.raises(ValueError, match="rows='mixd' is unknown"):
+        opt_of(rows="mixd")
+
+
+def test_one_device_needs_no_mean(recwarn):
+    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(devices=jax.devices()[:1]))
+    jax.eval_shape(jaxshard.value_and_grad(CASES["a_sum"].loss, opt), weights(), batch_of(8))
+    assert not recwarn.list
+    with pytest.warns(jaxshard.RowsWarning, match="sum over rows"):
+        jax.eval_shape(jaxshard.value_and_grad(CASES["a_sum"].loss, opt, microbatches=2), weights(), batch_of(8))
+
+
+def test_a_statistic_of_all_devices_is_one_of_a_microbatch_alone():
+    loss = CASES["batch_norm_over_devices"].loss
+    with pytest.warns(jaxshard.RowsWarning, match="those of one microbatch of 2. Set microbatches=1"):
+        jax.eval_shape(jaxshard.value_and_grad(loss, opt_of(), microbatches=2), weights(), batch_of(32))
+
+
+def test_what_cannot_be_looked_into_is_said_and_not_warned_of(recwarn):
+    def foreign(p, b):
+        out = jax.ShapeDtypeStruct((b["x"].shape[0],), b["x"].dtype)
+        return jax.pure_callback(lambda x: np.sum(x, -1), out, b["x"] @ p["w"]).mean()
+
+    layout = jaxshard.evaluate(foreign, opt_of()).layout(weights(), batch_of(32))
+    assert "rows: not known: rows are not followed through `pure_callback` at tests/rows/test_verdict.py:" in str(
+        layout
+    )
+    assert not recwarn.list
