@@ -217,10 +217,13 @@ def warn_if_awkward(layout: Layout) -> None:
     if sum(awkward.values()) <= 0.01 * sum(held.values()):
         return
     lost = {leaf: num_bytes - num_bytes * leaf.ways // num_shards for leaf, num_bytes in awkward.items()}
-    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} bytes lost" for leaf, num_bytes in lost.items())
+    first = sorted(lost.items(), key=lambda item: -item[1])[:5]
+    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} bytes lost" for leaf, num_bytes in first)
+    more = f"; and {len(lost) - 5} more, see the layout" if len(lost) > 5 else ""
+    leaves = "1 leaf" if len(lost) == 1 else f"{len(lost)} leaves"
     warnings.warn(
-        f"{layout.config.strategy}: {len(awkward)} leaves cannot be cut {num_shards} ways, which costs each device "
-        f"{sum(lost.values())} bytes for each copy of them (params, grads, moments): {named}. Pad a dim to a multiple "
+        f"{layout.config.strategy}: {leaves} cannot be cut {num_shards} ways, which costs each device "
+        f"{sum(lost.values())} bytes for each copy (params, grads, moments): {named}{more}. Pad a dim to a multiple "
         f"of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each cuts its own dim.",
         stacklevel=4,
     )

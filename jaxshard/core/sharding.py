@@ -122,7 +122,14 @@ class Setup:
         found = _fragile(self, (params, state))
         if found is None:
             found = ALL if traced else frozenset()
-        return found if platform_of(self.mesh) == "cpu" else found - {"fft"}
+        return self._where_it_runs(found)
+
+    def fragile_at_init(self, params: Tree) -> frozenset[str]:
+        """The same, of `init`."""
+        return self._where_it_runs(_start(self, params).fragile)
+
+    def _where_it_runs(self, fragile: frozenset[str]) -> frozenset[str]:
+        return fragile if platform_of(self.mesh) == "cpu" else fragile - {"fft"}
 
     def settled(self, params: Tree, state: Tree) -> Settled:
         """The shapes of the state after an update of `state`; for nearly all optimizers, they stay."""
@@ -178,7 +185,7 @@ def _start(setup: Setup, params: Tree) -> Start:
     if start.why:
         return start
     state = jax.eval_shape(setup.plain_init, params) if precision.extends(setup.config) else start.state
-    return Start(jax.tree.map(shape_of, state))
+    return start._replace(state=jax.tree.map(shape_of, state))
 
 
 @by_shapes

@@ -27,6 +27,7 @@ from jaxshard.core.layout import Layout, warn_if_awkward
 from jaxshard.core.precision import ShardedState
 from jaxshard.core.sharding import Setup
 from jaxshard.inner.trace import state_of_values
+from jaxshard.inner.whole_operands import with_whole_operands
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 
@@ -55,7 +56,10 @@ def init(setup: Setup, params: Tree) -> Tree:
     shardings = setup.named(found.state_specs)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return jax.tree.map(shape_of, setup.abstract_state(params), shardings)
-    make = collectives.globally(setup.plain_init, setup.mesh, found.state_specs)
+    fragile, plain = setup.fragile_at_init(params), setup.plain_init
+    if fragile:
+        plain = with_whole_operands(plain, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
+    make = collectives.globally(plain, setup.mesh, found.state_specs)
     if is_traced(params):
         return make(collectives.moved(params, setup.mesh, found.param_specs, found.grad_specs))
     _check_before_init(setup, params, found)

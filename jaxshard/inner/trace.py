@@ -15,20 +15,26 @@ from jaxshard.base.memo import by_shapes
 from jaxshard.base.tree import Names, have_same_shapes, is_key, is_traced, named_leaves, path_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.inner.update import check_is_array, fast, update
+from jaxshard.inner.whole_operands import fragile
 
 
 class Start(NamedTuple):
-    """The shapes of the state that an init makes; if it reads values of its params, `why` has JAX's words instead."""
+    """The shapes of the state that an init makes; if it reads values of its params, `why` has JAX's words instead.
+
+    `fragile` names the operations in it whose operands must not be cut.
+    """
 
     state: Tree
     why: str = ""
+    fragile: frozenset[str] = frozenset()
 
 
 @by_shapes
 def first_state(inner: optax.GradientTransformation, params: Tree) -> Start:
     """The shapes of `inner.init(params)`, from one trace of it."""
     try:
-        return Start(jax.eval_shape(lambda params: _checked(inner.init(params)), params))
+        traced = jax.jit(lambda params: _checked(inner.init(params))).trace(params)
+        return Start(traced.out_info, fragile=fragile(traced.jaxpr))
     except (JAXTypeError, JAXIndexError) as error:
         return Start(None, str(error).partition("\n")[0] or type(error).__name__)
 

@@ -247,6 +247,13 @@ def test_an_awkward_leaf_of_little_weight_is_not_warned_of():
         warn_if_awkward(lay({"odd": struct(17, 19)}, {"data": 8}))
 
 
+def test_of_many_awkward_leaves_the_largest_are_named():
+    params = {f"odd{i}": struct(17, 19 + 2 * i) for i in range(40)}
+    with pytest.warns(UserWarning, match=r"40 leaves.*: odd39: .*; and 35 more") as caught:
+        warn_if_awkward(lay(params, {"data": 8}))
+    assert len(str(caught[0].message)) < 1000
+
+
 # A property test, with the best cut found by brute force.
 
 dims_st = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 48, 64, 96, 257, 1024]), max_size=4)

@@ -99,7 +99,7 @@ def five_steps(name, num_data, num_rows):
 
 
 @pytest.mark.parametrize(("strategy", "num_data", "num_replicas", "name"), CASES)
-@pytest.mark.filterwarnings("ignore:.*leaves cannot be cut")  # "odd" is there for that
+@pytest.mark.filterwarnings("ignore:.*cannot be cut")  # "odd" is there for that
 def test_five_steps_equal_the_oracle(strategy, num_data, num_replicas, name):
     num_rows = 2 * num_data * num_replicas
     opt = getattr(jaxshard, strategy)(INNERS[name](), mesh_of(num_data, num_replicas), min_shard_size=2)

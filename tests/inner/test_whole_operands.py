@@ -90,3 +90,17 @@ def test_transforms_of_cut_leaves(name, strategy):
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_that_take_no_cut_operands(name, strategy):
     check(KERNELS[name], strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_transforms_in_an_init(strategy):
+    """XLA 0.10.2's partitioner ends the process at a result cut into single elements, three ways."""
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.fft.fft, params),
+        lambda grads, state, params=None: (jax.tree.map(lambda g, s: g * jnp.abs(s), grads, state), state),
+    )
+    params = {"last": np.random.default_rng(0).normal(size=(5, 7, 3)).astype(np.float32)}
+    opt = getattr(jaxshard, strategy)(tx, jaxshard.make_mesh(devices=jax.devices()[:3]), min_shard_size=1)
+    assert all(leaf.dims for leaf in opt.layout(params).params)
+    np.testing.assert_allclose(opt.init(params)["last"], tx.init(params)["last"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(opt.init)(params)["last"], tx.init(params)["last"], rtol=1e-4, atol=1e-5)
