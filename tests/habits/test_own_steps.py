@@ -59,12 +59,17 @@ def unrolled(one_step, params, state, batches):
 
 @pytest.mark.parametrize("loop", [by_scan, by_fori_loop, by_while_loop, unrolled])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_carry_keeps_its_layout(strategy, loop):
+@pytest.mark.parametrize("gradients", ["ours", "jax"])
+def test_a_carry_keeps_its_layout(strategy, loop, gradients):
     tx = optax.adamw(0.1)  # reads the params
     opt = wrapped(strategy, tx)
 
     def one_step(params, state, x):
-        _, grads = jaxshard.value_and_grad(loss_fn, opt)(params, x)
+        if gradients == "ours":
+            grads = jaxshard.value_and_grad(loss_fn, opt)(params, x)[1]
+        else:
+            params = opt.place(params)
+            grads = jax.grad(loss_fn)(params, x)
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
