@@ -19,9 +19,11 @@ from jaxshard.rows.labels import (
     PerRow,
     Stat,
     Trail,
+    Unknown,
     are_groups,
     coarsest,
     dims_of,
+    is_running,
     moved,
     units,
     worst,
@@ -107,6 +109,8 @@ class Arithmetic:
 
     def _is_linear(self, name: str, labels: Sequence[Label]) -> bool:
         depend = [not isinstance(label, Free) for label in labels]
+        if name in ("select_n", "cond") and all(map(is_running, labels[1:])):
+            return isinstance(labels[0], Free | PerRow)
         if name == "select_n":
             return not depend[0]
         if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -136,12 +140,15 @@ class Arithmetic:
     ) -> Label:
         per_row = [label for label in dependent if isinstance(label, PerRow)]
         stats = [label for label in dependent if isinstance(label, Stat)]
+        if any(label.running for label in dependent) and not _adds_to_running(eqn.primitive.name, labels):
+            return Unknown(trail)
+        running = any(label.running for label in dependent)
         degree = self._degree(eqn, labels)
         if self.partners is None and any(_may_hide_a_count(x, per_row) for x in labels):
             degree = None
         if not per_row:
             size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
-            return self._averaged(eqn.primitive.name, labels, Stat(degree, size, stats[0].trail), trail)
+            return self._averaged(eqn.primitive.name, labels, Stat(degree, size, stats[0].trail, running), trail)
         found = coarsest(per_row)
         if found is None:
             return Mixed("pairs", trail)
@@ -153,7 +160,7 @@ class Arithmetic:
             return Mixed("drawn" if by_place.drawn else "position", trail)
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
-        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed)
+        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running)
 
     def _by_place(self, eqn: Equation, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
@@ -274,6 +281,8 @@ def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> 
     """The label of a sum of `count` elements over `dims`, some of which have rows."""
     parts, gone = label.parts, set(dims)
     left = tuple(part for part in parts if part.dim not in gone)
+    if label.running:
+        return Unknown(trail)  # it has the carry several times
     if left:
         return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
     degree = None if label.degree is None else label.degree + 1
@@ -301,6 +310,16 @@ def _is_nothing(value: float | None) -> bool:
 
 def _degree_of(label: Label) -> Degree:
     return label.degree if isinstance(label, Free | PerRow | Stat) else None
+
+
+def _adds_to_running(name: str, labels: Sequence[Label]) -> bool:
+    """Whether the result is a scan's carry, once, and what is added to it."""
+    running = [is_running(label) for label in labels]
+    if name in ("add", "add_any"):
+        return sum(running) == 1
+    if name in ("select_n", "cond"):
+        return all(running[1:])
+    return name in SAME_NUMBERS or (name == "sub" and running == [True, False])
 
 
 def _adds(label: PerRow | Stat) -> bool:

@@ -18,6 +18,7 @@ from jaxshard.rows.labels import (
     moved,
     worst,
 )
+from jaxshard.rows.moves import in_groups
 
 
 def gather(
@@ -40,6 +41,9 @@ def gather(
         if dim in numbers.start_index_map and sizes[dim] != shape[dim]:
             column = columns[numbers.start_index_map.index(dim)]
             place = _own_rows(column, eqn.invars[1].aval.shape, shape[dim])
+            if place is None and (grouped := in_groups(arithmetic, operand, {dim}, trail)) is not None:
+                operand = grouped
+                continue
             if place is None:
                 return _taken(operand, dim, column, trail)
             where[dim] = of_index[place]

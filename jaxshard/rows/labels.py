@@ -78,6 +78,7 @@ class PerRow:
       size: the number of elements already summed, where rows are summed in part.
       summed: the sum over a part of the rows, or ().
       plus: a statistic of the rows that was added, or ().
+      running: the statistic is what a scan over rows has added up so far.
     """
 
     parts: tuple[Part, ...]
@@ -86,15 +87,23 @@ class PerRow:
     size: int = 1
     summed: Trail = ()
     plus: Trail = ()
+    running: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Stat:
-    """See above. `size`: how many elements were summed, 0 if not known; `trail`: the sum."""
+    """See above.
+
+    Attributes:
+      size: how many elements were summed, 0 if not known.
+      trail: the sum.
+      running: it is the carry of a scan over rows, which has added up only some of them so far.
+    """
 
     degree: Degree
     size: int
     trail: Trail
+    running: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +162,16 @@ def scanned(label: Label, by: int) -> Label:
     if not isinstance(label, PerRow):
         return label
     return dataclasses.replace(label, parts=tuple(dataclasses.replace(p, dim=p.dim + by) for p in label.parts))
+
+
+def is_running(label: Label) -> bool:
+    """Whether a scan over rows has not yet added up all of what the value holds."""
+    return isinstance(label, PerRow | Stat) and label.running
+
+
+def stopped(label: Label) -> Label:
+    """The label of a scan's carry once the scan has ended."""
+    return dataclasses.replace(label, running=False) if isinstance(label, PerRow | Stat) else label
 
 
 def dims_of(label: Label) -> frozenset[int]:

@@ -17,6 +17,7 @@ from jaxshard.rows.labels import (
     PerRow,
     Trail,
     Unknown,
+    are_groups,
     dims_of,
     moved,
     reshaped,
@@ -53,13 +54,22 @@ def squeeze(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) ->
     return without_dims(labels[0], eqn.params["dimensions"], len(eqn.invars[0].aval.shape))
 
 
-def rev(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) -> Label:
-    (label,) = labels
-    return _reordered(label, eqn) if dims_of(label) & set(eqn.params["dimensions"]) else label
+def rev(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+    (label,), turned = labels, set(eqn.params["dimensions"])
+    if not isinstance(label, PerRow) or not dims_of(label) & turned:
+        return label
+    return in_groups(arithmetic, label, turned, trail) or dataclasses.replace(label, order=id(eqn))
 
 
-def _reordered(label: Label, eqn: Equation) -> Label:
-    return dataclasses.replace(label, order=id(eqn)) if isinstance(label, PerRow) else label
+def in_groups(arithmetic: Arithmetic, label: Label, dims: set[int], trail: Trail) -> PerRow | None:
+    """The label of rows that change places along `dims` within groups of rows; None: these are no groups."""
+    if not isinstance(label, PerRow):
+        return None
+    coarse = dataclasses.replace(label, parts=tuple(part for part in label.parts if part.dim not in dims))
+    if not coarse.parts or label.order or not are_groups(coarse, arithmetic.num_rows):
+        return None
+    arithmetic.groups.append((units(coarse, arithmetic.num_rows), trail))
+    return coarse
 
 
 def slice_(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -93,7 +103,7 @@ def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int,
         grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))
         arithmetic.groups.append((units(grouped, arithmetic.num_rows), trail))
         return grouped
-    return Mixed("some", trail)
+    return in_groups(arithmetic, label, {dim}, trail) or Mixed("some", trail)
 
 
 def _with_part(label: PerRow, part: Part) -> PerRow:
@@ -234,6 +244,17 @@ def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trai
     if isinstance(joined, Free):
         return _like_nothing(joined)
     return Mixed("statistic", trail, trail) if any(d >= ndim - inner for d in dims_of(joined)) else joined
+
+
+def triangular_solve(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+    """Right-hand sides are solved for one by one: they are columns, or rows of the right matrix."""
+    matrix, right = labels
+    if not isinstance(matrix, Free):
+        return leading(arithmetic, eqn, labels, trail)
+    matrix = dataclasses.replace(matrix, varied=frozenset(), counts=None)
+    joined = arithmetic.pointwise(eqn, [matrix, right], trail)
+    mixed = len(eqn.invars[1].aval.shape) - (2 if eqn.params["left_side"] else 1)
+    return Mixed("statistic", trail, trail) if mixed in dims_of(joined) else joined
 
 
 def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:

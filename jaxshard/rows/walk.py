@@ -23,8 +23,10 @@ from jaxshard.rows.labels import (
     coarsest,
     deeper,
     dims_of,
+    is_running,
     moved,
     scanned,
+    stopped,
     worst,
 )
 
@@ -50,6 +52,7 @@ _MOVES: dict[str, moves.Rule] = {
     **dict.fromkeys(("argmax", "argmin"), moves.reduce),
     **dict.fromkeys(("sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), moves.along),
     **dict.fromkeys((*LINEAR_ALGEBRA, "fft"), moves.leading),
+    "triangular_solve": moves.triangular_solve,
     **dict.fromkeys(
         (f"random_{name}" for name in ("bits", "gamma", "wrap", "unwrap", "fold_in", "seed", "split")), moves.random
     ),
@@ -118,7 +121,12 @@ class Walk:
             return labels
         if name in POINTWISE and _same_rank(eqn):
             return [self.arithmetic.pointwise(eqn, labels, trail)] * len(eqn.outvars)
-        controls = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        controls = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            "custom_linear_solve": self._linear_solve,
+        }
         if name in controls:
             return controls[name](eqn, labels, trail)
         if name.startswith(_COLLECTIVES):
@@ -185,26 +193,32 @@ class Walk:
             return self._carried(old, new, eqn.params["length"], trail)
 
         carry = self._settled(body, [deeper(label, -1) for label in labels[num_consts:split]], num_carry, after, trail)
-        outs = body(carry)[num_carry:]
-        return [*(deeper(label, 1) for label in carry), *(scanned(label, 1) for label in outs)]
+        outs = [Mixed("statistic", trail, trail) if is_running(out) else out for out in body(carry)[num_carry:]]
+        starts = labels[num_consts:split]
+        ends = [end if is_running(start) else stopped(end) for start, end in zip(starts, carry, strict=True)]
+        return [*(deeper(label, 1) for label in ends), *(scanned(label, 1) for label in outs)]
 
     def _carried(self, old: Label, new: Label, length: int, trail: Trail) -> Label:
         """The label of a scan's carry, `old` before an iteration and `new` after it; dim -1 is the iteration's row."""
         if not isinstance(new, PerRow) or -1 not in dims_of(new):
             return self._either([old, new], trail)
+        if not isinstance(old, Free):
+            return old if new.running else Mixed("some", trail)
         total = over_parts(dataclasses.replace(new, plus=()), {-1}, length, trail)
-        if isinstance(old, Free):
-            return total if old.value == 0 else dataclasses.replace(total, degree=None)
-        return old if new.plus else Mixed("some", trail)
+        if not isinstance(total, PerRow | Stat):
+            return total
+        return dataclasses.replace(total, running=True, degree=total.degree if old.value == 0 else None)
 
     def _while(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        consts, carry = labels[num_cond : num_cond + num_body], labels[num_cond + num_body :]
+        consts, start = labels[num_cond : num_cond + num_body], labels[num_cond + num_body :]
 
         def body(carry: Labels) -> Labels:
             return self.through(eqn.params["body_jaxpr"], [*consts, *carry], trail)
 
-        return self._settled(body, carry, len(carry), lambda old, new: self._either([old, new], trail), trail)
+        carry = self._settled(body, start, len(start), lambda old, new: self._either([old, new], trail), trail)
+        (goes_on,) = self.through(eqn.params["cond_jaxpr"], [*labels[:num_cond], *carry], trail)
+        return self._chosen(eqn, goes_on, carry, trail)
 
     def _settled(
         self,
@@ -224,14 +238,23 @@ class Walk:
     def _cond(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
         branches = [self.through(branch, labels[1:], trail) for branch in eqn.params["branches"]]
         joined = [self._either(column, trail) for column in zip(*branches, strict=True)]
-        chosen = labels[0]
-        if isinstance(chosen, Free):
-            return joined
-        if isinstance(chosen, Mixed | Unknown):
-            return [chosen] * len(joined)
-        if isinstance(chosen, Stat):
-            return [Mixed("statistic", trail, chosen.trail)] * len(joined)
-        return [self.arithmetic.pointwise(eqn, [chosen, label], trail) for label in joined]
+        return self._chosen(eqn, labels[0], joined, trail)
+
+    def _chosen(self, eqn: Equation, chooses: Label, labels: Labels, trail: Trail) -> Labels:
+        """The labels of values that a predicate has chosen: a branch's results, a loop's after its last round."""
+        if isinstance(chooses, Free):
+            return labels
+        if isinstance(chooses, Mixed | Unknown):
+            return [chooses] * len(labels)
+        if isinstance(chooses, Stat):
+            return [Mixed("statistic", trail, chooses.trail)] * len(labels)
+        return [self.arithmetic.pointwise(eqn, [chooses, label], trail) for label in labels]
+
+    def _linear_solve(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
+        lengths = eqn.params["const_lengths"]  # of the products, and of the two solvers, before the right-hand sides
+        products = lengths.matvec + lengths.vecmat
+        solver, right = labels[products : products + lengths.solve], labels[sum(lengths) :]
+        return self.through(eqn.params["jaxprs"].solve, [*solver, *right], trail)
 
     def _either(self, labels: Sequence[Label], trail: Trail) -> Label:
         """The label of a value that is one of several."""
@@ -244,13 +267,22 @@ class Walk:
         if not known:
             same = len(set(frees)) == 1
             varied = frozenset[int]().union(*(x.varied for x in frees))
-            placed, given, drawn = (any(getattr(x, name) for x in frees) for name in ("placed", "given", "drawn"))
-            return frees[0] if same else Free(varied, None, None, degree, placed, given, drawn)
+            flags = {name: any(getattr(x, name) for x in frees) for name in ("placed", "given", "drawn", "scaled")}
+            summed = max(frees, key=lambda x: x.sums)
+            other = Free(varied, degree=degree, sums=summed.sums, summed=summed.summed, **flags)
+            return frees[0] if same else other
         per_row = [x for x in known if isinstance(x, PerRow)]
-        if per_row and len(per_row) < len(known):
+        if per_row and len(per_row) < len(known) and not all(x.running for x in known):
             return Mixed("statistic", trail, next(x.trail for x in known if isinstance(x, Stat)))
-        found = coarsest(per_row) if per_row else known[0]
-        return Mixed("pairs", trail) if found is None else dataclasses.replace(found, degree=degree)
+        if not per_row:
+            return dataclasses.replace(known[0], degree=degree)
+        found = coarsest(per_row)
+        if found is None:
+            return Mixed("pairs", trail)
+        plus = next((x.plus for x in per_row if x.plus), ())
+        summed = next((x.summed for x in per_row if x.summed), ())
+        running = any(x.running for x in known)
+        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running)
 
 
 def _value(literal: Var) -> float | None:

@@ -585,3 +585,134 @@ def two_groups_of_any_size(p, b):
 @case(False, "all_gather", rows=2)
 def rows_named_by_the_batch(p, b):
     return jnp.mean((b["x"] @ p["w"])[b["y"] % 2] ** 2)
+
+
+# Loops. Sums that a scan over rows carries are means once it has ended; a loop that ends by its rows is another on each
+# device.
+
+
+def _chunks(b):
+    return (b["x"].reshape(-1, 2, *b["x"].shape[1:]), b["y"].reshape(-1, 2))
+
+
+def _loss_of(p, x):
+    return labels_of(x[0] @ p["w"], x[1])
+
+
+@case(True, rows=2)
+def carried_through_remat_and_a_scan_within(p, b):
+    def rows(total, x):
+        return lax.scan(lambda total, row: (total + _loss_of(p, row), None), total, x)
+
+    total, _ = lax.scan(jax.checkpoint(rows), jnp.zeros(()), _chunks(b))
+    return total / b["x"].shape[0]
+
+
+@case(True)
+def carried_where_a_mask_says(p, b):
+    def row(total, x):
+        return jnp.where(x[1] > 0, total + _loss_of(p, x), total), None
+
+    return lax.scan(row, 0.0, (b["x"], b["y"]))[0] / b["x"].shape[0]
+
+
+@case(True)
+def carried_by_a_branch(p, b):
+    def row(total, x):
+        return lax.cond(x[1] > 0, lambda total: total + _loss_of(p, x), lambda total: total, total), None
+
+    return lax.scan(row, 0.0, (b["x"], b["y"]))[0] / b["x"].shape[0]
+
+
+@case(True)
+def each_row_until_it_is_small(p, b):
+    small = jax.vmap(lambda x: lax.while_loop(lambda h: jnp.abs(h).max() > 0.5, lambda h: h * 0.7, x))(b["x"])
+    return jnp.mean((lax.stop_gradient(small) @ p["w"]) ** 2)
+
+
+@case(True)
+def a_statistic_added_again_and_again(p, b):
+    return jnp.mean(lax.fori_loop(0, 3, lambda _, h: 2 * h - h.mean(0), b["x"] @ p["w"]))
+
+
+@case(True)
+def solved_by_params(p, b):
+    matrix = p["w"][: p["w"].shape[1]] + 9 * jnp.eye(p["w"].shape[1])
+    return jnp.mean(jax.vmap(lambda h: jnp.linalg.solve(matrix, h))(b["x"] @ p["w"]) ** 2)
+
+
+@case(False, "`scan`", rows=2)
+def sums_so_far(p, b):
+    def row(total, x):
+        return total + _loss_of(p, x), total
+
+    return lax.scan(row, 0.0, (b["x"], b["y"]))[1].mean()
+
+
+@case(False, "pmean", rows=2)
+def centered_in_each_layer(p, b):
+    def layer(h, _):
+        return jnp.tanh(h) - jnp.tanh(h).mean(0), None
+
+    return jnp.mean(lax.scan(layer, b["x"] @ p["w"], None, length=3)[0] ** 2)
+
+
+@case(False, "pmean", rows=2)
+def centered_in_a_branch(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean(jnp.tanh(lax.cond(p["w"][0, 0] > -99, lambda h: h - h.mean(0), lambda h: h, h)))
+
+
+@case(False, "all_gather")
+def until_all_rows_are_small(p, b):
+    small = lax.while_loop(lambda h: jnp.abs(h).max() > 0.5, lambda h: h * 0.7, b["x"] * (1 + b["y"][:, None]))
+    return jnp.mean((lax.stop_gradient(small) @ p["w"]) ** 2)
+
+
+@case(False, "is taken over the rows")
+def until_the_rows_together_are_still(p, b):
+    def again(two):
+        return jnp.linalg.norm(two[0] - two[1]) > 0.01
+
+    def better(two):
+        return jnp.tanh(0.5 * two[0] + b["x"]), two[0]
+
+    still, _ = lax.while_loop(again, better, (b["x"], b["x"] + 1))
+    return jnp.mean((lax.stop_gradient(still) @ p["w"]) ** 2)
+
+
+@case(False, "all_gather")
+def rounds_by_the_largest_row(p, b):
+    rounds = lax.while_loop(lambda i: i < jnp.max(jnp.abs(b["x"])) * 9, lambda i: i + 1, 0)
+    return jnp.mean((b["x"] @ p["w"]) ** 2) * rounds
+
+
+# Groups of rows in a row: the chosen and the rejected answer, a few answers to one question.
+
+
+def _pairs(p, b):
+    return jnp.sum(b["x"] @ p["w"], -1).reshape(-1, 2)
+
+
+@case(True, rows=2)
+def chosen_over_rejected(p, b):
+    reward = _pairs(p, b)
+    return -jax.nn.log_sigmoid(reward[:, 0] - reward[:, 1]).mean()
+
+
+@case(True, rows=2)
+def against_the_other_of_two(p, b):
+    reward = _pairs(p, b)
+    return jnp.mean((reward - reward[:, ::-1]) * jnp.tanh(reward) + jnp.roll(reward, 1, 1) ** 2)
+
+
+@case(True, rows=2)
+def the_best_of_two(p, b):
+    reward, best = _pairs(p, b), b["y"].reshape(-1, 2).argmax(1)
+    return jnp.take_along_axis(reward, best[:, None], 1).mean()
+
+
+@case(False, "places in the batch", rows=2)
+def the_first_half_over_the_second(p, b):
+    reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
+    return -jax.nn.log_sigmoid(reward[0] - reward[1]).mean()
