@@ -19,7 +19,6 @@ from jaxshard.rows.labels import (
     PerRow,
     Stat,
     Trail,
-    Unknown,
     are_groups,
     coarsest,
     dims_of,
@@ -140,15 +139,17 @@ class Arithmetic:
     ) -> Label:
         per_row = [label for label in dependent if isinstance(label, PerRow)]
         stats = [label for label in dependent if isinstance(label, Stat)]
-        if any(label.running for label in dependent) and not _adds_to_running(eqn.primitive.name, labels):
-            return Unknown(trail)
-        running = any(label.running for label in dependent)
+        running = next((label for label in dependent if label.running), None)
+        if running is not None and not _adds_to_running(eqn.primitive.name, labels):
+            return _so_far(running, trail)
         degree = self._degree(eqn, labels)
         if self.partners is None and any(_may_hide_a_count(x, per_row) for x in labels):
             degree = None
         if not per_row:
             size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
-            return self._averaged(eqn.primitive.name, labels, Stat(degree, size, stats[0].trail, running), trail)
+            return self._averaged(
+                eqn.primitive.name, labels, Stat(degree, size, stats[0].trail, running is not None), trail
+            )
         found = coarsest(per_row)
         if found is None:
             return Mixed("pairs", trail)
@@ -160,7 +161,7 @@ class Arithmetic:
             return Mixed("drawn" if by_place.drawn else "position", trail)
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
-        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running)
+        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running is not None)
 
     def _by_place(self, eqn: Equation, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
@@ -282,7 +283,7 @@ def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> 
     parts, gone = label.parts, set(dims)
     left = tuple(part for part in parts if part.dim not in gone)
     if label.running:
-        return Unknown(trail)  # it has the carry several times
+        return _so_far(label, trail)  # it has the carry several times
     if left:
         return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
     degree = None if label.degree is None else label.degree + 1
@@ -310,6 +311,11 @@ def _is_nothing(value: float | None) -> bool:
 
 def _degree_of(label: Label) -> Degree:
     return label.degree if isinstance(label, Free | PerRow | Stat) else None
+
+
+def _so_far(running: PerRow | Stat, trail: Trail) -> Mixed:
+    """The label of what is made, otherwise than by adding, of what a scan has added up so far."""
+    return Mixed("statistic", trail, running.plus if isinstance(running, PerRow) else running.trail)
 
 
 def _adds_to_running(name: str, labels: Sequence[Label]) -> bool:

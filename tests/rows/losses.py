@@ -649,6 +649,27 @@ def sums_so_far(p, b):
     return lax.scan(row, 0.0, (b["x"], b["y"]))[1].mean()
 
 
+@case(False, "`scan`")
+def an_average_that_forgets(p, b):
+    return lax.scan(lambda mean, x: (0.9 * mean + 0.1 * _loss_of(p, x), None), 0.0, (b["x"], b["y"]))[0]
+
+
+@case(False, "`scan`")
+def rows_as_a_sequence(p, b):
+    def cell(h, x):
+        return 0.5 * h + x, h
+
+    return jnp.mean((lax.scan(cell, jnp.zeros(WIDTH), b["x"])[1] @ p["w"]) ** 2)
+
+
+@case(False, "`scan`", rows=2)
+def doubled_in_each_round(p, b):
+    def row(total, x):
+        return total + total + _loss_of(p, x), None
+
+    return lax.scan(row, 0.0, (b["x"], b["y"]))[0] / b["x"].shape[0]
+
+
 @case(False, "pmean", rows=2)
 def centered_in_each_layer(p, b):
     def layer(h, _):
