@@ -158,7 +158,8 @@ class _Comparison:
         return self._jitted(self.batch, self.parts, self.program.verdict.group, way)
 
     def report(self) -> LossReport:
-        differences, notes = self._ways(), list[str]()
+        notes = list[str]()
+        differences = self._ways(notes)
         try:
             differences[_ALONE] = self._difference(*self._alone())
         except _NotCompared as why:
@@ -171,8 +172,11 @@ class _Comparison:
             causes = _causes(wrong, differences, tolerance, problem, self._is_random(tolerance))
         return LossReport(not wrong, float(self.loss), differences, tolerance, causes, tuple(notes))
 
-    def _ways(self) -> dict[str, Difference]:
-        """The differences where the same devices compute, by the way in which rows are dealt out."""
+    def _ways(self, notes: list[str]) -> dict[str, Difference]:
+        """The differences where the same devices compute, by the way in which rows are dealt out.
+
+        `notes` get a sentence if the loss takes no other number of rows.
+        """
         found, options = dict[str, Difference](), self.options
         if self.rows > 1:
             found[_WITHIN] = self._difference(*self._of(options, self._dealt(_WITHIN)))
@@ -180,12 +184,22 @@ class _Comparison:
             found[_ACROSS] = self._difference(*self._of(options, self._dealt(_ACROSS)))
         if axes_named(self.program.jaxpr) & set(options.setup.split_axes):
             return found  # such a loss may depend on the number of rows: on that of negatives
-        if self.rows % 2 == 0:
-            halves = dataclasses.replace(options, microbatches=2 * options.microbatches)
-            found[_PARTS] = self._difference(*self._of(halves, self.batch))
-        else:
-            found[_TWICE] = self._difference(*self._of(options, self._dealt(_TWICE)))
+        failed = ""
+        for way in (_PARTS, _TWICE)[self.rows % 2 :]:
+            try:
+                return found | {way: self._difference(*self._with_other_numbers(way))}
+            except Exception as error:  # of any type: it is the user's own code, on a number of rows not given to it
+                failed = str(error).partition("\n")[0]
+        notes.append(
+            f"not compared with other numbers of rows on each device: the loss cannot run there: {failed:.200}"
+        )
         return found
+
+    def _with_other_numbers(self, way: str) -> tuple[jax.Array, Tree]:
+        """Loss and gradients with half as many rows at a time, or twice as many."""
+        if way == _TWICE:
+            return self._of(self.options, self._dealt(_TWICE))
+        return self._of(dataclasses.replace(self.options, microbatches=2 * self.options.microbatches), self.batch)
 
     def _difference(self, loss: jax.Array, grads: Tree) -> Difference:
         pairs = jax.tree.map(lambda mine, other: collectives.lying_at(other, mine.sharding), self.grads, grads)

@@ -48,6 +48,28 @@ def test_one_row_on_each_device():
             assert found.differences["each row twice, on two devices"].exceeds(found.tolerance)
 
 
+def test_a_loss_that_takes_no_half_of_its_rows():
+    """It is compared with twice as many; one that takes no other number at all is told so."""
+
+    def by_halves(p, b):
+        h = (b["x"] @ p["w"]).reshape(2, b["x"].shape[0] // 2, -1)
+        return sum(jnp.sum(h[i] ** 2) for i in (0, 1)) / b["x"].shape[0]
+
+    def of_two_rows(p, b):
+        return jnp.mean((b["x"].reshape(2, weights()["w"].shape[0]) @ p["w"]) ** 2)
+
+    params, batch = singles(weights()), singles(batch_of(16))
+    found = jaxshard.check(by_halves, opt_of(rows="mixed"), params, batch)
+    assert found.ok, found
+    assert "each row twice, on two devices" in found.differences
+    found = jaxshard.check(of_two_rows, opt_of(), params, batch)
+    assert found.ok, found
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "not compared with other numbers of rows on each device",
+        "not compared with one device",
+    ]
+
+
 def test_raises_if_asked_with_the_report_as_its_text():
     with pytest.raises(ValueError, match=r"NOT what data parallelism averages.*\n.*each device") as error:
         jaxshard.check(CASES["batch_norm"].loss, opt_of(), singles(weights()), singles(batch_of(32)), raises=True)
