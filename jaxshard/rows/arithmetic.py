@@ -62,6 +62,7 @@ _LINEAR = SAME_NUMBERS | frozenset(
 """Sums of their operands' elements times constants, but for the operands that `_is_linear` names."""
 _PRODUCTS = ("mul", "div", "dot_general", "conv_general_dilated")
 _POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+_HOMOGENEOUS = frozenset(["abs", "argmax", "argmin", "clamp", "cond", "integer_pow", "max", "min", "sort", "top_k", "while"])
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _OPERANDS = (
     {"select_n": slice(1, None), "dynamic_update_slice": slice(0, 2), "clamp": slice(1, 2)}
@@ -69,6 +70,8 @@ _OPERANDS = (
     | dict.fromkeys(_SCATTERS, slice(0, None, 2))
 )
 """Where other operands are indices, or bounds."""
+_SMALL = 64
+"""Up to this number of elements, a constant of the loss may equal it by chance; then a second trace tells."""
 
 
 class Arithmetic:
@@ -143,13 +146,13 @@ class Arithmetic:
         if running is not None and not _adds_to_running(eqn.primitive.name, labels):
             return _so_far(running, trail)
         degree = self._degree(eqn, labels)
-        if self.partners is None and any(_may_hide_a_count(x, per_row) for x in labels):
+        if self.partners is None and any(_may_hide_a_count(x) for x in labels):
             degree = None
         if not per_row:
             size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
-            return self._averaged(
-                eqn.primitive.name, labels, Stat(degree, size, stats[0].trail, running is not None), trail
-            )
+            guessed = any(stat.guessed for stat in stats)
+            total = Stat(degree, size, stats[0].trail, running is not None, guessed)
+            return self._averaged(eqn.primitive.name, labels, total, trail)
         found = coarsest(per_row)
         if found is None:
             return Mixed("pairs", trail)
@@ -176,7 +179,7 @@ class Arithmetic:
             return found
         divisor = value if name == "div" else 1 / value
         if self.partners is None and found.degree == 1 and abs(divisor / found.size - 1) < 1e-6:
-            return dataclasses.replace(found, degree=0)
+            return dataclasses.replace(found, degree=0, guessed=found.size <= _SMALL)
         if self.partners is None and any(x >= self.num_rows and x % self.num_rows == 0 for x in (divisor, 1 / divisor)):
             return dataclasses.replace(found, degree=None)  # it may be a number of rows
         if self.partners is not None and found.degree == 0 and self._counts_all_devices(found.size, divisor):
@@ -207,6 +210,8 @@ class Arithmetic:
             return round(one - two if name == "div" else one + two, 3)
         if len(found) > 1:
             return None if self.partners is None else NO_POWER
+        if any(found) and not _is_homogeneous(name):
+            return 0 if all(isinstance(x, Free) for x in operands) else None
         power = eqn.params["y"] if name == "integer_pow" else _POWERS.get(name, 1)
         return round(power * (found.pop() or 0), 3) if found else 0
 
@@ -220,7 +225,7 @@ class Arithmetic:
         counts = next((x.counts for x in labels if x.counts is not None), None) if name == "select_n" else None
         placed, given, drawn = (any(getattr(x, name) for x in labels) for name in ("placed", "given", "drawn"))
         scaled = name in ("mul", "div") and any(self._may_count(x.value) for x in labels)
-        scaled |= any(x.scaled for x in labels)
+        scaled |= any(x.scaled for x in labels) and (name in _PRODUCTS or name in _LINEAR)
         varied = frozenset() if placed else varied
         summed = next((x.summed for x in labels if x.summed), ())
         degree, sums = self._degree(eqn, labels), self._sums(eqn, labels)
@@ -297,11 +302,14 @@ def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
     return moved(label, {d: i for i, d in enumerate(left)}.get)
 
 
-def _may_hide_a_count(label: Label, per_row: Sequence[PerRow]) -> bool:
-    """Whether a factor may be a number of rows: beside a sum over rows any, beside rows the gradient of a mean."""
-    if not isinstance(label, Free) or not label.scaled:
-        return False
-    return not per_row or not (label.given or label.varied)
+def _may_hide_a_count(label: Label) -> bool:
+    """Whether a factor may be a number of rows, as in the gradient of a mean."""
+    return isinstance(label, Free) and label.scaled
+
+
+def _is_homogeneous(name: str) -> bool:
+    """Whether a factor of the operands is a power of it in the result."""
+    return name in _LINEAR or name in _POWERS or name in _HOMOGENEOUS or name.startswith(("reduce_", "scatter"))
 
 
 def _is_nothing(value: float | None) -> bool:

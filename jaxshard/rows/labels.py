@@ -98,12 +98,14 @@ class Stat:
       size: how many elements were summed, 0 if not known.
       trail: the sum.
       running: it is the carry of a scan over rows, which has added up only some of them so far.
+      guessed: it was divided by a small number that is its size, perhaps by chance.
     """
 
     degree: Degree
     size: int
     trail: Trail
     running: bool = False
+    guessed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

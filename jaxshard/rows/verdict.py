@@ -220,6 +220,7 @@ def _check(question: Question, outs: Sequence[Label], *, exact: bool) -> None:
     is_number = question.weighted and isinstance(weight, Free)  # which may be the number of rows
     if isinstance(loss, Free) and loss.sums > 0:
         raise _Fault(words.of_devices(loss.summed))
+    is_number |= any(isinstance(label, Stat) and label.guessed for label in (loss, weight))
     if degrees[0] == wanted and wanted not in (None, NO_POWER) and (exact or not is_number):
         return
     if not exact or degrees[0] is None or wanted is None:

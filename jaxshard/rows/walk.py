@@ -152,7 +152,11 @@ class Walk:
             return label if isinstance(label, Stat) and name.startswith("psum") else Unknown(trail)
         if name.startswith("all_gather") or (name.startswith("psum") and isinstance(label, Stat)):
             sums = int(name.startswith("psum") and isinstance(label, Stat) and label.degree == 0)
-            return Free(given=True, sums=sums, summed=trail) if self._whole else Mixed("microbatch", trail)
+            degree = label.degree if isinstance(label, Stat) else 0
+            if degree and self.arithmetic.partners is None:
+                degree = None  # a second trace tells whether what divides it is a number of rows
+            found = Free(given=True, degree=degree, sums=sums, summed=trail)
+            return found if self._whole else Mixed("microbatch", trail)
         return Mixed("statistic", trail, trail) if name.startswith(_REDUCING) else Unknown(trail)
 
     def _over_dims(self, eqn: Equation, label: Label, dims: Sequence[int], trail: Trail) -> Label:
