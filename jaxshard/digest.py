@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
+from jaxshard.base.watches import unwatched
 
 __all__ = ["ReplicaError", "digests", "replica_digests"]
 
@@ -30,6 +31,7 @@ _SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 8  # in one program
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
+@unwatched()
 def digests(tree: Tree) -> dict[str, int]:
     """The digest of each leaf of a tree, computed where it lies.
 
@@ -61,6 +63,7 @@ def named_digests(leaves: Mapping[str, Any]) -> dict[str, int]:
     return {path: int(digest.flat[0]) for path, digest in found.items()}
 
 
+@unwatched()
 def replica_digests(tree: Tree) -> dict[str, np.ndarray]:
     """The digest of each copy of each leaf: of the copy that a device holds, or holds a part of.
 

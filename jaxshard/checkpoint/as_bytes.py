@@ -8,6 +8,7 @@ import numpy as np
 from flax import serialization
 
 from jaxshard.base.types import T, Tree
+from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves
 from jaxshard.checkpoint.errors import CorruptCheckpointError
 from jaxshard.checkpoint.leaves import Entry, Leaf
@@ -15,6 +16,7 @@ from jaxshard.checkpoint.manifest import DIGEST_BYTES, FORMAT, check_format, dig
 from jaxshard.checkpoint.template import check_fits, unflatten
 
 
+@unwatched()
 def to_bytes(tree: Tree) -> bytes:
     """A tree of arrays and numbers, with its digests, as one string of bytes (msgpack, by flax).
 
@@ -37,6 +39,7 @@ def to_bytes(tree: Tree) -> bytes:
     return digest_of(data) + data
 
 
+@unwatched()
 def from_bytes(template: T, data: bytes, *, cast: bool = False) -> T:
     """The tree that `to_bytes` made `data` of, each array as `template` has it (see `Checkpointer.restore`).
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.base.types import T, Tree
+from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_saved
@@ -30,7 +31,7 @@ from jaxshard.processes import agreement
 try:
     from jaxshard.checkpoint import orbax_store
     from jaxshard.checkpoint.plain_path import PlainPath
-    from jaxshard.checkpoint.reading import check_saved, newest_whole, read_leaves
+    from jaxshard.checkpoint.reading import newest_whole, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
@@ -74,7 +75,7 @@ class Checkpointer:
         retention = Retention(keep_last, keep_every, keep_best)
         self.path = folder_of(path)
         self._folders = StepFolders(self.path)
-        self._writer = Writer(self._folders, retention)
+        self._writer, self._metric = Writer(self._folders, retention), keep_best and keep_best.metric
         self._saving: tuple[int, orbax_store.Save] | None = None
 
     def __enter__(self) -> Self:
@@ -126,6 +127,7 @@ class Checkpointer:
         """
         return agreement.from_first("claim", self._writer.claim)
 
+    @unwatched()
     def save(
         self,
         step: SupportsIndex,
@@ -136,7 +138,7 @@ class Checkpointer:
     ) -> None:
         """Saves `tree`; returns as soon as its arrays are copied off the devices, so that they may be donated.
 
-        A step that is there already with the same bits is left alone.
+        A step that is there already with the same bits is left alone, but that `metrics` are added to what it has.
 
         Args:
           step: its number, 0 or more.
@@ -145,7 +147,8 @@ class Checkpointer:
           blocking: wait until it is written.
 
         Raises:
-          ValueError: the step is there already with other bits, or newer ones are; names that collide.
+          ValueError: the step is there already with other bits, or newer ones are; names that collide; `metrics` lacks
+            the one that `keep_best` names.
           TypeError: a leaf that is no array and no number; a metric that is no number.
           ProcessError: processes save other steps or other trees.
           ReplicaError: copies of an array differ between devices.
@@ -153,7 +156,7 @@ class Checkpointer:
         """
         self.wait()
         number, numbers, flat = agreement.together(
-            "save", lambda: (whole_number(step), measured(metrics), leaves.flatten(tree))
+            "save", lambda: (whole_number(step), measured(metrics, self._metric), leaves.flatten(tree))
         )
         what = f"{leaves.described(number, flat)}\n{numbers}"
         agreement.check_same("save", what, "all must save the same step of the same tree")
@@ -166,11 +169,11 @@ class Checkpointer:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
         index = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
-        if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes)):
+        if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes, metrics)):
             made = manifest.sealed(
                 {"format": manifest.FORMAT, "step": step, "run": run, "metrics": metrics, "leaves": index}
             )
-            place, check = PlainPath.of_all(self.path), functools.partial(check_saved, self._folders, step, index)
+            place, check = PlainPath.of_all(self.path), functools.partial(self._writer.check_saved, step, index)
             begin = functools.partial(orbax_store.Save.begin, place, str(step), arrays, made, check)
             self._saving = step, agreement.together("save", begin)
 
@@ -210,6 +213,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @unwatched()
     def restore(
         self, template: T, step: SupportsIndex | None = None, *, cast: bool = False, only: str | None = None
     ) -> tuple[int, T]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import filelock
 
+from jaxshard.base import files
+
 _ID = re.compile("[0-9a-f]{32}")
 
 
@@ -34,8 +36,13 @@ class Lock:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
             writer = self._noted().get("writer", "another process")
+            own = writer == _this_process()
+            cure = "close() its other Checkpointer first" if own else "end it"
+            writer = f"this program ({writer})" if own else writer
             raise OSError(
-                errno.EBUSY, f"{writer} is writing checkpoints here; end it, or give each run its own folder", str(path)
+                errno.EBUSY,
+                f"{writer} is writing checkpoints here; {cure}, or give each run its own folder",
+                str(path),
             ) from None
         self._file = _identity(self._path)
         noted = self._noted().get("id", "")
@@ -44,13 +51,8 @@ class Lock:
 
     def note(self) -> None:
         """Writes down who writes here; a full disk leaves what was written before."""
-        text = json.dumps({"id": self.run, "writer": f"process {os.getpid()} on {socket.gethostname()}"})
-        temporary = self._notes.with_name(f".{self._notes.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self._notes)
-        finally:
-            temporary.unlink(missing_ok=True)
+        text = json.dumps({"id": self.run, "writer": _this_process()})
+        files.replace(self._notes, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def is_noted(self) -> bool:
         """Whether it is written down who writes here."""
@@ -70,6 +72,10 @@ class Lock:
     def release(self) -> None:
         """Lets other runs write in the folder."""
         self._lock.release()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ Leaf: TypeAlias = Shaped | Number
 
 _DTYPES: dict[type, str] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _SMALL_BYTES, _SMALL_BYTES_IN_ALL = 2**20, 2**28
-_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn", "float8_e4m3")
+_NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3")
 
 
 class ArrayEntry(TypedDict):
@@ -101,6 +101,9 @@ def _storable(path: str, leaf: object) -> Leaf:
     """The leaf as it can be stored; raises for what cannot."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"checkpoint: {path} is a masked array; save its data and its mask, each by itself")
+    dtype = str(getattr(leaf, "dtype", ""))
+    if dtype in _NEVER_STORED:
+        raise TypeError(f"checkpoint: {path} is {dtype}, which cannot be stored; convert it to a dtype of 8 bits")
     if isinstance(leaf, np.ndarray | np.generic):
         return _as_on_devices(path, np.asarray(leaf))
     if isinstance(leaf, NUMBERS):
@@ -110,8 +113,6 @@ def _storable(path: str, leaf: object) -> Leaf:
         raise TypeError(f"checkpoint: {path} is being traced; save outside of jit")
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(f"checkpoint: {path} is a {type(leaf).__name__}; only arrays and numbers can be saved")
-    if str(leaf.dtype) in _NEVER_STORED:
-        raise TypeError(f"checkpoint: {path} is {leaf.dtype}, which cannot be stored; convert it to a dtype of 8 bits")
     return _key_data(leaf) if is_key(leaf) else leaf
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jaxshard.base import files
 from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import Shaped, small
@@ -80,6 +81,14 @@ def read_manifest(folder: Path) -> object:
       OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
     return json.loads((folder / _METADATA_FILE).read_text(encoding="utf-8"))["custom_metadata"]
+
+
+def replace_manifest(folder: Path, manifest: Manifest) -> None:
+    """Puts another manifest in the place of the one that was saved, in one move."""
+    path = folder / _METADATA_FILE
+    found = json.loads(path.read_text(encoding="utf-8"))
+    text = json.dumps({**found, "custom_metadata": manifest})
+    files.replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def stored_name(path: str) -> str:
@@ -196,10 +205,11 @@ class Save:
     def _cut_off(self, path: Path) -> None:
         """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
         wait for others for minutes."""
+        why = first_line(self._failed[0]) if self._failed else "Python ended first"
         if self._over.wait(_ENDING_SECONDS) and not self._failed:
             return
         print(
-            f"jaxshard: {path} was NOT saved: Python ended first. Call close() before the end of your program, or use "
+            f"jaxshard: {path} was NOT saved: {why}. Call close() before the end of your program, or use "
             "`with Checkpointer(...)`",
             file=sys.stderr,
             flush=True,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxshard.base.types import T
+from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, orbax_store, template
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
@@ -18,6 +19,7 @@ from jaxshard.digest import named_digests
 from jaxshard.processes import agreement
 
 
+@unwatched()
 def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Leaves of a checkpoint, in the dtypes they were saved in.
 

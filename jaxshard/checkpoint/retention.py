@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from jaxshard.base.types import is_whole
+
 
 @dataclasses.dataclass(frozen=True)
 class Best:
@@ -37,9 +39,11 @@ class Retention:
         best = self.keep_best
         if best is not None and not isinstance(best, Best):
             raise ValueError(f"Checkpointer: keep_best {best!r} must be a Best(metric)")
+        if best is not None and (not isinstance(best.metric, str) or not best.metric):
+            raise ValueError(f"Checkpointer: keep_best has metric {best.metric!r}, which must be a name")
         counts = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": best and best.count}
         for name, value in counts.items():
-            if (value is not None or name == "keep_last") and (type(value) is not int or value < 1):
+            if (value is not None or name == "keep_last") and not is_whole(value, 1):
                 raise ValueError(f"Checkpointer: {name} {value} must be a whole number, 1 or more")
         if best and best.mode not in ("min", "max"):
             raise ValueError(f"Checkpointer: keep_best has mode {best.mode!r}, which must be min or max")

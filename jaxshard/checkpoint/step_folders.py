@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxshard.checkpoint import manifest, orbax_store
@@ -93,6 +93,12 @@ class StepFolders:
         return FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {step}; {there}", str(self.path))
 
     # What only the run that writes here may do.
+
+    def measure(self, step: int, saved: Manifest, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to those in the manifest of a step, which is `saved`."""
+        joined = {**(saved["metrics"] or {}), **metrics}
+        if metrics and joined != saved["metrics"]:
+            orbax_store.replace_manifest(self.of(step), manifest.sealed({**saved, "metrics": joined}))
 
     def rests(self, step: int | None = None) -> Iterator[Path]:
         """Renames what saves and deletions that were cut off have left, and yields it, to be deleted.

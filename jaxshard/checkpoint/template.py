@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key
 from jaxshard.base.types import T
+from jaxshard.checkpoint.conversion import as_array, as_number, converted
 from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import (
     NUMBERS,
@@ -59,8 +60,9 @@ def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> I
     elif key != entry.get("key"):
         yield f"{path} is a key of {entry.get('key') or 'no kind'}, in the template of {key or 'no kind'}"
     elif not cast and not _same_dtype(x, entry):
-        dtype = dtype_of_number(x) if isinstance(x, NUMBERS) else x.dtype
-        yield f"{path} has dtype {entry['dtype']}, the template {dtype} (cast=True converts)"
+        yield f"{path} has dtype {entry['dtype']}, the template {_dtype(x)} (cast=True converts)"
+    elif jnp.dtype(entry["dtype"]).kind == "c" and _dtype(x).kind != "c":
+        yield f"{path} is {entry.get('value', 'complex')}, which the template's {_dtype(x)} cannot hold"
     elif isinstance(x, NUMBERS):
         return
     elif "value" in entry and not _can_hold(x, number(entry)):
@@ -74,19 +76,24 @@ def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> I
 
 def _same_dtype(x: Leaf, entry: Entry) -> bool:
     """Whether the dtypes are the same; where one side is a Python number, whether both are whole, real or complex."""
-    mine = jnp.dtype(dtype_of_number(x)) if isinstance(x, NUMBERS) else x.dtype
-    other = jnp.dtype(entry["dtype"])
+    mine, other = _dtype(x), jnp.dtype(entry["dtype"])
     if isinstance(x, NUMBERS) or "value" in entry:
         kinds = {"u": "i", "V": "f"}  # V: bfloat16 and the like
         return kinds.get(mine.kind, mine.kind) == kinds.get(other.kind, other.kind)
     return mine == other
 
 
+def _dtype(x: Leaf) -> np.dtype:
+    return jnp.dtype(dtype_of_number(x)) if isinstance(x, NUMBERS) else x.dtype
+
+
 def _can_hold(x: Shaped, value: Number) -> bool:
-    """Whether this whole number is in the range of the array's dtype; True for other dtypes than integers."""
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        return True
-    return not isinstance(value, complex) and int(jnp.iinfo(x.dtype).min) <= value <= int(jnp.iinfo(x.dtype).max)
+    """Whether this number is one of the array's dtype, but for rounding."""
+    try:
+        converted("", as_array(value), x.dtype)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 # Where arrays are loaded to.
@@ -152,34 +159,35 @@ def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
       found: what was loaded, by path.
     """
     leaves, treedef = jax.tree.flatten(template)
-    made = [_like(leaf, found[path]) if path in found else leaf for leaf, path in zip(leaves, flat.leaves, strict=True)]
+    made = [
+        _like(path, leaf, found[path]) if path in found else leaf
+        for leaf, path in zip(leaves, flat.leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, made)
 
 
-def _like(leaf: Leaf | np.generic, x: Leaf) -> Leaf | np.generic:
+def _like(path: str, leaf: Leaf | np.generic, x: Leaf) -> Leaf | np.generic:
     """What was loaded, as the template's leaf is."""
     if isinstance(leaf, np.ndarray | np.generic):
-        made = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        made = np.asarray(converted(path, np.array(as_array(x)), jax.dtypes.canonicalize_dtype(leaf.dtype)))
         return made if isinstance(leaf, np.ndarray) else made[()]
     if isinstance(leaf, NUMBERS):
-        return type(leaf)(np.asarray(x).item())
-    return _like_array(leaf, x)
+        return as_number(path, np.asarray(x), type(leaf))
+    return _like_array(path, leaf, x)
 
 
-def _like_array(leaf: jax.Array | jax.ShapeDtypeStruct, x: Leaf) -> jax.Array:
+def _like_array(path: str, leaf: jax.Array | jax.ShapeDtypeStruct, x: Leaf) -> jax.Array:
     if isinstance(x, jax.ShapeDtypeStruct):  # it has no elements, so it was not stored
         return jnp.zeros(x.shape, leaf.dtype, device=x.sharding)
-    if not isinstance(x, jax.Array):
-        x = _placed(leaf, np.asarray(x))
     if is_key(leaf):
+        x = x if isinstance(x, jax.Array) else _placed(leaf, np.asarray(x))
         return jax.random.wrap_key_data(x, impl=key_implementation(leaf))
-    return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
+    made = converted(path, x if isinstance(x, jax.Array) else as_array(x), leaf.dtype)
+    return made if isinstance(made, jax.Array) else _placed(leaf, made)
 
 
 def _placed(leaf: jax.Array | jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
     """On the template's devices; on JAX's default device, where the template leaves that open."""
-    if not is_key(leaf):
-        x = x.astype(leaf.dtype)
     if leaf.sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
         return jnp.array(x)
     if leaf.sharding.is_fully_addressable:

@@ -5,6 +5,7 @@ With several processes only process 0 calls these.
 
 import os
 import time
+import warnings
 from collections.abc import Mapping
 
 from jaxshard.checkpoint import orbax_store
@@ -13,6 +14,7 @@ from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.checkpoint.leaves import Index
 from jaxshard.checkpoint.plain_path import check_path
+from jaxshard.checkpoint.reading import check_saved
 from jaxshard.checkpoint.retention import Retention
 from jaxshard.checkpoint.step_folders import StepFolders
 
@@ -32,7 +34,7 @@ class Writer:
         self._folders, self._retention, self._deletion = folders, retention, Deletion()
         self._lock: Lock | None = None
         self._measured, self._unread = dict[int, Mapping[str, float]](), set[int]()
-        self._errors: list[str] = []
+        self._errors, self._told = list[str](), False
         self.corrupt: set[int] = set()
 
     def claim(self) -> str:
@@ -71,11 +73,15 @@ class Writer:
         """Waits for deletions, for a second at most."""
         self._deletion.wait(_SETTLING_SECONDS)
 
-    def prepare(self, step: int, index: Index, num_bytes: int) -> bool:
+    def check_saved(self, step: int, index: Index) -> None:
+        """Opens a step that was just written. Who saves refers to it, so that the folder stays locked until then."""
+        check_saved(self._folders, step, index)
+
+    def prepare(self, step: int, index: Index, num_bytes: int, metrics: Mapping[str, float] | None) -> bool:
         """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
 
         Returns:
-          False: the same is saved already.
+          False: the same is saved already; it has these metrics now.
 
         Raises:
           ValueError: the step is there with other bits, or newer ones are.
@@ -85,7 +91,9 @@ class Writer:
         self._measured.pop(step, None)
         steps = self._whole_steps()
         if step in steps:
-            if self._folders.manifest(step)["leaves"] == index:
+            saved = self._folders.manifest(step)
+            if saved["leaves"] == index:
+                self._folders.measure(step, saved, metrics or {})
                 return False
             raise ValueError(
                 f"checkpoint: step {step} is saved already in {self._folders.path}, with other bits; steps never change"
@@ -126,6 +134,7 @@ class Writer:
         if self._measure(steps, end):
             kept = self._retention.kept(steps, lambda step: self._measured.get(step, {})) | self._unread
             surplus = [step for step in steps if step not in kept and step != saved]
+            self._tell_of_no_metric(surplus)
         for step in surplus:
             if time.monotonic() > end:
                 return
@@ -133,6 +142,17 @@ class Writer:
                 self._deletion.begin([self._folders.discard(step)])
             except OSError as error:
                 self._errors.append(str(error))
+
+    def _tell_of_no_metric(self, surplus: list[int]) -> None:
+        """Warns, once, before a checkpoint is deleted where `keep_best` has nothing to go by."""
+        best = self._retention.keep_best
+        if best and surplus and not self._told and not any(best.metric in found for found in self._measured.values()):
+            self._told = True
+            warnings.warn(
+                f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; give it: "
+                f"save(step, tree, metrics={{{best.metric!r}: ...}})",
+                stacklevel=2,
+            )
 
     def _whole_steps(self) -> list[int]:
         return [step for step in self._folders.steps() if step not in self.corrupt]

@@ -79,6 +79,7 @@ def command(arguments: Sequence[str]) -> int:
     try:
         with ended_at_once(lambda: "jaxshard plan: interrupted"):
             given = parse(arguments)
+            _check_files(given)
             return _compiled(given) if given.compile else _planned(given)
     except (ValueError, OSError, ImportError) as error:
         return _fail(error, 2)
@@ -86,6 +87,15 @@ def command(arguments: Sequence[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
     finally:
         jax.config.update("jax_platforms", before)
+
+
+def _check_files(given: Arguments) -> None:
+    """Raises ValueError for files that could not be written, before anything is planned."""
+    if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {given.json}: name a file in a folder that is there")
+    for path in (given.out, *given.out.absolute().parents) if given.out else ():
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--out {given.out}: {path} is no folder; name one")
 
 
 def _fail(reason: object, status: int) -> int:

@@ -16,6 +16,8 @@ from jaxshard.core.unshard import Scale, Value
 from jaxshard.mesh import platform_of
 from jaxshard.rows.verdict import Question, Verdict, judge
 
+_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
@@ -99,7 +101,7 @@ class Program:
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except (TypeError, ValueError) as error:
-            raise _noted(_explained(error, options), batch, options) from error
+            raise _noted(_explained(error, options), batch, args, options) from error
         roles = ["param"] * len(whole) + ["batch"] * len(jax.tree.leaves(batch)) + _roles_of(args, options)
         roles += ["scale"] * (scale is not None)
         _check_whole(jaxpr, shapes, options)
@@ -191,8 +193,16 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
-def _noted(error: TypeError | ValueError, batch: Tree, options: LossOptions) -> TypeError | ValueError:
-    """The error, with how many rows the loss was given: it may have the number of all rows written into it."""
+def _noted(
+    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], options: LossOptions
+) -> TypeError | ValueError:
+    """The error, with how many rows the loss was given: it may have the number of all rows written into it; and what
+    flags and numbers among the further arguments are."""
+    if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
+        error.add_note(
+            "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
+            "over those whose values it needs: functools.partial(loss_fn, training=True)."
+        )
     parts = options.setup.num_batch_shards * options.microbatches
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]

@@ -62,7 +62,9 @@ _LINEAR = SAME_NUMBERS | frozenset(
 """Sums of their operands' elements times constants, but for the operands that `_is_linear` names."""
 _PRODUCTS = ("mul", "div", "dot_general", "conv_general_dilated")
 _POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-_HOMOGENEOUS = frozenset(["abs", "argmax", "argmin", "clamp", "cond", "integer_pow", "max", "min", "sort", "top_k", "while"])
+_HOMOGENEOUS = frozenset(
+    ["abs", "argmax", "argmin", "clamp", "cond", "integer_pow", "max", "min", "sort", "top_k", "while"]
+)
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _OPERANDS = (
     {"select_n": slice(1, None), "dynamic_update_slice": slice(0, 2), "clamp": slice(1, 2)}

@@ -15,9 +15,18 @@ MOST_SIMULATED = 4096  # more take minutes to start
 
 
 def start_devices(config: Config) -> None:
-    """Joins this process to the others of a run, and simulates devices where there is no accelerator."""
+    """Joins this process to the others of a run, and simulates devices where there is no accelerator.
+
+    Raises:
+      ValueError: JAX finds no devices.
+    """
     _simulate_cpus(config.sharding.devices)
     _join_processes(config.train.heartbeat_seconds)
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        platforms, why = os.environ.get("JAX_PLATFORMS", ""), str(error)[:300] or "there is no such platform"
+        raise ValueError(f"JAX finds no devices, with JAX_PLATFORMS={platforms!r}: {why}") from error
 
 
 def make_mesh(sharding: ShardingConfig) -> Mesh:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from typing import Self
 
@@ -26,9 +27,9 @@ def make_console() -> Console:
 
     It is as wide as the terminal, or as COLUMNS says, or 120 wide.
     """
-    quiet, width = jax.process_index() != 0, None
-    if not Console().is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        width = _PLAIN_WIDTH
+    quiet, columns = jax.process_index() != 0, os.environ.get("COLUMNS", "")
+    is_given = columns.isdecimal() and int(columns) > 0
+    width = None if is_given else shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Self
 
 import tensorboardX
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from jaxshard.base.files import replace
 from jaxshard.base.text import printable
 from jaxshard.trainer.metrics import Record
-from jaxshard.trainer.run_folder import RunFolder, replace
+from jaxshard.trainer.run_folder import RunFolder
 
 _LARGEST = 1e30  # bits per byte that are drawn
 _TITLE_CHARACTERS = 90
@@ -64,6 +63,9 @@ class Recorder:
 
 def draw(folder: RunFolder, marks: Mapping[str, float]) -> None:
     """Draws the curves of bits per byte in `folder.metrics`, and each mark as a level line, to `folder.figure`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here it may fail: where MPLBACKEND names none
+    from matplotlib.figure import Figure
+
     records = folder.records()
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

@@ -6,7 +6,6 @@ meets half of anything.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base.files import replace
 from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
 from jaxshard.checkpoint import Best, Checkpointer
@@ -115,6 +115,11 @@ class RunFolder:
     def check_unsaved(self) -> None:
         """Raises ValueError if there is more here than a run leaves that ended before its first save."""
         self._check_restorable()
+        if self.config.is_file() and not self.model.is_dir():  # which is made first
+            raise ValueError(
+                f"--out {self.path}: {self.config.name} is there and {self.model.name}/ is gone: bring it back, or "
+                "name another folder to start anew"
+            )
         if not self.config.is_file() and not self._is_begun():
             self.check_free()
 
@@ -206,29 +211,6 @@ class RunFolder:
         aside = next(name for name in names if not os.path.lexists(name))
         path.rename(aside)
         return f"{path} {why}: it is now {aside.name}"
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """`write(temporary)` makes the new file beside `path`. Once it is on the disk, it becomes `path` in one move."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _keep_name(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _keep_name(folder: Path) -> None:
-    """The folder's list of names is on the disk, where the file system can do that."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:

@@ -1,13 +1,17 @@
 """One run at a time writes in a folder, also where its lock or its notes were taken away."""
 
+import contextlib
+import gc
 import json
 import os
 import shutil
+import threading
+import time
 
 import jax.numpy as jnp
 import pytest
 
-from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint import Checkpointer, orbax_store
 from jaxshard.checkpoint.folder_lock import Lock
 
 SAVED = {"w": jnp.arange(4.0)}
@@ -40,7 +44,7 @@ def test_two_writers_never_both_hold_it(tmp_path, replaced):
         with Checkpointer(tmp_path) as second:
             second.save(2, SAVED, blocking=True)
             for _ in range(2):
-                with pytest.raises(OSError, match=f"process {os.getpid()} on .* is writing checkpoints here"):
+                with pytest.raises(OSError, match=rf"\(process {os.getpid()} on .*\) is writing checkpoints here"):
                     first.save(3, SAVED)
             second.save(3, SAVED, blocking=True)
         with pytest.raises(ValueError, match="step 0 is older than 3"):
@@ -101,3 +105,27 @@ def test_a_full_disk_leaves_the_notes(tmp_path, monkeypatch):
     assert (tmp_path / "run.json").read_text() == before
     assert sorted(os.listdir(tmp_path)) == [".lock", "run.json"]
     assert Lock(tmp_path).run == lock.run  # and the lock is free
+
+
+def test_a_checkpointer_that_nobody_holds_keeps_the_folder_until_it_has_saved(tmp_path, monkeypatch):
+    """It gave up the lock, and the next one deleted what it was writing, in silence."""
+    go, listed = threading.Event(), orbax_store.listed
+
+    def late(folder):
+        assert go.wait(60)
+        return listed(folder)
+
+    monkeypatch.setattr(orbax_store, "listed", late)  # what is written is read back: then it is saved
+    Checkpointer(tmp_path).save(1, SAVED)
+    gc.collect()
+    with pytest.raises(OSError, match=r"this program \(process \d+ on .*\) is writing .*; close\(\) its other"):
+        Checkpointer(tmp_path).save(2, SAVED)
+    go.set()
+    with Checkpointer(tmp_path) as checkpoints:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                checkpoints.save(2, SAVED, blocking=True)
+                break
+            gc.collect()
+            time.sleep(0.05)
+        assert checkpoints.steps() == [1, 2]

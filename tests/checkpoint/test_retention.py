@@ -5,6 +5,7 @@ import threading
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxshard.checkpoint import Best, Checkpointer, writer
@@ -156,3 +157,30 @@ def test_a_save_that_failed_can_be_tried_again(tmp_path, monkeypatch):
 
 def refuse_commit(*paths, **options):
     raise OSError(5, "Input/output error")
+
+
+def test_metrics_of_a_second_save_of_the_step_count(tmp_path):
+    """They were dropped, and the best checkpoint was deleted."""
+    with Checkpointer(tmp_path, keep_last=1, keep_best=Best("loss")) as checkpoints:
+        checkpoints.save(1, SAVED, metrics={"step": 1, "loss": 9.0})
+        checkpoints.save(1, SAVED, metrics={"loss": 0.1}, blocking=True)
+        assert checkpoints.info(1)["metrics"] == {"step": 1.0, "loss": 0.1}
+        checkpoints.save(1, SAVED)
+        checkpoints.verify(1)
+        for step in (2, 3):
+            checkpoints.save(step, SAVED, metrics={"loss": 0.5})
+    assert Checkpointer(tmp_path).steps() == [1, 3]
+
+
+def test_a_metric_that_keep_best_does_not_find_is_told_before_anything_is_deleted(tmp_path):
+    with Checkpointer(tmp_path, keep_last=1, keep_best=Best("los")) as checkpoints:
+        with pytest.raises(ValueError, match=r"keep_best is by the metric 'los', and metrics has \['loss'\]"):
+            checkpoints.save(1, SAVED, metrics={"loss": 1.0})
+        assert checkpoints.steps() == []
+        checkpoints.save(1, SAVED)
+        with pytest.warns(UserWarning, match="keep_best keeps nothing: no checkpoint has the metric 'los'"):
+            checkpoints.save(2, SAVED, blocking=True)
+    for wrong in (None, "", 3):
+        with pytest.raises(ValueError, match="keep_best has metric"):
+            Checkpointer(tmp_path, keep_best=Best(wrong))
+    assert Checkpointer(tmp_path, keep_last=np.int64(3)).steps() == [2]

@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
+import matplotlib.figure
 import numpy as np
 import pytest
 
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
-from jaxshard.trainer import record, seal, toml
+from jaxshard.trainer import seal, toml
 from jaxshard.trainer.run_folder import RunFolder
 
 TINY = """
@@ -102,7 +105,7 @@ def test_a_figure_that_cannot_be_drawn_is_told_and_the_run_has_succeeded(run, ca
     def fails(*_, **__):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(record.Figure, "savefig", fails)
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fails)
     assert resumed(run) == 0
     assert "loss.png was not drawn: no fonts" in capsys.readouterr().out
 
@@ -160,3 +163,30 @@ def test_the_configuration_is_on_the_disk_before_it_takes_its_name(tmp_path, mon
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(os.path.basename(b)), move(a, b)))
     RunFolder(tmp_path / "run").begin(TINY, 0)
     assert events == ["sync", "config.toml", "sync", "sync", "metrics.jsonl", "sync"]
+
+
+def test_a_run_whose_models_are_gone_is_not_started_anew_over_its_configuration(run, capsys):
+    """--resume-if-saved began at step 0 with the defaults, and wrote these over config.toml."""
+    before = (run / "config.toml").read_bytes()
+    shutil.rmtree(run / "model")
+    assert main(["train", "--resume-if-saved", "--out", str(run)]) == 2
+    assert "config.toml is there and model/ is gone: bring it back, or name another folder" in capsys.readouterr().err
+    assert (run / "config.toml").read_bytes() == before
+    assert not (run / "model").exists()
+
+
+def test_a_backend_of_matplotlib_that_is_not_there_stops_no_run(run):
+    environment = os.environ | {"MPLBACKEND": "nope", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jaxshard", "train", "--resume", "--out", str(run)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_platforms_that_are_not_there_are_one_line(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-m", "jaxshard", "train", "--out", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("jaxshard train: JAX finds no devices, with JAX_PLATFORMS='cuda'")
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "run").exists()

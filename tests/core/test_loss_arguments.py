@@ -149,3 +149,16 @@ def test_keys_in_aux_are_the_first_devices():
     assert first["key"] == jax.random.split(jax.random.fold_in(jax.random.key(0), 0))[1]
     both = np.concatenate([first["noise"], second["noise"]])
     assert len(np.unique(both, axis=0)) == 2 * len(X)
+
+
+@pytest.mark.parametrize("flag", [True, 2])
+def test_a_flag_among_further_arguments_is_told_where_it_belongs(flag):
+    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh())
+    params = opt.place({"w": jnp.ones((8, 4))})
+
+    def loss(p, b, times):
+        return sum(jnp.mean((b @ p["w"]) ** 2) for _ in range(times)) if times else 0.0
+
+    with pytest.raises(TypeError) as raised:
+        jaxshard.train_step(loss, opt)(params, opt.init(params), jnp.ones((8, 8)), flag)
+    assert "Let the loss close over those whose values it needs" in " ".join(raised.value.__notes__)

@@ -571,3 +571,13 @@ def test_a_loop_over_rows_is_rescaled():
     given = (jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
     found = plan.AnyRows(step, *given)
     assert found.at(64).costs.flops == plan.predict(step, *given).costs.flops
+
+
+@pytest.mark.parametrize("option", ["--json", "--out"])
+def test_files_that_cannot_be_written_are_told_before_anything_is_planned(capsys, tmp_path, option, monkeypatch):
+    monkeypatch.setattr(command, "_planned", lambda given: pytest.fail("it planned"))
+    (tmp_path / "file").touch()
+    for path in [tmp_path, tmp_path / "no" / "x.json"] if option == "--json" else [tmp_path / "file" / "x"]:
+        status, _, err = run_plan(capsys, *TINY, "--machine", "h100:2x8", option, str(path))
+        assert status == 2
+        assert f"{option} {path}: " in err

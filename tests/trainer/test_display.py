@@ -79,3 +79,10 @@ def test_the_bar_of_a_long_run_shows_every_figure_in_80_columns(skipped):
     assert "…" not in text
     figures = ["18999/19000", "1.234", "1,234,567", "5678", *(["1234"] if skipped else [])]
     assert set(figures) <= set(text.split())
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 120), ("x", 120), ("", 120), ("90", 90)])
+def test_a_width_that_is_none_is_not_taken(monkeypatch, columns, width):
+    """COLUMNS=0 printed nothing."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert make_console().width == width
