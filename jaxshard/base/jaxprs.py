@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.primitives import CALLS, INLINED, NO_GRADIENT, SAME_NUMBERS
+from jaxshard.base.primitives import CALLS, INLINED, LOOPS, NO_GRADIENT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 
 
@@ -94,6 +94,12 @@ def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from equations(inner)
 
 
+def sizes_of(jaxpr: Jaxpr) -> frozenset[int]:
+    """The sizes of all dims of a program's operands."""
+    shapes = (getattr(v.aval, "shape", ()) for eqn in equations(jaxpr) for v in eqn.invars)
+    return frozenset(size for shape in shapes for size in shape)
+
+
 def axes_named(jaxpr: Jaxpr) -> set[str]:
     """The mesh axes that a program's collectives, and its questions for a device's index, name."""
     found: list[Any] = []
@@ -136,11 +142,32 @@ def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
         found = [not is_literal(v) and env[v] for v in eqn.invars]
         name = eqn.primitive.name
         outs = [any(found) and name not in NO_GRADIENT] * len(eqn.outvars)
-        if any(found) and name in CALLS:
-            outs = varies_smoothly(inner_jaxpr(eqn), found)
+        if any(found) and name in (*CALLS, *LOOPS):
+            outs = _vary_smoothly(eqn, found)
         smooth = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
         env |= {v: out and yes for v, out, yes in zip(eqn.outvars, outs, smooth, strict=True)}
     return [not is_literal(v) and env[v] for v in jaxpr.outvars]
+
+
+def _vary_smoothly(eqn: Equation, found: list[bool]) -> list[bool]:
+    """As `varies_smoothly`, for what a call, a branch or a loop returns."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return varies_smoothly(inner_jaxpr(eqn), found)
+    if name == "cond":
+        branches = [varies_smoothly(branch, found[1:]) for branch in eqn.params["branches"]]
+        return [any(column) for column in zip(*branches, strict=True)]
+    if name == "scan":
+        (first, num_carry), body = scan_split(eqn), inner_jaxpr(eqn)
+    else:
+        skipped, first, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"], eqn.params["body_jaxpr"]
+        found, num_carry = found[skipped:], len(eqn.outvars)
+    while True:  # each round adds to what varies, or is the last
+        outs = varies_smoothly(body, found)
+        carry = [a or b for a, b in zip(found[first : first + num_carry], outs[:num_carry], strict=True)]
+        if carry == found[first : first + num_carry]:
+            return [*carry, *outs[num_carry:]]
+        found = [*found[:first], *carry, *found[first + num_carry :]]
 
 
 def reaches(jaxpr: Jaxpr, name: str, wanted: Sequence[bool] | None = None) -> list[bool]:

@@ -204,7 +204,7 @@ class LossFunction:
             check_vma=options.checked,
         )(params, batch, args, scale)
         if notes is None:
-            _warn_if_mixed(found_out.program, setup)
+            _warn_if_mixed(found_out.program, options)
             _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
@@ -228,10 +228,14 @@ def _put_together(program: Program, averaged: Sequence[jax.Array], rows: Sequenc
     return jax.tree.unflatten(program.out_tree, [None, None, *leaves])[2]
 
 
-def _warn_if_mixed(program: Program, setup: Setup) -> None:
-    """Warns of a loss that is known to be no mean over rows."""
-    if program.verdict.problem and setup.config.rows != "mixed":
-        warnings.warn(f"loss_fn: {program.verdict}", RowsWarning, stacklevel=2)
+def _warn_if_mixed(program: Program, options: LossOptions) -> None:
+    """Warns of a loss that is known to be no mean over rows, or of outputs that depend on other rows than their own."""
+    problem = program.verdict.problem
+    if problem and options.setup.config.rows != "mixed":
+        of_loss = "loss_fn: the loss is no mean over rows"
+        of_outputs = "predict: an output depends on more than its own row"
+        what = of_outputs if options.per_row else of_loss
+        warnings.warn(f"{what}: {problem}", RowsWarning, stacklevel=2)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

@@ -164,7 +164,7 @@ def _verdict(
         microbatches=options.microbatches,
     )
     found = judge(question, jaxpr)
-    return dataclasses.replace(found, problem="", alone=True) if alone else found
+    return dataclasses.replace(found, problem="", folded=(), alone=True) if alone else found
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -269,8 +269,8 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
         if folded and not options.per_row:
             raise ValueError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
-                "with something else, lie in another order, or have a statistic of this device's rows in them, so "
-                "that unrelated rows would be averaged; return it as (rows, ...), or its mean"
+                "with something else, lie in another order, or depend on their number, their places, or this "
+                "device's other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean"
             )
         if options.per_row:
             raise ValueError(

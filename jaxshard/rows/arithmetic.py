@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -72,6 +72,10 @@ _OPERANDS = (
     | dict.fromkeys(_SCATTERS, slice(0, None, 2))
 )
 """Where other operands are indices, or bounds."""
+_SIMPLE = ("mul", "div", "add", "sub")
+_OF_TRUTHS = ("not", "and", "or", "reduce_and", "reduce_or", *SAME_NUMBERS)
+_FEW = 4  # rows
+_KEEP_SUMS = SAME_NUMBERS | {"broadcast_in_dim"}
 _SMALL = 64
 """Up to this number of elements, a constant of the loss may equal it by chance; then a second trace tells."""
 
@@ -83,14 +87,17 @@ class Arithmetic:
       num_rows: of the batch that was traced.
       num_parts: the number of such batches that the whole batch is cut into.
       partners: numbers that grow with the rows; None: of a sum's divisor it is guessed, by its value.
+      sizes: returns the sizes of all dims in the loss; asked only where a number in it may be that of rows.
 
     Attributes:
       groups: the number of rows in each group of rows that was computed with as one.
+      rules: operations on rows whose gradients are what the user says, by `jax.custom_vjp`.
     """
 
-    def __init__(self, num_rows: int, num_parts: int, partners: Partners | None):
-        self.num_rows, self.num_parts, self.partners = num_rows, num_parts, partners
+    def __init__(self, num_rows: int, num_parts: int, partners: Partners | None, sizes: Callable[[], frozenset[int]]):
+        self.num_rows, self.num_parts, self.partners, self._sizes = num_rows, num_parts, partners, sizes
         self.groups: list[tuple[int, Trail]] = []
+        self.rules: list[Trail] = []
         self._log_parts = math.log(max(num_parts, 2))
 
     def pointwise(self, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -101,8 +108,9 @@ class Arithmetic:
             return dataclasses.replace(bad, extreme=False) if used else bad
         if all(isinstance(label, Free) for label in labels):
             return self._free(eqn, [label for label in labels if isinstance(label, Free)])
-        if name == "is_finite" and isinstance(labels[0], Stat):
-            return FREE  # whether a number is finite is not what a loss is made of
+        if _asks_whether_finite(eqn):
+            label = labels[0]  # whether a number is finite is not what a loss is made of
+            return dataclasses.replace(label, degree=0, guard=True) if isinstance(label, PerRow) else FREE
         dependent = [label for label in labels if isinstance(label, PerRow | Stat)]
         if not self._is_linear(name, labels):
             settled = [self._settled(label, name, labels, trail) for label in dependent]
@@ -148,7 +156,7 @@ class Arithmetic:
         if running is not None and not _adds_to_running(eqn.primitive.name, labels):
             return _so_far(running, trail)
         degree = self._degree(eqn, labels)
-        if self.partners is None and any(_may_hide_a_count(x) for x in labels):
+        if self.partners is None and any(self._may_hide_a_count(eqn, x, per_row) for x in labels):
             degree = None
         if not per_row:
             size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
@@ -166,7 +174,9 @@ class Arithmetic:
             return Mixed("drawn" if by_place.drawn else "position", trail)
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
-        return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running is not None)
+        guard = eqn.primitive.name in _OF_TRUTHS and all(label.guard for label in per_row)
+        state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None, "guard": guard}
+        return dataclasses.replace(found, **state, added=found.added if eqn.primitive.name in _KEEP_SUMS else 0)
 
     def _by_place(self, eqn: Equation, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
@@ -201,21 +211,37 @@ class Arithmetic:
 
     def _degree(self, eqn: Equation, labels: Sequence[Label]) -> Degree:
         name = eqn.primitive.name
-        if name == "sign" or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        is_whole = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        if name == "sign" or (is_whole and not any(map(_is_total, labels))):
             return 0  # an index or a mask
         operands = labels[_OPERANDS.get(name, slice(None))]
         found = {_degree_of(x) for x in operands if not (isinstance(x, Free) and _is_nothing(x.value))}
         if None in found or NO_POWER in found:
             return None if None in found else NO_POWER
         if name in _PRODUCTS:
-            one, two = (_degree_of(label) or 0 for label in operands[:2])
+            one, two = self._degrees_of_factors(name, operands[:2])
             return round(one - two if name == "div" else one + two, 3)
         if len(found) > 1:
             return None if self.partners is None else NO_POWER
         if any(found) and not _is_homogeneous(name):
-            return 0 if all(isinstance(x, Free) for x in operands) else None
+            return None if self.partners is None or any(isinstance(x, PerRow) for x in operands) else NO_POWER
         power = eqn.params["y"] if name == "integer_pow" else _POWERS.get(name, 1)
         return round(power * (found.pop() or 0), 3) if found else 0
+
+    def _degrees_of_factors(self, name: str, labels: Sequence[Label]) -> list[float]:
+        """The degrees of two factors; one that is the number of devices, or of all rows, makes a sum over devices an
+        average."""
+        degrees = [_degree_of(label) or 0 for label in labels]
+        for i, label in enumerate(labels):
+            other = labels[1 - i]
+            if not isinstance(other, Free) or not other.summed or not isinstance(label, Free) or not label.value:
+                continue
+            if degrees[i] and label.value % (self.num_rows * self.num_parts) == 0:
+                degrees[i] -= 1
+            power = math.log(abs(label.value)) / self._log_parts
+            if not degrees[i] and abs(abs(power) - 1) < 1e-6 and (other.fresh or degrees[1 - i] < 0):
+                degrees[i] -= round(power)
+        return degrees
 
     def _free(self, eqn: Equation, labels: Sequence[Free]) -> Free:
         if not labels:
@@ -226,12 +252,33 @@ class Arithmetic:
         varied = frozenset[int]().union(*(label.varied for label in labels))
         counts = next((x.counts for x in labels if x.counts is not None), None) if name == "select_n" else None
         placed, given, drawn = (any(getattr(x, name) for x in labels) for name in ("placed", "given", "drawn"))
-        scaled = name in ("mul", "div") and any(self._may_count(x.value) for x in labels)
+        scaled = name in _PRODUCTS[:2] and any(self._may_count(x.value) for x in labels)
+        scaled |= (name in _SIMPLE or len(labels) == 1) and any(self._is_like_a_count(x.value) for x in labels)
         scaled |= any(x.scaled for x in labels) and (name in _PRODUCTS or name in _LINEAR)
         varied = frozenset() if placed else varied
         summed = next((x.summed for x in labels if x.summed), ())
-        degree, sums = self._degree(eqn, labels), self._sums(eqn, labels)
-        return Free(varied, counts, None, degree, placed, given, drawn, scaled, sums, summed)
+        return Free(varied, counts, None, self._degree(eqn, labels), placed, given, drawn, scaled, summed)
+
+    def _may_hide_a_count(self, eqn: Equation, label: Label, per_row: Sequence[PerRow]) -> bool:
+        """Whether a factor or a term may be made from the number of rows."""
+        if not isinstance(label, Free):
+            return False
+        if eqn.primitive.name == "div" and any(x.added == label.value for x in per_row):
+            return False  # a mean over another dim
+        return label.scaled or (eqn.primitive.name in _SIMPLE and self._is_like_a_count(label.value))
+
+    def _is_like_a_count(self, value: float | None) -> bool:
+        """Whether it is what a loss makes of the number of rows, or its inverse; small numbers say nothing, nor does
+        the inverse root of the size of a dim, by which attention divides."""
+        if not value or not math.isfinite(value) or self.num_rows < _FEW:
+            return False
+        rows = self.num_rows
+        likely = (rows, rows - 1, rows + 1, rows / (rows - 1), math.sqrt(rows), math.log(rows))
+        small = (2.0, 0.5)  # in every loss
+        if not any(abs(x / y - 1) < 1e-6 for x in (abs(value), 1 / abs(value)) for y in likely if y not in small):
+            return False
+        root = max(value, 1 / value) ** 2
+        return abs(root - round(root)) > 1e-4 or round(root) not in self._sizes()
 
     def _may_count(self, value: float | None) -> bool:
         """Whether this number, or its inverse, may be a number of rows."""
@@ -239,35 +286,33 @@ class Arithmetic:
             return False
         return any(x >= self.num_rows and abs(x % self.num_rows) < 1e-4 for x in (abs(value), 1 / abs(value)))
 
-    def _sums(self, eqn: Equation, labels: Sequence[Free]) -> int:
-        """The power of the number of devices by which the result is too large; a mean divides by that number."""
-        found = [label.sums for label in labels]
-        if eqn.primitive.name not in ("mul", "div"):
-            return max(found)
-        sign = -1 if eqn.primitive.name == "div" else 1
-        total = found[0] + sign * found[1]
-        for label, power in zip(labels, (1, sign), strict=True):
-            if total and label.value and abs(math.log(abs(label.value)) * power / self._log_parts + 1) < 1e-6:
-                total -= 1
-        return total
-
     # Reductions.
 
     def summed(self, eqn: Equation, label: Label, dims: Sequence[int], sizes: Sequence[int], trail: Trail) -> Label:
         """The label of a sum over `dims`, of these sizes, before the dims that are left move up."""
         count = math.prod(sizes)
         if isinstance(label, Free):
-            degree = 0 if self.partners is None else self.partners.degree_of_sum(eqn, dims)
-            degree = None if degree is None or label.degree is None else label.degree + degree
+            degree = self._plus_count(label, eqn, [d for d in dims if d not in label.varied or self.partners])
             value = None if label.value is None else label.value * count
             return dataclasses.replace(label, value=value, degree=degree)
         if isinstance(label, Stat):
-            return dataclasses.replace(label, size=label.size * count)
+            return dataclasses.replace(label, size=label.size * count, degree=self._plus_count(label, eqn, dims))
         if not isinstance(label, PerRow):
             return label
         if not dims_of(label) & set(dims):
-            return dataclasses.replace(label, size=label.size * count) if label.summed else label
+            return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
         return over_parts(label, dims, count, trail)
+
+    def _plus_count(self, label: Free | Stat, eqn: Equation, dims: Sequence[int]) -> Degree:
+        """The degree of a sum over dims that are no rows, but may be as many."""
+        if label.degree is None:
+            return None
+        if self.partners is None:
+            return None if self.num_rows in (eqn.invars[0].aval.shape[d] for d in dims) else label.degree
+        degree = self.partners.degree_of_sum(eqn, dims)
+        if degree and isinstance(label, Free) and label.summed:  # rows of all devices
+            degree -= 1
+        return None if degree is None else label.degree + degree
 
     def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
         """The label of a reduction over `dims` that is no sum (a maximum), before the dims that are left move up."""
@@ -275,6 +320,8 @@ class Arithmetic:
             return Mixed("statistic", trail, label.trail)
         if not isinstance(label, PerRow):
             return label
+        if label.guard:
+            return FREE
         label = self._settled(label, "", [], trail)
         if not isinstance(label, PerRow) or not dims_of(label) & set(dims):
             return label
@@ -304,9 +351,10 @@ def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
     return moved(label, {d: i for i, d in enumerate(left)}.get)
 
 
-def _may_hide_a_count(label: Label) -> bool:
-    """Whether a factor may be a number of rows, as in the gradient of a mean."""
-    return isinstance(label, Free) and label.scaled
+def _asks_whether_finite(eqn: Equation) -> bool:
+    if eqn.primitive.name == "is_finite":
+        return True
+    return eqn.primitive.name == "ne" and eqn.invars[0] is eqn.invars[1]  # NaN alone is not itself
 
 
 def _is_homogeneous(name: str) -> bool:
@@ -321,6 +369,11 @@ def _is_nothing(value: float | None) -> bool:
 
 def _degree_of(label: Label) -> Degree:
     return label.degree if isinstance(label, Free | PerRow | Stat) else None
+
+
+def _is_total(label: Label) -> bool:
+    """Whether it is a sum over rows, so that whole numbers are counts."""
+    return isinstance(label, Stat) or (isinstance(label, Free) and bool(label.summed))
 
 
 def _so_far(running: PerRow | Stat, trail: Trail) -> Mixed:

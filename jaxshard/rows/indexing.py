@@ -18,7 +18,7 @@ from jaxshard.rows.labels import (
     moved,
     worst,
 )
-from jaxshard.rows.moves import in_groups
+from jaxshard.rows.moves import differing, in_groups
 
 
 def gather(
@@ -59,7 +59,11 @@ def scatter(
         return bad
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
     of_index = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
-    zero = Free(value=0.0)
+    zero, cut = Free(value=0.0), _cut_dims(eqn)
+    if all(isinstance(label, Free) for label in labels):
+        return differing(arithmetic.pointwise(eqn, [operand, zero, _plain(updates)], trail), cut)
+    if dims_of(operand) & _fixed(eqn, cut, columns):
+        return Mixed("position", trail)
     joint = arithmetic.pointwise(eqn, [zero, moved(indices, _place(of_index)), _plain(updates)], trail)
     if isinstance(joint, PerRow):
         where = _scattered_dims(eqn, columns, of_index)
@@ -73,6 +77,23 @@ def scatter(
             joint = over_parts(joint, gone, math.prod(shape[d] for d in gone), trail)
         joint = moved(joint, where.get)
     return arithmetic.pointwise(eqn, [_plain(operand), Free(value=0.0), joint], trail)
+
+
+def _cut_dims(eqn: Equation) -> set[int]:
+    """The dims of the operand of which a scatter changes a part."""
+    numbers, shape, window = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = dict(zip([d for d in range(len(shape)) if d not in gone], numbers.update_window_dims, strict=True))
+    chosen = set(numbers.scatter_dims_to_operand_dims)
+    return {d for d in chosen if shape[d] > 1 and (d not in sizes or window[sizes[d]] != shape[d])}
+
+
+def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
+    """The dims among `cut` whose indices say nothing of the batch, and do not count all of its rows."""
+    (operand, indices), into = (v.aval.shape for v in eqn.invars[:2]), eqn.params["dimension_numbers"]
+    chosen = zip(into.scatter_dims_to_operand_dims, columns, strict=False)
+    frees = {dim: column for dim, column in chosen if isinstance(column, Free) and not column.placed}
+    return {dim for dim, column in frees.items() if _own_rows(column, indices, operand[dim]) is None} & cut
 
 
 def _scattered_dims(eqn: Equation, columns: Sequence[Label], of_index: Sequence[int]) -> dict[int, int]:

@@ -44,15 +44,15 @@ class Free:
     """See above.
 
     Attributes:
-      varied: the dims along which elements may differ.
+      varied: the dims along which elements may differ; negative ones are those of `Part`.
       counts: the dim whose index the elements are.
       value: the number that all elements are, if it is known.
       placed: it is made from the device's index, so it may well differ from row to row.
       given: it depends on the loss's params or arguments; a constant does not.
       drawn: random numbers of a key that is a constant.
       scaled: it is a multiple of what may be the number of rows, or of its inverse.
-      sums: how often sums over devices of what is a mean on each were put in, so that it is too large by that power of
-        the number of devices; `summed`: the last of them, or ().
+      summed: a sum over devices is in it, or (); a sum over devices of a sum over rows has degree 0, of a mean -1.
+      fresh: it is that sum, and nothing else.
     """
 
     varied: frozenset[int] = frozenset()
@@ -63,8 +63,8 @@ class Free:
     given: bool = False
     drawn: bool = False
     scaled: bool = False
-    sums: int = 0
     summed: Trail = ()
+    fresh: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,8 @@ class PerRow:
       summed: the sum over a part of the rows, or ().
       plus: a statistic of the rows that was added, or ().
       running: the statistic is what a scan over rows has added up so far.
+      guard: it says whether numbers are finite, and nothing else.
+      added: it is the sum of this many elements along other dims, and nothing else; or 0.
     """
 
     parts: tuple[Part, ...]
@@ -88,6 +90,8 @@ class PerRow:
     summed: Trail = ()
     plus: Trail = ()
     running: bool = False
+    guard: bool = False
+    added: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,7 @@ def worst(labels: Iterable[Label]) -> Mixed | Unknown | None:
 def moved(label: Label, where: Callable[[int], int | None]) -> Label:
     """The label of a value whose dim `where(d)` is the old dim d; None: the dim is gone, and has no rows."""
     if isinstance(label, Free):
-        varied = frozenset(new for d in label.varied if (new := where(d)) is not None)
+        varied = frozenset(new for d in label.varied if (new := d if d < 0 else where(d)) is not None)
         counts = None if label.counts is None else where(label.counts)
         return dataclasses.replace(label, varied=varied, counts=counts)
     if isinstance(label, PerRow):
@@ -150,6 +154,9 @@ def moved(label: Label, where: Callable[[int], int | None]) -> Label:
 
 def deeper(label: Label, by: int) -> Label:
     """The label inside one more scan (`by` = -1), or outside of it again (1), of a value that is not scanned over."""
+    if isinstance(label, Free):
+        inside = label.varied - {-by} if by > 0 else label.varied
+        return dataclasses.replace(label, varied=frozenset(d + by if d < 0 else d for d in inside))
     if not isinstance(label, PerRow):
         return label
     parts = tuple(dataclasses.replace(part, dim=part.dim + by) if part.dim < 0 else part for part in label.parts)
@@ -160,7 +167,7 @@ def scanned(label: Label, by: int) -> Label:
     """The label of one slice of a value that a scan runs over (`by` = -1), or of the stack of slices (1)."""
     if isinstance(label, Free):
         counts = None if label.counts is None or label.counts + by < 0 else label.counts + by
-        return dataclasses.replace(label, varied=frozenset(d + by for d in label.varied if d + by >= 0), counts=counts)
+        return dataclasses.replace(label, varied=frozenset(d + by for d in label.varied), counts=counts)
     if not isinstance(label, PerRow):
         return label
     return dataclasses.replace(label, parts=tuple(dataclasses.replace(p, dim=p.dim + by) for p in label.parts))
@@ -230,7 +237,24 @@ def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label | No
         if found is None:
             return None
         parts += found
-    return dataclasses.replace(label, parts=tuple(parts))
+    return dataclasses.replace(label, parts=_merged(parts))
+
+
+def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The same parts, those as one that follow each other in one dim."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last and (last.dim, last.inner, last.outer * last.rows, last.stride) == (
+            part.dim,
+            part.rows * part.inner,
+            part.outer,
+            part.stride * part.rows,
+        ):
+            found[-1] = Part(part.dim, last.outer, last.rows * part.rows, part.inner, part.stride)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def _cut(part: Part, behind: int, new: Sequence[int], strides: Sequence[int]) -> list[Part] | None:

@@ -27,6 +27,7 @@ from jaxshard.rows.labels import (
 
 Columns: TypeAlias = Mapping[object, Sequence[Label]]  # variable -> the labels of what it was concatenated from
 Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], Label]
+_SO_FAR = ("cumsum", "cumprod", "cumlogsumexp")
 _CONTRACTED = 1000  # pseudo dims of a matrix product's contracted dims
 
 
@@ -113,7 +114,9 @@ def _with_part(label: PerRow, part: Part) -> PerRow:
 def concatenate(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
     dim = eqn.params["dimension"]
     if not any(dim in dims_of(label) for label in labels):
-        return arithmetic.pointwise(eqn, labels, trail)
+        joined, sizes = arithmetic.pointwise(eqn, labels, trail), [v.aval.shape[dim] for v in eqn.invars]
+        whole = all(size % arithmetic.num_rows == 0 for size in sizes)  # labels of real and generated rows, say
+        return joined if whole else differing(joined, {dim}, labels)
     cut = [(x, part) for x in labels if isinstance(x, PerRow) for part in x.parts if part.dim == dim]
     if len(cut) < len(labels) or len({dataclasses.replace(part, outer=1) for _, part in cut}) > 1:
         return worst(labels) or Unknown(trail)
@@ -150,7 +153,15 @@ def pad(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: T
     padded = {dim for dim, amounts in enumerate(eqn.params["padding_config"]) if any(amounts)}
     if dims_of(labels[0]) & padded:
         return Unknown(trail)
-    return arithmetic.pointwise(eqn, labels, trail)
+    return differing(arithmetic.pointwise(eqn, labels, trail), padded, labels)
+
+
+def differing(label: Label, dims: set[int], labels: Sequence[Label] = ()) -> Label:
+    """The label of a value whose elements may differ along `dims`, unless all of `labels` are one number."""
+    values = {x.value if isinstance(x, Free) else None for x in labels}
+    if not isinstance(label, Free) or label.placed or (len(values) == 1 and None not in values):
+        return label
+    return dataclasses.replace(label, varied=label.varied | dims, value=None)
 
 
 def dot_general(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -209,8 +220,10 @@ def _at_index(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cu
         return bad
     if any(dims_of(label) & cut for label in labels):
         return Unknown(trail)
-    plain = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in labels]
-    return arithmetic.pointwise(eqn, plain, trail)
+    arrays = labels[: 2 if eqn.primitive.name == "dynamic_update_slice" else 1]
+    index = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in labels]
+    joined = arithmetic.pointwise(eqn, [*arrays, *index[len(arrays) :]], trail)
+    return differing(joined, cut, arrays) if len(arrays) == 2 else joined
 
 
 def reduce_sum(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -232,7 +245,7 @@ def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail:
     dim = next((eqn.params[key] for key in ("axis", "dimension") if key in eqn.params), -1) % max(ndim, 1)
     joined = arithmetic.pointwise(eqn, labels, trail)
     if dim not in dims_of(joined):
-        return joined
+        return differing(joined, {dim}) if eqn.primitive.name in _SO_FAR else joined
     by_number = eqn.primitive.name == "sort" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
     return Unknown(trail) if by_number else Mixed("statistic", trail, trail)  # by expert, say, and back again
 
@@ -262,12 +275,10 @@ def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail
     joined = arithmetic.pointwise(eqn, labels, trail)
     if not isinstance(joined, Free):
         return joined
-    constant = not (joined.placed or joined.given)
-    return _drawn(eqn) if eqn.primitive.name in ("random_bits", "random_gamma") and constant else _like_nothing(joined)
-
-
-def _drawn(eqn: Equation) -> Free:
-    return Free(frozenset(d for d, size in enumerate(eqn.outvars[0].aval.shape) if size > 1), drawn=True)
+    if joined.placed or joined.given or eqn.primitive.name not in ("random_bits", "random_gamma", "random_split"):
+        return dataclasses.replace(_like_nothing(joined), varied=frozenset(d for d in joined.varied if d < 0))
+    sizes = enumerate(eqn.outvars[0].aval.shape)
+    return Free(frozenset(d for d, size in sizes if size > 1) | {d for d in joined.varied if d < 0}, drawn=True)
 
 
 def _like_nothing(label: Free) -> Free:

@@ -1,14 +1,15 @@
 """Whether a traced loss is what data parallelism averages, in words."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxshard.base.jaxprs import open_jaxpr
+from jaxshard.base.jaxprs import open_jaxpr, sizes_of
 from jaxshard.base.types import Jaxpr
 from jaxshard.rows import words
 from jaxshard.rows.arithmetic import Arithmetic
-from jaxshard.rows.labels import NO_POWER, Free, Label, Mixed, Part, PerRow, Stat, Trail, Unknown
+from jaxshard.rows.labels import NO_POWER, Free, Label, Mixed, Part, PerRow, Stat, Unknown
 from jaxshard.rows.partners import Partners
 from jaxshard.rows.walk import Walk, array_label
 
@@ -103,15 +104,14 @@ def _judged(question: Question, jaxpr: Jaxpr) -> Verdict:
 
 
 def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
-    outs, groups = _labels(question, jaxpr, rows, None)
+    outs, arithmetic = _labels(question, jaxpr, rows, None)
+    groups = arithmetic.groups
     shapes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     row_dims = tuple(_row_dim(label, shape, rows) for label, shape in zip(outs, shapes, strict=True))
     if question.per_row:
         return _of_rows(question, jaxpr, outs, row_dims)
-    known = Verdict(
-        row_dims=row_dims,
-        folded=tuple(isinstance(x, PerRow) and dim is None for x, dim in zip(outs, row_dims, strict=True)),
-    )
+    row_dims, folded = _of_aux(question, jaxpr, outs, row_dims)
+    known = Verdict(unknown=words.of_rules(arithmetic.rules), row_dims=row_dims, folded=folded)
     try:
         _check(question, outs, exact=False)
         if groups:
@@ -123,20 +123,60 @@ def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
             return dataclasses.replace(known, unknown=str(unclear))
         exact, group = _exactly(question, jaxpr, rows), math.lcm(*(size for size, _ in groups))
         group = 1 if exact.problem else group
-        return dataclasses.replace(known, problem=exact.problem, unknown=exact.unknown, group=group)
+        return dataclasses.replace(known, problem=exact.problem, unknown=exact.unknown or known.unknown, group=group)
     return known
+
+
+def _of_aux(
+    question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: tuple[int | None, ...]
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """(the dims of rows, whether an output has rows otherwise), where labels tell it and where the shape must."""
+    rows, shapes = _num_rows(jaxpr, question), [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
+    found, folded = list(row_dims), [isinstance(x, PerRow) and d is None for x, d in zip(outs, row_dims, strict=True)]
+    if _of_powers(question, jaxpr, rows, outs):
+        folded = [yes or (isinstance(x, PerRow) and x.degree != 0) for yes, x in zip(folded, outs, strict=True)]
+        found = [None if yes else dim for yes, dim in zip(folded, found, strict=True)]
+    asked = [i for i in range(2, len(outs)) if found[i] is None and _may_grow(outs[i], shapes[i], rows)]
+    larger = _traced(question, 2 * rows) if asked else None
+    for i in asked if larger is not None else ():
+        if open_jaxpr(larger).outvars[i].aval.shape != shapes[i]:
+            label = outs[i]
+            same = isinstance(label, Free) and 0 not in label.varied
+            found[i], folded[i] = 0 if same else None, not same
+    return tuple(found), tuple(folded)
+
+
+def _may_grow(label: Label, shape: Sequence[int], rows: int) -> bool:
+    """Whether an output may have rows, though its label does not say so."""
+    if isinstance(label, Free):
+        return tuple(shape[:1]) == (rows,)
+    return isinstance(label, Mixed | Unknown) and tuple(shape) != ()
 
 
 def _of_rows(question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: tuple[int | None, ...]) -> Verdict:
     """The verdict on outputs that are to have rows; where labels do not tell, the first dim does."""
     shapes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     rows = _num_rows(jaxpr, question)
-    told = [isinstance(label, Free | Stat) for label in outs]
+    told = [isinstance(label, Free | Stat) or (isinstance(label, PerRow) and not label.plus) for label in outs]
     sized = tuple(0 if not known and shape[:1] == (rows,) else None for known, shape in zip(told, shapes, strict=True))
     found = tuple(dim if dim is not None else other for dim, other in zip(row_dims, sized, strict=True))
     mixed = next((label for label in map(_with_plus, outs[2:]) if isinstance(label, Mixed)), None)
     problem = "" if mixed is None else words.of_mixture(mixed, question.split_axes, question.microbatches)
+    if not problem and _of_powers(question, jaxpr, rows, outs):
+        problem = words.of_outputs()
     return Verdict(problem if question.num_shards > 1 else "", "", found)
+
+
+def _of_powers(question: Question, jaxpr: Jaxpr, rows: int, outs: Sequence[Label]) -> bool:
+    """Whether some outputs with rows are known to be larger or smaller where there are more rows."""
+    if not any(isinstance(label, PerRow) and label.degree != 0 for label in outs[2:]):
+        return False
+    larger = _traced(question, 2 * rows)
+    try:
+        exact = _labels(question, jaxpr, rows, Partners(jaxpr, larger))[0] if larger is not None else []
+    except ValueError:
+        return False
+    return any(isinstance(label, PerRow) and label.degree not in (0, None) for label in exact[2:])
 
 
 def _with_plus(label: Label) -> Label:
@@ -153,9 +193,12 @@ def _exactly(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
         partners = Partners(jaxpr, larger)
     except ValueError as error:
         return Verdict("", str(error))
-    outs, groups = _labels(question, jaxpr, rows, partners)
+    outs, arithmetic = _labels(question, jaxpr, rows, partners)
+    groups, larger_groups = arithmetic.groups, _labels(question, larger, 2 * rows, None)[1].groups
     try:
-        for mine, other in zip(groups, _labels(question, larger, 2 * rows, None)[1], strict=True):
+        if len(groups) != len(larger_groups):
+            raise _Unclear("rows are computed with in groups, and with other ones where there are more rows")
+        for mine, other in zip(groups, larger_groups, strict=True):
             if mine[0] != other[0]:
                 raise _Fault(words.of_parts(mine[1]))
         _check(question, outs, exact=True)
@@ -178,11 +221,10 @@ def _num_rows(jaxpr: Jaxpr, question: Question) -> int:
     return next(v.aval.shape[0] for v, of_batch in zip(invars, question.batch, strict=True) if of_batch)
 
 
-def _labels(
-    question: Question, jaxpr: Jaxpr, rows: int, partners: Partners | None
-) -> tuple[list[Label], list[tuple[int, Trail]]]:
-    """The labels of the loss's outputs, and the groups of rows that it computes with."""
-    arithmetic = Arithmetic(rows, question.num_shards * question.microbatches, partners)
+def _labels(question: Question, jaxpr: Jaxpr, rows: int, partners: Partners | None) -> tuple[list[Label], Arithmetic]:
+    """The labels of the loss's outputs, and what else was found on the way."""
+    sizes = functools.cache(lambda: sizes_of(jaxpr))
+    arithmetic = Arithmetic(rows, question.num_shards * question.microbatches, partners, sizes)
     walk = Walk(arithmetic, question.split_axes, question.microbatches == 1)
     split = PerRow((Part(0, 1, rows, 1, 1),))
     invars = open_jaxpr(jaxpr).invars
@@ -191,7 +233,7 @@ def _labels(
     labels = [
         Free(placed=True, given=True) if yes else label for label, yes in zip(labels, question.folded, strict=True)
     ]
-    return walk.through(jaxpr, labels), arithmetic.groups
+    return walk.through(jaxpr, labels), arithmetic
 
 
 def _row_dim(label: Label, shape: Sequence[int], rows: int) -> int | None:
@@ -218,11 +260,11 @@ def _check(question: Question, outs: Sequence[Label], *, exact: bool) -> None:
     degrees = [label.degree if isinstance(label, Free | Stat) else None for label in (loss, weight)]
     wanted = degrees[1] if question.weighted else 0
     is_number = question.weighted and isinstance(weight, Free)  # which may be the number of rows
-    if isinstance(loss, Free) and loss.sums > 0:
-        raise _Fault(words.of_devices(loss.summed))
     is_number |= any(isinstance(label, Stat) and label.guessed for label in (loss, weight))
     if degrees[0] == wanted and wanted not in (None, NO_POWER) and (exact or not is_number):
         return
     if not exact or degrees[0] is None or wanted is None:
         raise _Unclear("a number in it may depend on the number of rows")
+    if isinstance(loss, Free) and loss.summed and degrees[0] < wanted:
+        raise _Fault(words.of_devices(loss.summed))
     raise _Fault(words.of_sum(loss, weight, question.weighted))

@@ -110,6 +110,8 @@ class Walk:
     def _equation(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
         name = eqn.primitive.name
         if name in CALLS:
+            if name.startswith("custom_vjp") and any(not isinstance(label, Free) for label in labels):
+                self.arithmetic.rules.append(trail)
             return self.through(inner_jaxpr(eqn), labels, trail)
         if name in _MOVES:
             return [_MOVES[name](self.arithmetic, eqn, labels, trail)] * len(eqn.outvars)
@@ -151,11 +153,12 @@ class Walk:
         if named < self._split:
             return label if isinstance(label, Stat) and name.startswith("psum") else Unknown(trail)
         if name.startswith("all_gather") or (name.startswith("psum") and isinstance(label, Stat)):
-            sums = int(name.startswith("psum") and isinstance(label, Stat) and label.degree == 0)
             degree = label.degree if isinstance(label, Stat) else 0
             if degree and self.arithmetic.partners is None:
                 degree = None  # a second trace tells whether what divides it is a number of rows
-            found = Free(given=True, degree=degree, sums=sums, summed=trail)
+            summed = name.startswith("psum")
+            degree = degree - 1 if summed and degree is not None else degree
+            found = Free(given=True, degree=degree, summed=trail, fresh=summed)
             return found if self._whole else Mixed("microbatch", trail)
         return Mixed("statistic", trail, trail) if name.startswith(_REDUCING) else Unknown(trail)
 
@@ -196,7 +199,15 @@ class Walk:
         def after(old: Label, new: Label) -> Label:
             return self._carried(old, new, eqn.params["length"], trail)
 
-        carry = self._settled(body, [deeper(label, -1) for label in labels[num_consts:split]], num_carry, after, trail)
+        opened = open_jaxpr(inner_jaxpr(eqn))
+        kept = [a is b for a, b in zip(opened.invars[num_consts:split], opened.outvars, strict=False)]
+        begin = [deeper(label, -1) for label in labels[num_consts:split]]
+        carry = self._settled(body, begin, num_carry, after, trail)
+        frees = [isinstance(label, Free) and not label.placed for label in carry]
+        differ = [free and not same for free, same in zip(frees, kept, strict=True)]
+        if any(differ):
+            begin = [_differing(label) if yes else label for label, yes in zip(begin, differ, strict=True)]
+            carry = self._settled(body, begin, num_carry, after, trail)
         outs = [Mixed("statistic", trail, trail) if is_running(out) else out for out in body(carry)[num_carry:]]
         starts = labels[num_consts:split]
         ends = [end if is_running(start) else stopped(end) for start, end in zip(starts, carry, strict=True)]
@@ -272,8 +283,8 @@ class Walk:
             same = len(set(frees)) == 1
             varied = frozenset[int]().union(*(x.varied for x in frees))
             flags = {name: any(getattr(x, name) for x in frees) for name in ("placed", "given", "drawn", "scaled")}
-            summed = max(frees, key=lambda x: x.sums)
-            other = Free(varied, degree=degree, sums=summed.sums, summed=summed.summed, **flags)
+            summed = next((x.summed for x in frees if x.summed), ())
+            other = Free(varied, degree=degree, summed=summed, **flags)
             return frees[0] if same else other
         per_row = [x for x in known if isinstance(x, PerRow)]
         if per_row and len(per_row) < len(known) and not all(x.running for x in known):
@@ -287,6 +298,11 @@ class Walk:
         summed = next((x.summed for x in per_row if x.summed), ())
         running = any(x.running for x in known)
         return dataclasses.replace(found, degree=degree, plus=plus, summed=summed, running=running)
+
+
+def _differing(label: Label) -> Label:
+    """The label of a carry that each iteration of a scan changes."""
+    return dataclasses.replace(label, varied=label.varied | {-1}, value=None) if isinstance(label, Free) else label
 
 
 def _value(literal: Var) -> float | None:

@@ -71,8 +71,8 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
             f"jax.lax.all_gather(x, {axes}, tiled=True). {INTENDED}"
         )
     return (
-        f"{used}, where each device has rows of its own alone. Take it over all devices: jax.lax.pmean(x, {axes}), or "
-        f"axis_name={axes} in a BatchNorm. {INTENDED}"
+        f"{used}, where each device has rows of its own alone. Take it over all devices: jax.lax.pmean(x, {axes}) of a "
+        f"mean, jax.lax.psum(x, {axes}) of a sum or a count; or axis_name={axes} in a BatchNorm. {INTENDED}"
     )
 
 
@@ -82,6 +82,21 @@ def of_devices(trail: Trail) -> str:
         f"{named(trail)} sums over all devices what is a mean on each, so that it is too large by their number. Return "
         f"the mean of this device's rows, or take jax.lax.pmean for jax.lax.psum. {INTENDED}"
     )
+
+
+def of_outputs() -> str:
+    """The sentence for outputs of rows that depend on how many rows there are."""
+    return (
+        "its outputs are other ones where there are more rows, and each device has fewer. Divide by nothing that is "
+        f"made from their number. {INTENDED}"
+    )
+
+
+def of_rules(rules: Sequence[Trail]) -> str:
+    """The words for gradients that a user's own rules make; "" if there are none."""
+    if not rules:
+        return ""
+    return f"its gradient is what the rule of {named(rules[0])} makes of it, which is not looked into"
 
 
 def of_parts(trail: Trail) -> str:
