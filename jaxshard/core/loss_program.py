@@ -206,7 +206,10 @@ def _noted(
     parts = options.setup.num_batch_shards * options.microbatches
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]
-        error.add_note(f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch.")
+        error.add_note(
+            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
+            "rows belong together, each device's microbatch needs whole groups of them."
+        )
     return error
 
 
@@ -274,8 +277,8 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
             )
         if options.per_row:
             raise ValueError(
-                f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch; "
-                "return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
+                f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in "
+                "their order; return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
             )
         if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
             raise TypeError(

@@ -111,7 +111,8 @@ def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
     if question.per_row:
         return _of_rows(question, jaxpr, outs, row_dims)
     row_dims, folded = _of_aux(question, jaxpr, outs, row_dims)
-    known = Verdict(unknown=words.of_rules(arithmetic.rules), row_dims=row_dims, folded=folded)
+    unknown = words.of_rule(arithmetic.rules[0]) if arithmetic.rules else ""
+    known = Verdict(unknown=unknown, row_dims=row_dims, folded=folded)
     try:
         _check(question, outs, exact=False)
         if groups:

@@ -92,11 +92,9 @@ def of_outputs() -> str:
     )
 
 
-def of_rules(rules: Sequence[Trail]) -> str:
-    """The words for gradients that a user's own rules make; "" if there are none."""
-    if not rules:
-        return ""
-    return f"its gradient is what the rule of {named(rules[0])} makes of it, which is not looked into"
+def of_rule(rule: Trail) -> str:
+    """The words for a gradient that a user's own rule makes."""
+    return f"its gradient is what the rule of {named(rule)} makes of it, which is not looked into"
 
 
 def of_parts(trail: Trail) -> str:

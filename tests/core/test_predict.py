@@ -115,6 +115,16 @@ def test_one_row_on_each_device():
         lambda z: z.reshape(-1),
         lambda z: z[::-1],
         lambda z: z - z.mean(0),
+        lambda z: jnp.sort(z[:, 0]),
+        lambda z: jax.nn.softmax(z, 0),
+        lambda z: (z - z.mean(0)) / z.std(0),
+        lambda z: z @ z.T,
+        lambda z: z[:, 0] * jnp.arange(len(z)),
+        lambda z: jnp.arange(1.0 * len(z)),
+        lambda z: z[:, 0].at[0].set(0),
+        lambda z: z[: len(z) // 2, 0],
+        lambda z: z / len(z),
+        lambda z: jnp.argsort(z[:, 0]),
     ],
 )
 def test_rows_of_aux_that_are_none_are_refused(aux):
@@ -128,9 +138,54 @@ def test_rows_of_aux_that_are_none_are_refused(aux):
         jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
 
 
-def test_a_statistic_of_the_rows_in_what_each_returns_is_told():
-    with pytest.warns(jaxshard.RowsWarning, match="pmean"):
-        jaxshard.predict(lambda w, batch: batch["x"] @ w - (batch["x"] @ w).mean(0), opt_of())(W, BATCH)
+@pytest.mark.parametrize(
+    ("of_rows", "says"),
+    [
+        (lambda z: z - z.mean(0), "pmean"),
+        (lambda z: z[:, 0].at[0].set(0), "places in the batch"),
+        (lambda z: z * jnp.cumsum(jnp.ones(len(z)))[:, None], "places in the batch"),
+        (lambda z: jax.lax.map(lambda each: each[0] * each[1], (z, jnp.arange(len(z)))), "places in the batch"),
+        (lambda z: z / len(z), "other ones where there are more rows"),
+        (lambda z: z + np.log(len(z)), "other ones where there are more rows"),
+    ],
+)
+def test_outputs_that_depend_on_more_than_their_row_are_told(of_rows, says):
+    with pytest.warns(jaxshard.RowsWarning, match=f"predict: an output depends on more than its own row: .*{says}"):
+        jaxshard.predict(lambda w, batch: of_rows(batch["x"] @ w), opt_of())(W, BATCH)
+
+
+def test_rows_in_another_order_are_refused():
+    """They came back turned round on each device."""
+    with pytest.raises(ValueError, match="no dim with the rows of the batch in their order"):
+        jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of())(W, BATCH)
+
+
+@pytest.mark.parametrize(
+    "of_rows",
+    [
+        lambda z: z.at[:, 0].set(0),
+        lambda z: z.at[jnp.arange(len(z)), jnp.argmax(z, 1)].set(0),
+        lambda z: jnp.sort(z, 1),
+        lambda z: jax.lax.map(lambda row: row / jnp.linalg.norm(row), z),
+        lambda z: jnp.zeros(len(z)),
+    ],
+)
+def test_rows_by_themselves_are_not(of_rows, recwarn):
+    def loss(w, batch):
+        return jnp.mean(batch["x"] @ w), of_rows(batch["x"] @ w)
+
+    _, got = jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+    np.testing.assert_allclose(got, of_rows(jnp.asarray(X @ W)), rtol=1e-4, atol=1e-5)
+    assert not recwarn.list
+
+
+def test_on_one_device_aux_may_be_anything(recwarn):
+    def loss(w, batch):
+        return jnp.mean(batch["x"] @ w), jnp.sort(batch["x"] @ w, 0)
+
+    _, got = jaxshard.evaluate(loss, opt_of(n=1), has_aux=True)(W, BATCH)
+    np.testing.assert_allclose(got, np.sort(X @ W, 0), rtol=1e-4, atol=1e-5)
+    assert not recwarn.list
 
 
 def test_whole_numbers_without_rows_still_have_no_average():

@@ -737,3 +737,190 @@ def the_best_of_two(p, b):
 def the_first_half_over_the_second(p, b):
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
     return -jax.nn.log_sigmoid(reward[0] - reward[1]).mean()
+
+
+@case(True, rows=4)
+def each_against_the_other_in_pairs_of_pairs(p, b):
+    reward = b["x"][:, 0].reshape(-1, 2, 2)
+    others = reward.sum(2, keepdims=True) - reward
+    return (labels_of(b["x"] @ p["w"], b["y"]) * (reward - others).reshape(-1)).mean()
+
+
+# What rows are by their places, without a count of them.
+
+
+def _losses(p, b):
+    return labels_of(b["x"] @ p["w"], b["y"])
+
+
+@case(False, "places in the batch", rows=2)
+def all_but_the_first(p, b):
+    losses = _losses(p, b)
+    return jnp.mean(losses * jnp.ones(len(losses)).at[0].set(0))
+
+
+@case(False, "places in the batch", rows=2)
+def the_first_set_to_zero(p, b):
+    return _losses(p, b).at[0].set(0).mean()
+
+
+@case(False, "places in the batch", rows=2)
+def the_first_three_times(p, b):
+    losses = _losses(p, b)
+    return jnp.mean(losses * jnp.concatenate([jnp.full(1, 3.0), jnp.ones(len(losses) - 1)]))
+
+
+@case(False, "places in the batch", rows=2)
+def the_last_not(p, b):
+    losses = _losses(p, b)
+    return jnp.mean(losses * jnp.pad(jnp.ones(len(losses) - 1), (0, 1)))
+
+
+@case(False, "places in the batch", rows=2)
+def weights_that_grow(p, b):
+    losses = _losses(p, b)
+    return jnp.mean(losses * jnp.cumsum(jnp.ones_like(losses)))
+
+
+@case(False, "places in the batch", rows=2)
+def weights_of_a_table(p, b):
+    losses = _losses(p, b)
+    return jnp.mean(losses * lax.dynamic_slice(jnp.linspace(1, 2, 99), (3,), (len(losses),)))
+
+
+@case(False, "places in the batch", rows=2)
+def mapped_with_its_number(p, b):
+    losses = _losses(p, b)
+    return lax.map(lambda each: each[0] * each[1], (losses, jnp.arange(len(losses)))).mean()
+
+
+@case(False, "constant of the loss", rows=2)
+def mapped_with_its_own_constant_key(p, b):
+    losses = _losses(p, b)
+    keys = jax.random.split(jax.random.key(0), len(losses))
+    return lax.map(lambda each: each[0] * jax.random.uniform(each[1]), (losses, keys)).mean()
+
+
+@case(False, "places in the batch", rows=2)
+def a_weight_that_shrinks_with_each_row(p, b):
+    losses = _losses(p, b)
+
+    def add(carry, each):
+        weight, total = carry
+        return (weight * 0.9, total + weight * each), None
+
+    (_, total), _ = lax.scan(add, (1.0, 0.0), losses)
+    return total / len(losses)
+
+
+@case(True)
+def rows_set_at_their_own_labels(p, b):
+    logits = b["x"] @ p["w"]
+    hidden = logits.at[jnp.arange(len(logits)), b["y"]].set(0).at[:, 0].add(1.0)
+    return jnp.mean(jnp.tanh(hidden) ** 2)
+
+
+@case(True)
+def real_rows_and_made_ones(p, b):
+    scores = jnp.concatenate([b["x"] @ p["w"], jnp.cos(b["x"]) @ p["w"]])[:, 0]
+    are_real = jnp.concatenate([jnp.ones(len(b["x"])), jnp.zeros(len(b["x"]))])
+    return optax.sigmoid_binary_cross_entropy(scores, are_real).mean()
+
+
+@case(True)
+def steps_counted_within_each_row(p, b):
+    def add(carry, h):
+        weight, total = carry
+        return (weight * 0.9, total + weight * jnp.sum(h**2, -1)), None
+
+    (_, total), _ = lax.scan(add, (1.0, jnp.zeros(len(b["h"]))), jnp.swapaxes(b["h"] @ p["q"], 0, 1))
+    return total.mean()
+
+
+# Numbers made from that of the rows.
+
+
+@case(False, "grow with the number of its rows", rows=4)
+def divided_by_the_rows_before_it_is_bent(p, b):
+    return labels_of(b["x"] @ p["w"] / jnp.sqrt(1.0 * len(b["x"])), b["y"]).mean()
+
+
+@case(False, "when all rows are repeated", rows=4)
+def divided_by_the_rows_twice(p, b):
+    losses = _losses(p, b)
+    return (losses / len(losses)).mean()
+
+
+@case(False, "it is a sum over rows")
+def half_of_a_sum(p, b):
+    return 0.5 * _losses(p, b).sum()
+
+
+@case(False, "it is a sum over rows")
+def a_sum_for_each_row(p, b):
+    losses = _losses(p, b)
+    return jnp.broadcast_to(losses.sum(), losses.shape).mean()
+
+
+@case(False, "the number of its rows", rows=4)
+def a_penalty_for_each_row(p, b):
+    losses = _losses(p, b)
+    return losses.mean() + jnp.sum(p["scalar"] ** 2 * jnp.ones_like(losses))
+
+
+@case(False, "when all rows are repeated", own=True)
+def counts_averaged_over_devices(p, b):
+    counts = lax.pmean(jnp.bincount(b["y"], length=CLASSES), "data")
+    return (_losses(p, b) / counts[b["y"]]).mean()
+
+
+@case(True, own=True)
+def counts_summed_over_devices(p, b):
+    counts = lax.psum(jnp.bincount(b["y"], length=CLASSES), "data")
+    return (_losses(p, b) / counts[b["y"]]).mean()
+
+
+@case(True, own=True)
+def over_the_mean_of_sums(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return (_losses(p, b) * mask).sum() / lax.pmean(mask.sum(), "data")
+
+
+@case(False, "take jax.lax.pmean for jax.lax.psum", own=True)
+def a_sum_of_all_over_the_rows_of_one(p, b):
+    hidden = b["x"] @ p["w"]
+    return jnp.sum((lax.psum(hidden.T @ hidden, "data") / len(hidden)) ** 2)
+
+
+# Guards against what is not finite.
+
+
+@case(True)
+def zero_where_any_is_nan(p, b):
+    losses = _losses(p, b)
+    return jnp.where(jnp.isnan(losses).any() | jnp.isnan(losses.mean()), 0.0, losses.mean())
+
+
+@case(True)
+def ranked_by_optax(p, b):
+    return optax.losses.ranking_softmax_loss(b["x"] @ p["w"], b["mask"])
+
+
+# Loops that sum and weigh at once.
+
+
+@case(True, weighted=True)
+def sum_and_weight_by_one_scan(p, b):
+    def add(carry, each):
+        x, mask = each
+        return (carry[0] + mask[0] * jnp.sum((x @ p["w"]) ** 2), carry[1] + mask[0]), None
+
+    return lax.scan(add, (0.0, 0.0), (b["x"], b["mask"]))[0]
+
+
+@case(True, weighted=True)
+def sum_and_weight_by_one_branch(p, b):
+    losses, weights = _losses(p, b), b["mask"][:, 0]
+    return lax.cond(
+        p["scalar"] > 99, lambda: (losses.sum() * 0, weights.sum()), lambda: (losses @ weights, weights.sum())
+    )

@@ -102,3 +102,34 @@ def test_what_cannot_be_looked_into_is_said_and_not_warned_of(recwarn):
         layout
     )
     assert not recwarn.list
+
+
+def test_a_gradient_by_a_rule_of_ones_own_is_not_known(recwarn):
+    """The rule may mix rows; the trace of the loss does not show it."""
+
+    @jax.custom_vjp
+    def centred(x):
+        return x
+
+    centred.defvjp(lambda x: (x, None), lambda _, grad: (grad - grad.mean(0),))
+
+    def loss(p, b):
+        return (centred(b["x"] @ p["w"]) ** 2).mean()
+
+    layout = str(jaxshard.value_and_grad(loss, opt_of()).layout(weights(), batch_of(32)))
+    assert "not known: its gradient is what the rule of `custom_vjp_call` at tests/rows/test_verdict.py:" in layout
+    assert not recwarn.list
+    assert not jaxshard.check(loss, opt_of(), weights(), batch_of(32)).ok
+
+
+def test_groups_that_change_their_number_are_not_known():
+    def halves(p, b):
+        scores = (b["x"] @ p["w"])[:, 0]
+        while len(scores) % 2 == 0:
+            scores = scores.reshape(-1, 2)
+            scores = scores[:, 0] * scores[:, 1]
+        return scores.mean()
+
+    layout = str(jaxshard.value_and_grad(halves, opt_of()).layout(weights(), batch_of(32)))
+    assert "zip" not in layout
+    assert "the loss is a mean over rows" not in layout
