@@ -74,6 +74,7 @@ _OPERANDS = (
 """Where other operands are indices, or bounds."""
 _SIMPLE = ("mul", "div", "add", "sub")
 _OF_TRUTHS = ("not", "and", "or", "reduce_and", "reduce_or", *SAME_NUMBERS)
+_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _FEW = 4  # rows
 _KEEP_SUMS = SAME_NUMBERS | {"broadcast_in_dim"}
 _SMALL = 64
@@ -170,18 +171,19 @@ class Arithmetic:
             if not are_groups(found, self.num_rows):
                 return Mixed("pairs", trail)
             self.groups.append((units(found, self.num_rows), trail))
-        if (by_place := self._by_place(eqn, labels, found)) is not None:
-            return Mixed("drawn" if by_place.drawn else "position", trail)
+        by_place, is_number = self._by_place(labels, found), jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        shifted = by_place is not None or any(label.shifted for label in per_row)
+        if shifted and is_number:
+            return Mixed("drawn" if by_place is not None and by_place.drawn else "position", trail)
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
         guard = eqn.primitive.name in _OF_TRUTHS and all(label.guard for label in per_row)
+        found = dataclasses.replace(found, shifted=shifted)
         state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None, "guard": guard}
         return dataclasses.replace(found, **state, added=found.added if eqn.primitive.name in _KEEP_SUMS else 0)
 
-    def _by_place(self, eqn: Equation, labels: Sequence[Label], found: PerRow) -> Free | None:
+    def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
-        if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
-            return None  # an index, which a gather looks at
         return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
 
     def _averaged(self, name: str, labels: Sequence[Label], found: Stat, trail: Trail) -> Label:
@@ -212,6 +214,9 @@ class Arithmetic:
     def _degree(self, eqn: Equation, labels: Sequence[Label]) -> Degree:
         name = eqn.primitive.name
         is_whole = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        if name in _COMPARISONS:
+            degrees = {_degree_of(x) for x in labels if not (isinstance(x, Free) and _is_nothing(x.value))}
+            return 0 if len(degrees - {None}) < 2 and None not in degrees else None
         if name == "sign" or (is_whole and not any(map(_is_total, labels))):
             return 0  # an index or a mask
         operands = labels[_OPERANDS.get(name, slice(None))]
@@ -301,6 +306,9 @@ class Arithmetic:
             return label
         if not dims_of(label) & set(dims):
             return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
+        if self.partners is not None and label.degree is not None:
+            others = self.partners.degree_of_sum(eqn, [d for d in dims if d not in dims_of(label)])
+            label = dataclasses.replace(label, degree=None if others is None else label.degree + others)
         return over_parts(label, dims, count, trail)
 
     def _plus_count(self, label: Free | Stat, eqn: Equation, dims: Sequence[int]) -> Degree:

@@ -46,7 +46,7 @@ def gather(
                 continue
             if place is None:
                 return _taken(operand, dim, column, trail)
-            where[dim] = of_index[place]
+            where[dim], indices = of_index[place], _plain(indices)
     return arithmetic.pointwise(eqn, [_plain(moved(operand, where.get)), moved(indices, _place(of_index))], trail)
 
 
@@ -72,7 +72,10 @@ def scatter(
             if eqn.primitive.name != "scatter-add":
                 return Mixed("statistic", trail, trail)
             into = [eqn.invars[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims]
-            if any(size % arithmetic.num_rows == 0 for size in into) and isinstance(labels[1], Free):
+            index = labels[1]
+            own = any(size % arithmetic.num_rows == 0 for size in into) and isinstance(index, Free)
+            own |= isinstance(index, PerRow) and index.shifted
+            if own or (arithmetic.partners is not None and arithmetic.partners.grows(eqn, 0)):
                 return Unknown(trail)  # it may be that each row adds into places of its own
             joint = over_parts(joint, gone, math.prod(shape[d] for d in gone), trail)
         joint = moved(joint, where.get)
@@ -137,7 +140,9 @@ def _taken(operand: Label, dim: int, column: Label, trail: Trail) -> Label:
 
 def _as_index(label: Label) -> Label:
     """The label of indices, which say where, and are no part of a sum."""
-    return dataclasses.replace(label, degree=0) if isinstance(label, Free | PerRow) else label
+    if isinstance(label, PerRow):
+        return dataclasses.replace(label, degree=0, shifted=False)
+    return dataclasses.replace(label, degree=0) if isinstance(label, Free) else label
 
 
 def _plain(label: Label) -> Label:

@@ -81,6 +81,7 @@ class PerRow:
       running: the statistic is what a scan over rows has added up so far.
       guard: it says whether numbers are finite, and nothing else.
       added: it is the sum of this many elements along other dims, and nothing else; or 0.
+      shifted: it is made of whole numbers, to which each row's place was added: an index, most often.
     """
 
     parts: tuple[Part, ...]
@@ -92,6 +93,7 @@ class PerRow:
     running: bool = False
     guard: bool = False
     added: int = 0
+    shifted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

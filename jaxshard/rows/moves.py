@@ -100,6 +100,10 @@ def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int,
     block, length = part.rows * part.inner, -(-(limit - start) // step)
     if step == 1 and start % block == 0 and length % block == 0:  # whole copies of the batch
         return _with_part(label, dataclasses.replace(part, outer=length // block))
+    if part.inner > 1 and part.inner % step == 0 and start < step and length * step == part.outer * block:
+        return _with_part(
+            label, dataclasses.replace(part, inner=part.inner // step)
+        )  # of things that rows have in turn
     if (part.outer, part.inner) == (1, 1) and start < step and part.rows == length * step:  # one of each group
         grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))
         arithmetic.groups.append((units(grouped, arithmetic.num_rows), trail))

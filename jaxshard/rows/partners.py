@@ -42,6 +42,10 @@ class Partners:
     def _of_pair(self, one: Var, two: Var) -> Degree:
         return self._degree(one.val, two.val) if is_literal(two) else None
 
+    def grows(self, eqn: Equation, position: int) -> bool:
+        """Whether an operand has more elements where there are more rows."""
+        return eqn.invars[position].aval.shape != self._of[id(eqn)].invars[position].aval.shape
+
     def degree_of_sum(self, eqn: Equation, dims: Sequence[int]) -> Degree:
         """The power of the number of rows with which the number of elements in these dims grows."""
         shapes = eqn.invars[0].aval.shape, self._of[id(eqn)].invars[0].aval.shape

@@ -924,3 +924,30 @@ def sum_and_weight_by_one_branch(p, b):
     return lax.cond(
         p["scalar"] > 99, lambda: (losses.sum() * 0, weights.sum()), lambda: (losses @ weights, weights.sum())
     )
+
+
+# Indices, pieces, comparisons.
+
+
+@case(True)
+def rows_by_their_own_numbers(p, b):
+    one = jax.vmap(lambda i: labels_of(b["x"][i] @ p["w"], b["y"][i]))
+    return one(jnp.arange(len(b["x"]))).mean()
+
+
+@case(True)
+def two_answers_in_turn(p, b):
+    both = jnp.stack([b["x"], jnp.cos(b["x"])], 1).reshape(-1, WIDTH)
+    scores = (both @ p["w"])[:, 0]
+    return -jax.nn.log_sigmoid(scores[0::2] - scores[1::2]).mean()
+
+
+@case(False, "it is a sum over rows", rows=2)
+def every_loss_for_each_row(p, b):
+    losses = _losses(p, b)
+    return jnp.broadcast_to(losses[:, None], (len(losses), len(losses))).sum() / len(losses)
+
+
+@case(False, "places in the batch", rows=2)
+def whole_numbers_with_places_as_weights(p, b):
+    return jnp.mean(_losses(p, b) * ((b["y"] + jnp.arange(len(b["y"]))) % 3))

@@ -3,6 +3,7 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -133,3 +134,28 @@ def test_groups_that_change_their_number_are_not_known():
     layout = str(jaxshard.value_and_grad(halves, opt_of()).layout(weights(), batch_of(32)))
     assert "zip" not in layout
     assert "the loss is a mean over rows" not in layout
+
+
+def test_sums_for_each_rows_own_segments_are_not_known(recwarn):
+    """Each row has three places of its own among all."""
+
+    def by_segment(p, b):
+        losses = (b["h"] @ p["q"]).sum(-1)
+        own = (b["tokens"][:, 1:] % 3 + 3 * jnp.arange(len(losses))[:, None]).reshape(-1)
+        sums = jax.ops.segment_sum(losses.reshape(-1), own, 3 * len(losses))
+        return jnp.mean(sums / jnp.maximum(jax.ops.segment_sum(jnp.ones_like(own), own, 3 * len(losses)), 1))
+
+    layout = str(jaxshard.value_and_grad(by_segment, opt_of()).layout(weights(), batch_of(32)))
+    assert "rows: not known: rows are not followed through `scatter-add`" in layout
+    assert not recwarn.list
+    assert jaxshard.check(by_segment, opt_of(), weights(), batch_of(32)).ok
+
+
+def test_a_gradient_of_a_mean_that_is_compared_with_a_number_is_not_known(recwarn):
+    def large(p, b):
+        grads = jax.grad(lambda x: jnp.mean((x @ p["w"]) ** 2))(b["x"])
+        return jnp.mean(jnp.sum((b["x"] @ p["w"]) ** 2, -1)[:, None] * (jnp.abs(grads) > 0.02))
+
+    layout = str(jaxshard.value_and_grad(large, opt_of()).layout(weights(), batch_of(32)))
+    assert "rows: not known: a number in it may depend on the number of rows" in layout
+    assert not recwarn.list
