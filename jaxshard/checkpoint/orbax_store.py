@@ -4,6 +4,7 @@ Its barrier, which is another matter, is in `jaxshard.processes.barrier`.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
@@ -147,7 +148,7 @@ class Save:
         path, written, notes = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest)
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
-            with _ONE_AT_A_TIME, _writing():
+            with _ONE_AT_A_TIME, _writing(), _while_python_runs(place.folder / name):
                 response = ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes)
             return cls(place.folder / name, response, place, unheard.pop_all(), check)
 
@@ -216,6 +217,18 @@ class Save:
         )
         sys.stdout.flush()
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _while_python_runs(path: Path) -> Generator[None]:
+    """Turns Python's error that it takes no more work into one that names the cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "cannot schedule new futures" not in str(error):
+            raise
+        why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
+        raise OSError(errno.ECANCELED, why, str(path)) from None
 
 
 def _writing() -> ocp.Context:

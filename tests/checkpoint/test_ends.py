@@ -67,3 +67,29 @@ def test_after_ctrl_c_close_still_waits(tmp_path):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert checkpoints.steps() == [1]
+
+
+IN_A_THREAD = """
+import sys, threading
+import jax.numpy as jnp
+from jaxshard.checkpoint import Checkpointer
+
+def train():
+    threading.main_thread().join()
+    Checkpointer(sys.argv[1]).save(1, {"w": jnp.arange(3.0)})
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_one_is_told_why_it_cannot_save(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert "it was not saved: the main thread has ended; let it wait" in run.stderr
+    assert Checkpointer(tmp_path).steps() == []
