@@ -43,6 +43,7 @@ _ABANDONED_SECONDS, _ENDING_SECONDS = 60, 5
 _SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing if each writes as much
 _ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
+_NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
 # Errors with these words keep a checkpoint from being read, and say nothing of its bits.
 _NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
 
@@ -206,7 +207,8 @@ class Save:
     def _cut_off(self, path: Path) -> None:
         """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
         wait for others for minutes."""
-        why = first_line(self._failed[0]) if self._failed else "Python ended first"
+        failed = self._failed and _NO_MORE_WORK not in str(self._failed[0])
+        why = first_line(self._failed[0]) if failed else "Python ended first"
         if self._over.wait(_ENDING_SECONDS) and not self._failed:
             return
         print(
@@ -225,7 +227,7 @@ def _while_python_runs(path: Path) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "cannot schedule new futures" not in str(error):
+        if _NO_MORE_WORK not in str(error):
             raise
         why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
         raise OSError(errno.ECANCELED, why, str(path)) from None
