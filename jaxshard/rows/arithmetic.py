@@ -105,8 +105,10 @@ class Arithmetic:
         """The label of an operation's result; each element depends on the operands' elements at its index."""
         name = eqn.primitive.name
         if (bad := worst(labels)) is not None:
+            if isinstance(bad, Mixed) and bad.root is not None and _squares(eqn):
+                return bad.root
             used = isinstance(bad, Mixed) and name not in SAME_NUMBERS and name != "stop_gradient"
-            return dataclasses.replace(bad, extreme=False) if used else bad
+            return dataclasses.replace(bad, extreme=False, root=None) if used else bad
         if all(isinstance(label, Free) for label in labels):
             return self._free(eqn, [label for label in labels if isinstance(label, Free)])
         if _asks_whether_finite(eqn):
@@ -138,7 +140,7 @@ class Arithmetic:
         """The label of an operand that is used in another way than linearly."""
         if isinstance(label, Stat):
             kind: Kind = "ratio" if name == "div" and isinstance(labels[1], Stat) else "statistic"
-            return Mixed(kind, trail, label.trail)
+            return Mixed(kind, trail, label.trail, root=label if name == "sqrt" else None)
         if label.plus:
             return Mixed("statistic", trail, label.plus)
         if not label.summed:
@@ -363,6 +365,13 @@ def _asks_whether_finite(eqn: Equation) -> bool:
     if eqn.primitive.name == "is_finite":
         return True
     return eqn.primitive.name == "ne" and eqn.invars[0] is eqn.invars[1]  # NaN alone is not itself
+
+
+def _squares(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        return eqn.params["y"] == 2
+    return name == "square" or (name == "mul" and eqn.invars[0] is eqn.invars[1])
 
 
 def _is_homogeneous(name: str) -> bool:

@@ -116,12 +116,19 @@ class Stat:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """See above. `of`: the statistic that was used; `extreme`: the maximum or minimum of the rows, and nothing else."""
+    """See above.
+
+    Attributes:
+      of: the statistic that was used.
+      extreme: it is the maximum or minimum of the rows, and nothing else.
+      root: it is the square root of this, and nothing else.
+    """
 
     kind: Kind
     trail: Trail
     of: Trail = ()
     extreme: bool = False
+    root: Stat | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -951,3 +951,13 @@ def every_loss_for_each_row(p, b):
 @case(False, "places in the batch", rows=2)
 def whole_numbers_with_places_as_weights(p, b):
     return jnp.mean(_losses(p, b) * ((b["y"] + jnp.arange(len(b["y"]))) % 3))
+
+
+@case(True)
+def a_norm_squared(p, b):
+    return jnp.linalg.norm(b["x"] @ p["w"]) ** 2 / len(b["x"])
+
+
+@case(False, "is taken over the rows", rows=2)
+def a_norm_and_more_squared(p, b):
+    return (jnp.linalg.norm(b["x"] @ p["w"]) + 1) ** 2 / len(b["x"])
