@@ -165,6 +165,7 @@ class Arithmetic:
             size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
             guessed = any(stat.guessed for stat in stats)
             total = Stat(degree, size, stats[0].trail, running is not None, guessed)
+            total = self._over_devices(eqn.primitive.name, labels, total)
             return self._averaged(eqn.primitive.name, labels, total, trail)
         found = coarsest(per_row)
         if found is None:
@@ -187,6 +188,20 @@ class Arithmetic:
     def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
         return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
+
+    def _over_devices(self, name: str, labels: Sequence[Label], found: Stat) -> Stat:
+        """The label of a sum times the number of devices, divided by a sum over these."""
+        old = next((label for label in labels if isinstance(label, Stat)), None)
+        other = next((label for label in labels if isinstance(label, Free)), None)
+        if old is None or (name not in ("mul", "div") and name not in SAME_NUMBERS):
+            return found
+        by_devices, by_sum = old.by_devices, old.by_sum
+        if other is not None:
+            by_devices |= other.value == (self.num_parts if name == "mul" else 1 / self.num_parts)
+            by_sum |= name == "div" and bool(other.summed)
+        both = by_devices and by_sum and not (old.by_devices and old.by_sum)
+        degree = found.degree - 1 if both and found.degree is not None else found.degree
+        return dataclasses.replace(found, degree=degree, by_devices=by_devices, by_sum=by_sum)
 
     def _averaged(self, name: str, labels: Sequence[Label], found: Stat, trail: Trail) -> Label:
         """A sum over n elements, times 1/n, has degree 0; where there are no partners, n says that it is a mean."""

@@ -105,6 +105,8 @@ class Stat:
       trail: the sum.
       running: it is the carry of a scan over rows, which has added up only some of them so far.
       guessed: it was divided by a small number that is its size, perhaps by chance.
+      by_devices: it was multiplied by what may be the number of devices; `by_sum`: it was divided by a sum over these.
+        Both together make it a part of an average.
     """
 
     degree: Degree
@@ -112,6 +114,8 @@ class Stat:
     trail: Trail
     running: bool = False
     guessed: bool = False
+    by_devices: bool = False
+    by_sum: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

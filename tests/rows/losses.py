@@ -961,3 +961,21 @@ def a_norm_squared(p, b):
 @case(False, "is taken over the rows", rows=2)
 def a_norm_and_more_squared(p, b):
     return (jnp.linalg.norm(b["x"] @ p["w"]) + 1) ** 2 / len(b["x"])
+
+
+@case(True, own=True)
+def a_sum_times_the_devices_over_all_weights(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return lax.axis_size("data") * (_losses(p, b) * mask).sum() / lax.psum(mask.sum(), "data")
+
+
+@case(True, own=True)
+def a_sum_over_all_weights_times_the_devices(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return (_losses(p, b) * mask).sum() / lax.psum(mask.sum(), "data") * lax.axis_size("data")
+
+
+@case(False, "it is a sum over rows", own=True)
+def a_sum_over_all_weights(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return (_losses(p, b) * mask).sum() / lax.psum(mask.sum(), "data")
