@@ -13,6 +13,8 @@ from jaxshard.rows.labels import NO_POWER, Free, Label, Mixed, Part, PerRow, Sta
 from jaxshard.rows.partners import Partners
 from jaxshard.rows.walk import Walk, array_label
 
+_MANY_ROWS = 106  # no other size is likely to be this, and no number its inverse
+
 
 class RowsWarning(UserWarning):
     """The loss is no mean over rows, each by itself, so that it differs between one device and several."""
@@ -92,8 +94,8 @@ def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
 
 def _judged(question: Question, jaxpr: Jaxpr) -> Verdict:
     rows = question.num_rows
-    if rows == 1:  # a dim of one element may be rows, or not; two are told apart
-        jaxpr = _traced(question, 2) or jaxpr
+    if rows == 1:  # a dim of one element may be rows, or not; many are told apart
+        jaxpr = _traced(question, _MANY_ROWS) or jaxpr
         rows = _num_rows(jaxpr, question)
     found = _judged_at(question, jaxpr, rows)
     if found.problem and not question.per_row and (larger := _traced(question, 2 * rows)) is not None:
