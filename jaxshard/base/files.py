@@ -1,4 +1,4 @@
-"""Files that are replaced whole, so that no reader meets half of one."""
+"""Files that are replaced whole, so that no reader meets half of one; folders that can be made."""
 
 import contextlib
 import os
@@ -17,6 +17,13 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         _keep_name(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_room(option: str, path: Path) -> None:
+    """Raises ValueError if no folder can be made at `path`, or none that is there be written to; `option` names it."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
 
 
 def _keep_name(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Reads traced programs (jaxprs) in the same way on jax 0.10 to 0.12."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -152,11 +152,8 @@ def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
 def _vary_smoothly(eqn: Equation, found: list[bool]) -> list[bool]:
     """As `varies_smoothly`, for what a call, a branch or a loop returns."""
     name = eqn.primitive.name
-    if name in CALLS:
-        return varies_smoothly(inner_jaxpr(eqn), found)
-    if name == "cond":
-        branches = [varies_smoothly(branch, found[1:]) for branch in eqn.params["branches"]]
-        return [any(column) for column in zip(*branches, strict=True)]
+    if name in CALLS or name == "cond":
+        return _of_called(varies_smoothly, eqn, found)
     if name == "scan":
         (first, num_carry), body = scan_split(eqn), inner_jaxpr(eqn)
     else:
@@ -168,6 +165,14 @@ def _vary_smoothly(eqn: Equation, found: list[bool]) -> list[bool]:
         if carry == found[first : first + num_carry]:
             return [*carry, *outs[num_carry:]]
         found = [*found[:first], *carry, *found[first + num_carry :]]
+
+
+def _of_called(walk: Callable[[Jaxpr, list[bool]], list[bool]], eqn: Equation, found: list[bool]) -> list[bool]:
+    """What `walk` finds in the program that a call runs, or in any of a cond's branches."""
+    if eqn.primitive.name in CALLS:
+        return walk(inner_jaxpr(eqn), found)
+    branches = [walk(branch, found[1:]) for branch in eqn.params["branches"]]
+    return [any(column) for column in zip(*branches, strict=True)]
 
 
 def reaches(jaxpr: Jaxpr, name: str, wanted: Sequence[bool] | None = None) -> list[bool]:
@@ -200,11 +205,8 @@ def hands_on(jaxpr: Jaxpr, marked: list[bool]) -> list[bool]:
 
 def _eqn_hands_on(eqn: Equation, found: list[bool]) -> list[bool]:
     name = eqn.primitive.name
-    if name in CALLS:
-        return hands_on(inner_jaxpr(eqn), found)
-    if name == "cond":
-        branches = [hands_on(branch, found[1:]) for branch in eqn.params["branches"]]
-        return [any(column) for column in zip(*branches, strict=True)]
+    if name in CALLS or name == "cond":
+        return _of_called(hands_on, eqn, found)
     if name in SAME_NUMBERS:
         return found if len(found) == len(eqn.outvars) else [any(found)]
     return [name == "select_n" and any(found[1:])] * len(eqn.outvars)

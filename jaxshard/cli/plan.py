@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.files import check_room
 from jaxshard.base.text import printable, printable_lines
 from jaxshard.base.types import AnyMesh
 from jaxshard.base.units import size_in_words
@@ -93,9 +94,8 @@ def _check_files(given: Arguments) -> None:
     """Raises ValueError for files that could not be written, before anything is planned."""
     if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
         raise ValueError(f"--json {given.json}: name a file in a folder that is there")
-    for path in (given.out, *given.out.absolute().parents) if given.out else ():
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--out {given.out}: {path} is no folder; name one")
+    if given.out is not None:
+        check_room("--out", given.out)
 
 
 def _fail(reason: object, status: int) -> int:

@@ -181,9 +181,9 @@ class Arithmetic:
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
         guard = eqn.primitive.name in _OF_TRUTHS and all(label.guard for label in per_row)
-        found = dataclasses.replace(found, shifted=shifted)
-        state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None, "guard": guard}
-        return dataclasses.replace(found, **state, added=found.added if eqn.primitive.name in _KEEP_SUMS else 0)
+        added = found.added if eqn.primitive.name in _KEEP_SUMS else 0
+        state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None}
+        return dataclasses.replace(found, **state, guard=guard, added=added, shifted=shifted)
 
     def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
@@ -233,7 +233,7 @@ class Arithmetic:
         is_whole = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
         if name in _COMPARISONS:
             degrees = {_degree_of(x) for x in labels if not (isinstance(x, Free) and _is_nothing(x.value))}
-            return 0 if len(degrees - {None}) < 2 and None not in degrees else None
+            return 0 if len(degrees) < 2 and None not in degrees else None
         if name == "sign" or (is_whole and not any(map(_is_total, labels))):
             return 0  # an index or a mask
         operands = labels[_OPERANDS.get(name, slice(None))]

@@ -82,13 +82,20 @@ def scatter(
     return arithmetic.pointwise(eqn, [_plain(operand), Free(value=0.0), joint], trail)
 
 
+def _window_dims(eqn: Equation) -> dict[int, int]:
+    """Dim of the updates of a scatter -> dim of the operand, for those of its windows."""
+    numbers = eqn.params["dimension_numbers"]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
+    return dict(zip(numbers.update_window_dims, kept, strict=True))
+
+
 def _cut_dims(eqn: Equation) -> set[int]:
     """The dims of the operand of which a scatter changes a part."""
-    numbers, shape, window = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    sizes = dict(zip([d for d in range(len(shape)) if d not in gone], numbers.update_window_dims, strict=True))
-    chosen = set(numbers.scatter_dims_to_operand_dims)
-    return {d for d in chosen if shape[d] > 1 and (d not in sizes or window[sizes[d]] != shape[d])}
+    shape, window = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    whole = {into for d, into in _window_dims(eqn).items() if window[d] == shape[into]}
+    chosen = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    return {d for d in chosen if shape[d] > 1 and d not in whole}
 
 
 def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
@@ -101,10 +108,7 @@ def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
 
 def _scattered_dims(eqn: Equation, columns: Sequence[Label], of_index: Sequence[int]) -> dict[int, int]:
     """Dim of the updates -> dim of the operand, for dims that rows keep."""
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(shape)) if d not in gone]
-    where = dict(zip(numbers.update_window_dims, kept, strict=True))
+    numbers, shape, where = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, _window_dims(eqn)
     places = [of_index[d] for d in numbers.scatter_indices_batching_dims]
     where |= dict(zip(places, numbers.operand_batching_dims, strict=True))
     for dim, column in zip(numbers.scatter_dims_to_operand_dims, columns, strict=False):

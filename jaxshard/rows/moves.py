@@ -100,10 +100,9 @@ def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int,
     block, length = part.rows * part.inner, -(-(limit - start) // step)
     if step == 1 and start % block == 0 and length % block == 0:  # whole copies of the batch
         return _with_part(label, dataclasses.replace(part, outer=length // block))
-    if part.inner > 1 and part.inner % step == 0 and start < step and length * step == part.outer * block:
-        return _with_part(
-            label, dataclasses.replace(part, inner=part.inner // step)
-        )  # of things that rows have in turn
+    in_turn = part.inner > 1 and part.inner % step == 0  # each row has several things: these are taken in turn
+    if in_turn and start < step and length * step == part.outer * block:
+        return _with_part(label, dataclasses.replace(part, inner=part.inner // step))
     if (part.outer, part.inner) == (1, 1) and start < step and part.rows == length * step:  # one of each group
         grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))
         arithmetic.groups.append((units(grouped, arithmetic.num_rows), trail))
@@ -225,8 +224,9 @@ def _at_index(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cu
     if any(dims_of(label) & cut for label in labels):
         return Unknown(trail)
     arrays = labels[: 2 if eqn.primitive.name == "dynamic_update_slice" else 1]
-    index = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in labels]
-    joined = arithmetic.pointwise(eqn, [*arrays, *index[len(arrays) :]], trail)
+    places = labels[len(arrays) :]
+    index = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in places]
+    joined = arithmetic.pointwise(eqn, [*arrays, *index], trail)
     return differing(joined, cut, arrays) if len(arrays) == 2 else joined
 
 

@@ -86,6 +86,7 @@ class _Unclear(Exception):
 
 def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     """The verdict on a loss whose trace of `question.num_rows` rows is `jaxpr`."""
+    question = dataclasses.replace(question, trace=functools.cache(question.trace))
     try:
         return _judged(question, jaxpr)
     except Exception as error:  # of any type: a program like no other must not keep a user from training
@@ -174,9 +175,8 @@ def _of_powers(question: Question, jaxpr: Jaxpr, rows: int, outs: Sequence[Label
     """Whether some outputs with rows are known to be larger or smaller where there are more rows."""
     if not any(isinstance(label, PerRow) and label.degree != 0 for label in outs[2:]):
         return False
-    larger = _traced(question, 2 * rows)
     try:
-        exact = _labels(question, jaxpr, rows, Partners(jaxpr, larger))[0] if larger is not None else []
+        exact, _ = _labels(question, jaxpr, rows, _with_partners(question, jaxpr, rows)[0])
     except ValueError:
         return False
     return any(isinstance(label, PerRow) and label.degree not in (0, None) for label in exact[2:])
@@ -189,11 +189,8 @@ def _with_plus(label: Label) -> Label:
 
 def _exactly(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
     """The verdict by a second trace, of twice as many rows, which tells what grows with them."""
-    larger = _traced(question, 2 * rows)
     try:
-        if larger is None:
-            raise ValueError("it cannot be traced with twice as many rows")
-        partners = Partners(jaxpr, larger)
+        partners, larger = _with_partners(question, jaxpr, rows)
     except ValueError as error:
         return Verdict("", str(error))
     outs, arithmetic = _labels(question, jaxpr, rows, partners)
@@ -210,6 +207,14 @@ def _exactly(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
     except _Unclear as unclear:
         return Verdict("", str(unclear))
     return Verdict()
+
+
+def _with_partners(question: Question, jaxpr: Jaxpr, rows: int) -> tuple[Partners, Jaxpr]:
+    """The partners in a trace of twice as many rows, and this trace; raises ValueError where there are none."""
+    larger = _traced(question, 2 * rows)
+    if larger is None:
+        raise ValueError("it cannot be traced with twice as many rows")
+    return Partners(jaxpr, larger), larger
 
 
 def _traced(question: Question, rows: int) -> Jaxpr | None:

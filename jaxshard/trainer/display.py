@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from typing import Self
 
@@ -28,8 +27,8 @@ def make_console() -> Console:
     It is as wide as the terminal, or as COLUMNS says, or 120 wide.
     """
     quiet, columns = jax.process_index() != 0, os.environ.get("COLUMNS", "")
-    is_given = columns.isdecimal() and int(columns) > 0
-    width = None if is_given else shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
+    is_given = int(columns) > 0 if columns.isdecimal() else Console().is_terminal  # whose width rich follows
+    width = None if is_given else _PLAIN_WIDTH
     return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 
 

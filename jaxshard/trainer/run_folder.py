@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxshard.base.files import replace
+from jaxshard.base.files import check_room, replace
 from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
 from jaxshard.checkpoint import Best, Checkpointer
@@ -108,9 +108,7 @@ class RunFolder:
             )
         if self.path.exists() and any(self.path.iterdir()) and not self._is_begun():
             raise ValueError(f"--out {self.path} is not empty: name a new folder")
-        nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise ValueError(f"--out {self.path}: {nearest} is no folder that can be written to: name another one")
+        check_room("--out", self.path)
 
     def check_unsaved(self) -> None:
         """Raises ValueError if there is more here than a run leaves that ended before its first save."""
