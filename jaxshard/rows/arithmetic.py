@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -72,6 +73,7 @@ _OPERANDS = (
     | dict.fromkeys(_SCATTERS, slice(0, None, 2))
 )
 """Where other operands are indices, or bounds."""
+_SUMS = ("add", "add_any", "sub")
 _SIMPLE = ("mul", "div", "add", "sub")
 _OF_TRUTHS = ("not", "and", "or", "reduce_and", "reduce_or", *SAME_NUMBERS)
 _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
@@ -79,6 +81,8 @@ _FEW = 4  # rows
 _KEEP_SUMS = SAME_NUMBERS | {"broadcast_in_dim"}
 _SMALL = 64
 """Up to this number of elements, a constant of the loss may equal it by chance; then a second trace tells."""
+
+_Dependent = TypeVar("_Dependent", PerRow, Stat)
 
 
 class Arithmetic:
@@ -183,24 +187,30 @@ class Arithmetic:
         guard = eqn.primitive.name in _OF_TRUTHS and all(label.guard for label in per_row)
         added = found.added if eqn.primitive.name in _KEEP_SUMS else 0
         state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None}
-        return dataclasses.replace(found, **state, guard=guard, added=added, shifted=shifted)
+        across = any(x.across if isinstance(x, PerRow) else isinstance(x, Free) and bool(x.summed) for x in labels)
+        joined = dataclasses.replace(found, **state, guard=guard, added=added, shifted=shifted, across=across)
+        return self._over_devices(eqn.primitive.name, labels, joined)
 
     def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
         """An operand that differs from row to row by their places alone."""
         return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
 
-    def _over_devices(self, name: str, labels: Sequence[Label], found: Stat) -> Stat:
-        """The label of a sum times the number of devices, divided by a sum over these."""
-        old = next((label for label in labels if isinstance(label, Stat)), None)
+    def _over_devices(self, name: str, labels: Sequence[Label], found: _Dependent) -> _Dependent:
+        """The label of what was multiplied by the number of devices, and divided by a sum over these."""
+        flags = [(x.by_devices, x.by_sum) if isinstance(x, PerRow | Stat) else (False, False) for x in labels]
+        if name in _SUMS:
+            both = [all(flag) for flag in zip(*flags, strict=True)]
+            return dataclasses.replace(found, by_devices=both[0], by_sum=both[1])
+        if name not in _PRODUCTS and name not in SAME_NUMBERS:
+            return dataclasses.replace(found, by_devices=False, by_sum=False)
+        flags = flags[: 1 if name == "div" else None]
+        by_devices, by_sum = (any(flag) for flag in zip(*flags, strict=True))
         other = next((label for label in labels if isinstance(label, Free)), None)
-        if old is None or (name not in ("mul", "div") and name not in SAME_NUMBERS):
-            return found
-        by_devices, by_sum = old.by_devices, old.by_sum
         if other is not None:
-            by_devices |= other.value == (self.num_parts if name == "mul" else 1 / self.num_parts)
+            by_devices |= other.value == (1 / self.num_parts if name == "div" else self.num_parts)
             by_sum |= name == "div" and bool(other.summed)
-        both = by_devices and by_sum and not (old.by_devices and old.by_sum)
-        degree = found.degree - 1 if both and found.degree is not None else found.degree
+        newly = by_devices and by_sum and (True, True) not in flags
+        degree = found.degree - 1 if newly and found.degree is not None else found.degree
         return dataclasses.replace(found, degree=degree, by_devices=by_devices, by_sum=by_sum)
 
     def _averaged(self, name: str, labels: Sequence[Label], found: Stat, trail: Trail) -> Label:
@@ -299,7 +309,7 @@ class Arithmetic:
         small = (2.0, 0.5)  # in every loss
         if not any(abs(x / y - 1) < 1e-6 for x in (abs(value), 1 / abs(value)) for y in likely if y not in small):
             return False
-        root = max(value, 1 / value) ** 2
+        root = max(abs(value), 1 / abs(value)) ** 2
         return abs(root - round(root)) > 1e-4 or round(root) not in self._sizes()
 
     def _may_count(self, value: float | None) -> bool:
@@ -325,6 +335,8 @@ class Arithmetic:
             return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
         if self.partners is not None and label.degree is not None:
             others = self.partners.degree_of_sum(eqn, [d for d in dims if d not in dims_of(label)])
+            if others and label.across:
+                others -= 1
             label = dataclasses.replace(label, degree=None if others is None else label.degree + others)
         return over_parts(label, dims, count, trail)
 
@@ -366,7 +378,7 @@ def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> 
     if left:
         return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
     degree = None if label.degree is None else label.degree + 1
-    return Stat(degree, label.size * count, trail)
+    return Stat(degree, label.size * count, trail, by_devices=label.by_devices, by_sum=label.by_sum)
 
 
 def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:

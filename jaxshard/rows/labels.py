@@ -82,6 +82,8 @@ class PerRow:
       guard: it says whether numbers are finite, and nothing else.
       added: it is the sum of this many elements along other dims, and nothing else; or 0.
       shifted: it is made of whole numbers, to which each row's place was added: an index, most often.
+      by_devices, by_sum: as of `Stat`.
+      across: it is made from a sum over devices, or from the rows of all.
     """
 
     parts: tuple[Part, ...]
@@ -94,6 +96,9 @@ class PerRow:
     guard: bool = False
     added: int = 0
     shifted: bool = False
+    by_devices: bool = False
+    by_sum: bool = False
+    across: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -975,6 +975,41 @@ def a_sum_over_all_weights_times_the_devices(p, b):
     return (_losses(p, b) * mask).sum() / lax.psum(mask.sum(), "data") * lax.axis_size("data")
 
 
+def _all_pairs(p, b):
+    """A sigmoid loss of each of this device's rows with the rows of all devices."""
+    mine = b["x"] @ p["w"]
+    others = lax.all_gather(jnp.tanh(mine), "data", tiled=True)
+    place = lax.axis_index("data") * len(mine) + jnp.arange(len(mine))
+    return jax.nn.log_sigmoid(mine @ others.T * (2 * jax.nn.one_hot(place, len(others)) - 1))
+
+
+@case(True, own=True)
+def sums_over_the_rows_of_all_devices_for_each_row(p, b):
+    return -_all_pairs(p, b).sum() / len(b["x"])
+
+
+@case(True, own=True)
+def means_over_the_rows_of_all_devices_for_each_row(p, b):
+    return -_all_pairs(p, b).mean()
+
+
+@case(False, "it is a sum over rows", own=True)
+def sums_over_the_rows_of_all_devices_over_rows(p, b):
+    return -_all_pairs(p, b).sum()
+
+
+@case(True, own=True)
+def a_share_of_all_weights_for_each_row_times_the_devices(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return lax.axis_size("data") * (_losses(p, b) * (mask / lax.psum(mask.sum(), "data"))).sum()
+
+
+@case(False, "it changes when all rows are repeated", own=True)
+def a_share_of_the_average_weight_times_the_devices(p, b):
+    mask = 1.0 * (b["y"] > 0)
+    return lax.axis_size("data") * (_losses(p, b) * (mask / lax.pmean(mask.sum(), "data"))).mean()
+
+
 @case(False, "it is a sum over rows", own=True)
 def a_sum_over_all_weights(p, b):
     mask = 1.0 * (b["y"] > 0)
