@@ -334,9 +334,7 @@ class Arithmetic:
         if not dims_of(label) & set(dims):
             return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
         if self.partners is not None and label.degree is not None:
-            others = self.partners.degree_of_sum(eqn, [d for d in dims if d not in dims_of(label)])
-            if others and label.across:
-                others -= 1
+            others = _grown(self.partners, eqn, [d for d in dims if d not in dims_of(label)], label.across)
             label = dataclasses.replace(label, degree=None if others is None else label.degree + others)
         return over_parts(label, dims, count, trail)
 
@@ -346,9 +344,7 @@ class Arithmetic:
             return None
         if self.partners is None:
             return None if self.num_rows in (eqn.invars[0].aval.shape[d] for d in dims) else label.degree
-        degree = self.partners.degree_of_sum(eqn, dims)
-        if degree and isinstance(label, Free) and label.summed:  # rows of all devices
-            degree -= 1
+        degree = _grown(self.partners, eqn, dims, isinstance(label, Free) and bool(label.summed))
         return None if degree is None else label.degree + degree
 
     def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
@@ -367,6 +363,12 @@ class Arithmetic:
             self.groups.append((units(left, self.num_rows), trail))
             return dataclasses.replace(left, summed=(), size=1)
         return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in ("reduce_max", "reduce_min"))
+
+
+def _grown(partners: Partners, eqn: Equation, dims: Sequence[int], across: bool) -> Degree:
+    """The degree of a sum over dims that are no rows; those that grow are the rows of all devices if it is `across`."""
+    degree = partners.degree_of_sum(eqn, dims)
+    return degree - 1 if degree and across else degree
 
 
 def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> Label:
