@@ -27,7 +27,7 @@ from jaxshard.core.strategies import (
     zero2,
     zero3,
 )
-from jaxshard.core.unshard import unshard
+from jaxshard.core.unshard import lookup, unshard
 from jaxshard.mesh import make_mesh
 from jaxshard.pipelining.pipeline import pipeline
 from jaxshard.processes.start import initialize
@@ -51,6 +51,7 @@ __all__ = [
     "hsdp",
     "hybrid",
     "initialize",
+    "lookup",
     "make_mesh",
     "pipeline",
     "pipeline_parallel",

@@ -15,6 +15,9 @@ from jaxshard.base.tree import Names, path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.core.options import Config
 
+_MOST_LAYERS = 256  # a first dim of more is no stack of layers
+_ROWS_OF_TABLE = 6  # a matrix of that many times more rows than columns is a table
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -48,13 +51,21 @@ def _itemsize(dtype: np.dtype) -> int:
     return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
 
 
-def cut_leaf(names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config) -> Leaf:
+def cut_leaf(
+    names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config, platform: str
+) -> Leaf:
     """Decides where the data axes cut a leaf.
 
-    Only dims that `spec` leaves free can be cut. The rule prefers the last dim, if its shards are multiples of 128
-    elements (256 where gradients have two bytes); then the second last, if its shards are multiples of 8; then any
-    other; and a stacked-layers dim (the first of three or more) last of all. Each data axis may cut another dim. A leaf
-    that cannot be cut into N parts is cut into as many as its dims allow.
+    Only dims that `spec` leaves free can be cut. Each data axis may cut another dim. A leaf that cannot be cut into N
+    parts is cut into as many as its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"):
+
+    * On TPU and CPU the last dim, if its shards are multiples of 128 elements (256 where gradients have two bytes);
+      then the second last, if its shards are multiples of 8; then any other; and a stacked-layers dim last of all.
+    * On GPU the first dim that is no stacked-layers dim, then the next: XLA for GPU gathers and scatters along the
+      first dim in memory, and transposes what is cut along another. Tables are cut along their features.
+
+    A stacked-layers dim is the first of three or more; on GPU only if it is at most 256. A table is a matrix of at
+    least six times as many rows as columns.
     """
     data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
     num_shards, size = math.prod(data_sizes.values()), math.prod(shape)
@@ -65,7 +76,8 @@ def cut_leaf(names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, siz
         return dataclasses.replace(whole, reason="a PRNG key")
     if size < max(config.min_shard_size, 1):
         return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
-    best, ways = _best_cut(shape, _free_dims(shape, spec), tuple(data_sizes.items()), _lanes(dtype, config))
+    tiles = _tiles(dtype, config, platform)
+    best, ways = _best_cut(shape, _free_dims(shape, spec), tuple(data_sizes.items()), tiles)
     if ways == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in data_sizes.values())}"
         return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
@@ -80,7 +92,15 @@ def cut_leaf(names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, siz
     )
 
 
-def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config) -> Leaf:
+def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:
+    """`stack`, some arrays of the shape of `leaf` stacked on leading dims, cut where `leaf` is."""
+    cut, dims, where = _described(stack, {dim + len(stack.shape): axes for dim, axes in leaf.dims})
+    partly = leaf.reason.partition(": ")[2]
+    reason = f"{where}: {partly}" if partly else where
+    return dataclasses.replace(stack, cut=cut, dims=dims, ways=leaf.ways, reason=reason, awkward=leaf.awkward)
+
+
+def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config, platform: str) -> Leaf:
     """Gives each device whole matrices of this leaf's state: cuts only the batch dims of its matrix operations.
 
     That is done if N divides these dims; if not, the leaf stays as it is, with a note. Gradients are still reduced to
@@ -93,7 +113,8 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
         return leaf
     data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
     free = tuple(dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims)
-    best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), _lanes(leaf.dtype, config))
+    tiles = _tiles(leaf.dtype, config, platform)
+    best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), tiles)
     if ways < math.prod(data_sizes.values()):
         why = f"no stack of matrices that {'x'.join(data_sizes)} divides: they are multiplied across devices"
         return dataclasses.replace(leaf, at_home=why)
@@ -105,18 +126,20 @@ def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None)
 
 
-def _lanes(dtype: np.dtype, config: Config) -> int:
+def _tiles(dtype: np.dtype, config: Config, platform: str) -> int | None:
     """The number of elements that should divide the last dim's shards: 512 bytes of a reduced gradient, 128 at least.
 
     Measured: the TPU compiler all-reduces bfloat16 shards with an odd multiple of 128 columns, at twice the bytes,
-    instead of reduce-scattering them.
+    instead of reduce-scattering them. None: on GPU, where the order of dims counts, not their tiles.
     """
+    if platform == "gpu":
+        return None
     return max(128, 512 // np.dtype(dtype if config.reduce_dtype is None else config.reduce_dtype).itemsize)
 
 
 @functools.lru_cache(maxsize=4096)
 def _best_cut(
-    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], lanes: int
+    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], lanes: int | None
 ) -> tuple[dict[int, Names], int]:
     """The best cut that the free dims allow: (dim -> data axes that cut it, number of parts)."""
     data_sizes = dict(data_axes)
@@ -154,18 +177,30 @@ def _assign(
 
 
 def _badness(
-    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, lanes: int
+    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, lanes: int | None
 ) -> tuple[int | list[int], ...]:
-    """Ranks a cut, smaller is better: more parts first, then the tiles that accelerators prefer, then fewer dims."""
+    """Ranks a cut, smaller is better: more parts first, then what the platform's compiler prefers, then fewer dims."""
     ways = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
     ranks = []
     for dim, axes in dims.items():
         shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
-        ranks.append(_rank(dim - len(shape), len(shape), shard, lanes))
+        if lanes is None:
+            ranks.append(_rank_by_order(dim, shape))
+        else:
+            ranks.append(_rank_by_tiles(dim - len(shape), len(shape), shard, lanes))
     return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
 
-def _rank(dim: int, ndim: int, shard: int, lanes: int) -> int:
+def _rank_by_order(dim: int, shape: tuple[int, ...]) -> int:
+    """How good a dim is to cut where memory is gathered in order: 0 is best."""
+    if len(shape) >= 3 and dim == 0 and shape[0] <= _MOST_LAYERS:
+        return len(shape)
+    if len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]:
+        return 1 - dim
+    return dim
+
+
+def _rank_by_tiles(dim: int, ndim: int, shard: int, lanes: int) -> int:
     """How good a dim (counted from the end) is to cut into shards of this size: 0 is best."""
     if dim == -1:
         return 0 if shard % lanes == 0 else 4

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import canonical
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
-from jaxshard.core.cutting import Leaf, cut_leaf, in_words
+from jaxshard.core.cutting import Leaf, cut_leaf, cut_like, in_words
 from jaxshard.core.options import Config
 from jaxshard.core.specs import model_specs
 
@@ -46,6 +46,7 @@ class Layout:
 
     config: Config
     sizes: AxisSizes
+    platform: str  # "cpu", "gpu" or "tpu"
     treedef: TreeDef
     params: tuple[Leaf, ...]
     state_treedef: TreeDef | None = None  # None: a layout of the params alone
@@ -124,8 +125,8 @@ class Layout:
         return "\n".join([*lines, f"bytes per device: {total}", *known])
 
 
-def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
-    """The layout of a tree of arrays or `ShapeDtypeStruct`s.
+def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str) -> Layout:
+    """The layout of a tree of arrays or `ShapeDtypeStruct`s on a mesh with axes of these sizes, for a platform.
 
     Raises:
       TypeError: a leaf is not floating (or complex).
@@ -134,10 +135,10 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes) -> Layout:
     check_floating(params)
     specs = model_specs(config, params, sizes)
     leaves = tuple(
-        cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config)
+        cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config, platform)
         for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
     )
-    return Layout(config, dict(sizes), structure(params), leaves, unused_specs=specs.unused)
+    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=specs.unused)
 
 
 def layout_state(params: Layout, state: Tree) -> Layout:
@@ -178,7 +179,10 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
         who = f"made from {owner.path}, of another shape: "
     if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = owner.dtype
-    found = dataclasses.replace(cut_leaf(names, shape, dtype, spec, params.sizes, params.config), dtype=leaf.dtype)
+    found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
+    found = dataclasses.replace(found, dtype=leaf.dtype)
+    if extra_dims > 0 and who.startswith("a stack") and owner and owner.dims:
+        found = cut_like(owner, found)
     if owner and shape == owner.shape and owner.home is not None and found.dims:
         reason = in_words(owner.home_dims, len(shape))
         found = dataclasses.replace(found, cut=owner.home, dims=owner.home_dims, reason=reason)

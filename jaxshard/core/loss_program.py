@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxshard.base.jaxprs import depends, reaches, varies_smoothly
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
-from jaxshard.core import unshard
+from jaxshard.core import evaluation, unshard
 from jaxshard.core.sharding import Setup
 from jaxshard.core.unshard import Scale, Value
 from jaxshard.mesh import platform_of
@@ -132,7 +132,7 @@ class Program:
     ) -> tuple[Tree, Tree, Tree]:
         """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
-        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in unshard.run(self.jaxpr, flat)])
+        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in evaluation.run(self.jaxpr, flat)])
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:

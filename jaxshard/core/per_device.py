@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.jaxprs import open_jaxpr
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
-from jaxshard.core import collectives, unshard
+from jaxshard.core import collectives, uses
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.precision import like, wide
-from jaxshard.core.unshard import Scale, Sharded, Value
+from jaxshard.core.unshard import AtFirstUse, Scale, Sharded, Value
 
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
@@ -26,11 +27,13 @@ class Notes:
     """What the trace of the loss finds out.
 
     Attributes:
-      reasons: why each parameter is gathered at the start (None: it is not).
+      reasons: why each parameter is gathered at its first use (None: it is not).
+      looked_up: whether devices exchange rows of a parameter where the loss looks them up, and do nothing else with it.
       program: the traced loss.
     """
 
     reasons: list[str | None] = dataclasses.field(init=False)
+    looked_up: list[bool] = dataclasses.field(init=False)
     program: Program = dataclasses.field(init=False)
 
 
@@ -55,8 +58,11 @@ class DeviceLoss:
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
         self.program = self._trace(jax.tree.structure(params))
-        self.reasons = [unshard.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
+        self.reasons = [uses.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
         notes.reasons, notes.program = self.reasons, self.program
+        inputs = open_jaxpr(self.program.jaxpr)
+        pairs = zip(inputs.invars, self.leaves, strict=False)  # the loss's further inputs are no parameters
+        notes.looked_up = [bool(leaf.dims) and uses.only_looked_up(inputs, v, leaf.dims) for v, leaf in pairs]
 
     def run(self) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
@@ -114,7 +120,7 @@ class DeviceLoss:
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
         """(loss, weight, aux) of one microbatch."""
         pairs = zip(self._values(shards, diff), self.reasons, strict=True)
-        values = [x if reason is None else _at_the_start(x) for x, reason in pairs]
+        values = [x if reason is None else _at_first_use(x) for x, reason in pairs]
         return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index), self.scale))
 
     def _varied(self, x: jax.Array) -> jax.Array:
@@ -253,6 +259,11 @@ def _of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 def _at_the_start(x: Value) -> jax.Array:
     """The whole parameter, gathered now, before the loss runs."""
-    if not isinstance(x, Sharded):
+    if isinstance(x, jax.Array):
         return x
-    return x.stand_in if x.local is None and x.stand_in is not None else x.whole()
+    return x.stand_in if isinstance(x, Sharded) and x.local is None and x.stand_in is not None else x.whole()
+
+
+def _at_first_use(x: Value) -> Value:
+    """The whole parameter, gathered where the loss first uses it; one that is not cut is whole at once."""
+    return AtFirstUse(x) if isinstance(x, Sharded) and x.local is not None else _at_the_start(x)

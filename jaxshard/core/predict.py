@@ -15,8 +15,8 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
     """Applies a function to the rows of a batch, each device to its own: logits, embeddings, losses of each row.
 
     Args:
-      fn: `(params, batch, *args) -> outputs`, pure, written for one device's share of the batch: params come whole (as
-        in `value_and_grad`, gathered at `unshard` or at the start), the batch's leaves as (rows of this device, ...).
+      fn: `(params, batch, *args) -> outputs`, pure, written for one device's share of the batch: params come whole
+        (as in `value_and_grad`, gathered at `unshard` or first use), the batch's leaves as (rows of this device, ...).
         Its outputs are a tree of arrays of (rows of this device, ...), of any dtype.
       opt: the optimizer; it decides how params and batch are sharded.
 

@@ -146,7 +146,7 @@ class Setup:
 
 @by_shapes
 def _layout(setup: Setup, params: Tree) -> Layout:
-    return layout_params(setup.config, params, setup.sizes)
+    return layout_params(setup.config, params, setup.sizes, platform_of(setup.mesh))
 
 
 @by_shapes
@@ -156,7 +156,7 @@ def _dealt(setup: Setup, params: Tree) -> Layout:
         return found
     dims = whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, params))
     pairs = zip(found.params, dims, strict=True)
-    dealt = tuple(deal_leaf(leaf, batch, setup.sizes, setup.config) for leaf, batch in pairs)
+    dealt = tuple(deal_leaf(leaf, batch, setup.sizes, setup.config, found.platform) for leaf, batch in pairs)
     return dataclasses.replace(found, params=dealt)
 
 

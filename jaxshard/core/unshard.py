@@ -1,8 +1,9 @@
-"""`unshard` decides which parameters are gathered where the loss needs them, and which at the start.
+"""`unshard` and `lookup`, marks in a loss that say where parameters are needed; and the parameters that meet them.
 
 The loss is traced once with whole, abstract parameters, so that it sees the shapes, sizes and structure of one device.
 `unshard` leaves a mark on each leaf. A leaf is lazy if it goes to marks alone, through nothing but `scan`, `jit` and
-`jax.checkpoint`. The traced program then runs with the leaf's shard in its place, and gathers it at the mark.
+`jax.checkpoint` (see `core.uses`). The traced program then runs with the leaf's shard in its place, and gathers it at
+the mark (see `core.evaluation`). Any other leaf is gathered where the loss first uses it.
 """
 
 import contextlib
@@ -14,17 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.base.axes import Dims
-from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
-from jaxshard.base.primitives import CASTS, INLINED, REMAT
 from jaxshard.base.tree import is_traced
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
+from jaxshard.base.types import DType, Equation, T, Var
 from jaxshard.core import collectives
+from jaxshard.core.lookup import Lookup, looked_up
 
-_MARK = "jaxshard.unshard"
+MARK = "jaxshard.unshard"
+LOOKUP_MARK = "jaxshard.lookup"
 
 
 def unshard(tree: T) -> T:
@@ -34,8 +35,8 @@ def unshard(tree: T) -> T:
     and reduce-scatters of gradients (ZeRO-2, ZeRO-3) happen layer by layer, so that whole gradients never exist. Put
     it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
 
-    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf arrives whole
-    anyway. So results never depend on it. Outside of `value_and_grad` and `evaluate` it is the identity.
+    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf is whole from its
+    first use on. So results never depend on it. Outside of `value_and_grad` and `evaluate` it is the identity.
 
     Args:
       tree: any part of the parameters, or a slice of stacked ones, as the loss function got it.
@@ -47,7 +48,29 @@ def unshard(tree: T) -> T:
     >>> unshard({"w": jnp.ones(2)})
     {'w': Array([1., 1.], dtype=float32)}
     """
-    return jax.tree.map(lambda x: checkpoint_name(x, _MARK) if is_traced(x) else x, tree)
+    return jax.tree.map(lambda x: checkpoint_name(x, MARK) if is_traced(x) else x, tree)
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
+
+    If the data axes cut the table along its features, devices exchange these rows, and in the backward pass their
+    gradients, instead of gathering the table and scattering its gradient, of which no device then holds more than its
+    part. `table[ids]` does the same where that moves less than half of the bytes, as for most vocabularies; `lookup`
+    does it always. Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
+
+    Args:
+      table: (V, ..., D), a parameter as the loss function got it, or cast to another dtype.
+      ids: whole numbers of any shape.
+
+    Returns:
+      (*ids.shape, ..., D), in the table's dtype.
+
+    >>> import jax.numpy as jnp
+    >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1])).tolist()
+    [[3.0, 4.0]]
+    """
+    return (checkpoint_name(table, LOOKUP_MARK) if is_traced(table) else jnp.asarray(table))[ids]
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +90,10 @@ class Sharded:
     dims: Dims = dataclasses.field(metadata={"static": True})
     is_shard: bool = dataclasses.field(metadata={"static": True})
 
+    def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
+        """The same parameter, whose gradient is that of another stand-in."""
+        return dataclasses.replace(self, stand_in=stand_in)
+
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here if it is a shard."""
         if self.local is None:
@@ -77,7 +104,44 @@ class Sharded:
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 
-Value: TypeAlias = jax.Array | Sharded
+@dataclasses.dataclass(frozen=True)
+class AtFirstUse:
+    """A cut parameter that is gathered where the loss first uses it, unless that is a lookup that exchanges rows.
+
+    Attributes:
+      cast: the dtype that the loss has cast it to, if it has, before it looks rows up.
+      asked: lookups exchange rows because `lookup` asks for it, whatever that costs.
+    """
+
+    sharded: Sharded
+    cast: DType | None = None
+    asked: bool = False
+
+    def whole(self) -> jax.Array:
+        """The whole parameter, gathered here."""
+        return self.sharded.whole() if self.cast is None else self.sharded.whole().astype(self.cast)
+
+    def after(self, mark: str) -> "AtFirstUse":
+        """The same parameter, past a mark."""
+        return dataclasses.replace(self, asked=True) if mark == LOOKUP_MARK else self
+
+    def as_dtype(self, dtype: DType) -> "AtFirstUse":
+        """The same parameter, cast."""
+        return dataclasses.replace(self, cast=dtype)
+
+    def with_stand_in(self, stand_in: jax.Array) -> "AtFirstUse":
+        """The same parameter, whose gradient is that of another stand-in."""
+        return dataclasses.replace(self, sharded=self.sharded.with_stand_in(stand_in))
+
+    def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
+        """Its rows that `ids` name, exchanged with other devices."""
+        s = self.sharded
+        assert s.local is not None
+        local = s.local if self.cast is None else s.local.astype(self.cast)
+        return looked_up(local, s.stand_in, ids, how, s.dims, s.is_shard)
+
+
+Value: TypeAlias = jax.Array | Sharded | AtFirstUse
 Environment: TypeAlias = dict[Var, Value]
 Scale: TypeAlias = jax.Array | None
 
@@ -96,7 +160,7 @@ class Deferred:
     """As the function of that name: of the input at a position, its number of dims, how it is cut."""
 
     def bind(self, values: Sequence[Value]) -> list[Value]:
-        """`run`, in a trace, where `_deferred` finds it again."""
+        """`run`, in a trace, where `deferred` finds it again."""
 
         def named(*values: Value) -> list[Value]:
             return self.run(values)
@@ -129,109 +193,7 @@ def loss_scale() -> Scale:
 _scale: contextvars.ContextVar[Scale] = contextvars.ContextVar("loss_scale", default=None)
 
 
-def _deferred(eqn: Equation) -> Deferred | None:
+def deferred(eqn: Equation) -> Deferred | None:
+    """The part of the loss that a call stands for, if it was made by `Deferred.bind`."""
     name = eqn.params.get("name")
     return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None
-
-
-def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims) -> str | None:
-    """None if input `index` of the traced loss goes to marks alone, else its first other use, in words."""
-    opened = open_jaxpr(jaxpr)
-    return _why_not_lazy(opened, opened.invars[index], dims)
-
-
-def _why_not_lazy(jaxpr: OpenJaxpr, var: Var, dims: Dims) -> str | None:
-    if any(out is var for out in jaxpr.outvars):
-        return "returned or carried through a scan"
-    for eqn in jaxpr.eqns:
-        for position, operand in enumerate(eqn.invars):
-            if operand is var and (reason := _other_use(jaxpr, eqn, position, dims)):
-                return reason
-    return None
-
-
-def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims) -> str | None:
-    name = eqn.primitive.name
-    if name == "name" and eqn.params["name"] == _MARK:
-        return None
-    if (part := _deferred(eqn)) is not None:
-        return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
-    if name in CASTS:
-        return _why_not_lazy(jaxpr, eqn.outvars[0], dims)
-    if name in INLINED or name in REMAT:
-        return why_not_lazy(inner_jaxpr(eqn), position, dims)
-    if name != "scan":
-        return f"used by {name}"
-    num_consts, num_carry = scan_split(eqn)
-    if num_consts <= position < num_consts + num_carry:
-        return "carried through a scan"
-    if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in dims):
-        return "cut on the dim that a scan runs over"
-    return why_not_lazy(inner_jaxpr(eqn), position, dims)
-
-
-def run(closed: Jaxpr, values: Sequence[Tree]) -> list[Value]:
-    """Evaluates a traced program; inputs that are `Sharded` are gathered at their marks."""
-    jaxpr = open_jaxpr(closed)
-    if not any(isinstance(value, Sharded) for value in values):
-        return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
-    env: Environment = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    env |= dict(zip(jaxpr.invars, values, strict=True))
-    plain: list[Equation] = []  # equations since the last one with a Sharded operand
-    for eqn in jaxpr.eqns:
-        operands = [None if is_literal(v) else env.get(v) for v in eqn.invars]
-        if any(isinstance(value, Sharded) for value in operands):
-            run_equations(jaxpr, plain, env)
-            plain = []
-            outs = _run_sharded(eqn, [_read(env, v) for v in eqn.invars])
-            env |= dict(zip(eqn.outvars, outs, strict=True))
-        else:
-            plain.append(eqn)
-    run_equations(jaxpr, plain, env)
-    return [_read(env, v) for v in jaxpr.outvars]
-
-
-def _run_sharded(eqn: Equation, values: list[Value]) -> list[Value]:
-    name = eqn.primitive.name
-    if name == "name":
-        (value,) = values
-        assert isinstance(value, Sharded)
-        return [checkpoint_name(value.whole(), _MARK)]
-    if (part := _deferred(eqn)) is not None:
-        return part.run(values)
-    if name in CASTS:
-        return [jax.tree.map(lambda x: collectives.vary(x, eqn.params["axes"]), values[0])]
-    if name == "scan":
-        return _run_scan(eqn, values)
-    if name in REMAT:
-        again = jax.checkpoint(
-            lambda *inner: run(inner_jaxpr(eqn), inner),
-            policy=eqn.params["policy"],
-            prevent_cse=eqn.params["prevent_cse"],
-        )
-        return again(*values)
-    assert name in INLINED, name
-    return run(inner_jaxpr(eqn), values)
-
-
-def _run_scan(eqn: Equation, values: list[Value]) -> list[Value]:
-    num_consts, num_carry = scan_split(eqn)
-    consts = values[:num_consts]
-
-    def body(carry, xs):
-        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs])
-        return outs[:num_carry], outs[num_carry:]
-
-    carry, stacked = lax.scan(
-        body,
-        values[num_consts : num_consts + num_carry],
-        values[num_consts + num_carry :],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *stacked]
-
-
-def _read(env: Environment, v: Var) -> Value:
-    return v.val if is_literal(v) else env[v]

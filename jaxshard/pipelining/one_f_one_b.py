@@ -12,7 +12,7 @@ from jax import lax
 from jaxshard.base.jaxprs import without_consts
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Jaxpr, Scalar, Tree
-from jaxshard.core import collectives, unshard
+from jaxshard.core import collectives, evaluation, unshard, uses
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
 from jaxshard.pipelining.timetable import Info, Plan, Work
@@ -66,11 +66,11 @@ class Pipe:
         if position < self.num_blocks:
             if self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
                 return "cut on the dim of virtual stages"
-            return unshard.why_not_lazy(self.stage.jaxpr, position, dims)
+            return uses.why_not_lazy(self.stage.jaxpr, position, dims)
         position -= self.num_blocks
         if position >= self.num_shared:
             return "given to a pipeline as data"
-        reasons = (unshard.why_not_lazy(fn.jaxpr, position, dims) for fn in (self.first, self.last))
+        reasons = (uses.why_not_lazy(fn.jaxpr, position, dims) for fn in (self.first, self.last))
         return next(filter(None, reasons), None)
 
     def run(self, values: Sequence[Tree]) -> list[Tree]:
@@ -158,7 +158,7 @@ class _Device:
 
     def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
         chunk: Tree = work.round * self.plan.num_stages + self.index
-        return unshard.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
+        return evaluation.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
 
     # Forward alone.
 

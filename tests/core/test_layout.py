@@ -30,17 +30,17 @@ def struct(*shape, dtype=jnp.float32):
 WHOLE = P()
 
 
-def cut(shape, sizes, spec=WHOLE, axes=None, min_shard_size=0, dtype=jnp.float32, reduce_dtype=None):
+def cut(shape, sizes, spec=WHOLE, axes=None, min_shard_size=0, dtype=jnp.float32, reduce_dtype=None, platform="tpu"):
     sizes = {"data": sizes} if isinstance(sizes, int) else sizes
     axes = tuple(sizes) if axes is None else axes
     config = Config("zero2", data_axes=axes, min_shard_size=min_shard_size, reduce_dtype=reduce_dtype)
-    return cut_leaf(("leaf",), shape, dtype, spec, sizes, config)
+    return cut_leaf(("leaf",), shape, dtype, spec, sizes, config, platform)
 
 
 def lay(params, sizes, strategy="zero2", state=None, strict=True, **options):
-    axes = options.pop("data_axes", ("data",))
+    axes, platform = options.pop("data_axes", ("data",)), options.pop("platform", "tpu")
     config = Config(strategy, data_axes=axes, **{"min_shard_size": 0} | options)
-    found = layout_params(config, params, sizes)
+    found = layout_params(config, params, sizes, platform)
     if strict:
         found.check_specs_used()
     return found if state is None else layout_state(found, state)

@@ -314,6 +314,7 @@ def test_a_planted_bug_is_found(monkeypatch, bug):
 
 BIG = {"data": [1, 2, 3, 4, 8, 128], "slice": [1, 2, 4], "tensor": [1, 2, 4]}
 sizes_st = st.fixed_dictionaries({axis: st.sampled_from(sizes) for axis, sizes in BIG.items()})
+platform_st = st.sampled_from(["cpu", "gpu", "tpu"])
 config_st = st.builds(
     Config,
     strategy=st.sampled_from(["ddp", "zero1", "zero2", "zero3", "hsdp"]),
@@ -335,10 +336,10 @@ def axes_of(spec):
 
 
 @PURE
-@given(data=st.data(), shape=long_st, sizes=sizes_st, config=config_st)
-def test_every_cut_divides_and_takes_free_dims_alone(data, shape, sizes, config):
+@given(data=st.data(), shape=long_st, sizes=sizes_st, config=config_st, platform=platform_st)
+def test_every_cut_divides_and_takes_free_dims_alone(data, shape, sizes, config, platform):
     spec = data.draw(specs_st(shape, sizes["tensor"]))
-    leaf = cut_leaf(("w",), shape, jnp.float32, spec, sizes, config)
+    leaf = cut_leaf(("w",), shape, jnp.float32, spec, sizes, config, platform)
     for dim, entry in enumerate(leaf.cut):
         axes = axes_of([entry])
         assert shape[dim] % math.prod(sizes[axis] for axis in axes) == 0
@@ -355,22 +356,22 @@ def test_every_cut_divides_and_takes_free_dims_alone(data, shape, sizes, config)
 
 
 @PURE
-@given(data=st.data(), shape=long_st, sizes=sizes_st, config=config_st)
-def test_the_bytes_of_all_parts_are_the_leafs(data, shape, sizes, config):
+@given(data=st.data(), shape=long_st, sizes=sizes_st, config=config_st, platform=platform_st)
+def test_the_bytes_of_all_parts_are_the_leafs(data, shape, sizes, config, platform):
     spec = data.draw(specs_st(shape, sizes["tensor"]))
-    leaf = cut_leaf(("w",), shape, jnp.bfloat16, spec, sizes, config)
+    leaf = cut_leaf(("w",), shape, jnp.bfloat16, spec, sizes, config, platform)
     parts = math.prod(sizes[axis] for axis in axes_of(leaf.cut))
     assert leaf.bytes(leaf.cut, sizes) * parts == 2 * math.prod(shape)
     assert math.prod(local_shape(shape, leaf.cut, sizes)) * parts == math.prod(shape)
 
 
 @PURE
-@given(tree=trees(["float32", "bfloat16"], max_leaves=6), sizes=sizes_st, config=config_st)
-def test_state_follows_params_and_bytes_add_up(tree, sizes, config):
+@given(tree=trees(["float32", "bfloat16"], max_leaves=6), sizes=sizes_st, config=config_st, platform=platform_st)
+def test_state_follows_params_and_bytes_add_up(tree, sizes, config, platform):
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)), tree)
     setting = dataclasses.replace(ANY, sizes=sizes)
     config = dataclasses.replace(config, specs=jax.tree.map(setting.spec, tree))
-    found = layout_params(config, abstract, sizes)
+    found = layout_params(config, abstract, sizes, platform)
     found.check_specs_used()
     state = jax.eval_shape(optax.adam(1.0).init, abstract)
     laid = layout_state(found, state)

@@ -72,7 +72,7 @@ def test_with_params_asked_for_inside_the_stages(name, zero, tied):
             assert {how.split(":")[0] for how in layout.gathers.values() if "unshard" in how} == {
                 "gathered where unshard is" if zero == 3 else "its gradient scattered where unshard is"
             }
-            assert not [how for how in layout.gathers.values() if "at the start" in how]
+            assert not [how for how in layout.gathers.values() if "at its first use" in how]
 
 
 @pytest.mark.parametrize("name", MODELS)

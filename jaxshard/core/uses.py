@@ -1,0 +1,98 @@
+"""How the traced loss uses each parameter: through marks alone, to look rows up, or as a whole."""
+
+import jax.numpy as jnp
+
+from jaxshard.base.axes import Dims
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.primitives import CASTS, INLINED, REMAT
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.core import lookup
+from jaxshard.core.unshard import LOOKUP_MARK, MARK, deferred
+
+
+def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims, *, in_loop: bool = False) -> str | None:
+    """None if input `index` of the traced loss goes to marks and lookups alone, else its first other use, in words.
+
+    In a loop, which would exchange rows again and again, a lookup without a mark is another use.
+    """
+    opened = open_jaxpr(jaxpr)
+    return _why_not_lazy(opened, opened.invars[index], dims, in_loop)
+
+
+def _why_not_lazy(jaxpr: OpenJaxpr, var: Var, dims: Dims, in_loop: bool) -> str | None:
+    if any(out is var for out in jaxpr.outvars):
+        return "returned or carried through a scan"
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is var and (reason := _other_use(jaxpr, eqn, position, dims, in_loop)):
+                return reason
+    return None
+
+
+def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, in_loop: bool) -> str | None:
+    name = eqn.primitive.name
+    if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, dims, asked=False)):
+        return None
+    if (part := deferred(eqn)) is not None:
+        return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
+    if name in CASTS:
+        return _why_not_lazy(jaxpr, eqn.outvars[0], dims, in_loop)
+    if name in INLINED or name in REMAT:
+        return why_not_lazy(inner_jaxpr(eqn), position, dims, in_loop=in_loop)
+    if name != "scan":
+        return f"used by {name}"
+    num_consts, num_carry = scan_split(eqn)
+    if num_consts <= position < num_consts + num_carry:
+        return "carried through a scan"
+    if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in dims):
+        return "cut on the dim that a scan runs over"
+    return why_not_lazy(inner_jaxpr(eqn), position, dims, in_loop=True)
+
+
+def mark(eqn: Equation) -> str:
+    """The mark that an equation leaves: of `unshard`, of `lookup`, or none ("")."""
+    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    return name if name in (MARK, LOOKUP_MARK) else ""
+
+
+def looks_up(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
+    """Whether all that an equation does with its operand, a table cut by `dims`, is to look rows up for an exchange.
+
+    Before, the table may be cast and marked. `asked`: rows are exchanged whatever that costs.
+    """
+    name = eqn.primitive.name
+    if mark(eqn):
+        return only_looked_up(jaxpr, eqn.outvars[0], dims, asked=asked or mark(eqn) == LOOKUP_MARK)
+    if name == "convert_element_type":
+        is_floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        return is_floating and only_looked_up(jaxpr, eqn.outvars[0], dims, asked=asked)
+    if name in INLINED and deferred(eqn) is None:
+        inner = open_jaxpr(inner_jaxpr(eqn))
+        return only_looked_up(inner, inner.invars[position], dims, asked=asked)
+    return lookup.is_worth_it(eqn, position, dims, asked=asked)
+
+
+def only_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims, *, asked: bool = False) -> bool:
+    """Whether all uses of a table, at least one, look rows up for an exchange."""
+    if any(out is var for out in jaxpr.outvars):
+        return False
+    uses = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is var]
+    return bool(uses) and all(looks_up(jaxpr, eqn, i, dims, asked=asked) for eqn, i in uses)
+
+
+def is_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims) -> bool:
+    """Whether some use of a table looks rows up for an exchange."""
+    uses = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is var]
+    return any(looks_up(jaxpr, eqn, i, dims, asked=False) for eqn, i in uses)
+
+
+def num_uses(jaxpr: OpenJaxpr, var: Var) -> int:
+    """How often a program's equations read a variable, or the program returns it."""
+    return sum(operand is var for eqn in jaxpr.eqns for operand in eqn.invars) + sum(v is var for v in jaxpr.outvars)
+
+
+def first_used_after(jaxpr: OpenJaxpr, place: int) -> list[Var]:
+    """The variables that equations after the one at `place` use, and none before."""
+    used = {v for eqn in jaxpr.eqns[: place + 1] for v in eqn.invars if not is_literal(v)}
+    later = dict.fromkeys(v for eqn in jaxpr.eqns[place + 1 :] for v in eqn.invars if not is_literal(v))
+    return [v for v in later if v not in used]
