@@ -44,6 +44,7 @@ class Primitive(Protocol):
     """An operation, by name."""
 
     name: str
+    bind: Any
 
 
 class Equation(Protocol):

@@ -152,20 +152,6 @@ def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
 whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
 
 
-@jax.custom_vjp
-def together(first: list[jax.Array], second: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Both lists; on GPU no gradient of either goes on before the gradients of both are there."""
-    return first, second
-
-
-def _together_backward(_, cotangents):
-    barrier = lax.optimization_barrier
-    return lax.platform_dependent(cotangents, cuda=barrier, rocm=barrier, default=lambda x: x)
-
-
-together.defvjp(lambda *both: (both, None), _together_backward)
-
-
 def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Copies the bits of `x` on the first device along `axes` to all devices along them."""
     if not axes:
@@ -310,21 +296,54 @@ def buffers(x: jax.Array) -> set[int]:
 
 
 def gather_all(
-    leaves: Sequence[jax.Array], mesh: AnyMesh, froms: Sequence[P], tos: Sequence[P], dims: Sequence[Dims]
+    leaves: Sequence[jax.Array],
+    mesh: AnyMesh,
+    froms: Sequence[P],
+    tos: Sequence[P],
+    dims: Sequence[Dims],
+    *,
+    over: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf."""
+    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf.
+
+    Args:
+      over: arrays under `tos` that are not used again. Stacks of layers are gathered layer by layer and written over
+        these, so that no more than a layer is there twice. (XLA for GPU gathers along the first dim in memory. A stack
+        that is cut along another it gathers whole, and then transposes.)
+    """
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:
         return list(leaves)
 
-    def body(*shards):
-        return tuple(gather(shard, dims[i]) for i, shard in zip(moved, shards, strict=True))
+    def body(shards: dict[int, jax.Array], old: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        found: dict[int, jax.Array] = {}
+        for length, stacks in _stacks(old, dims).items():
 
-    in_specs, out_specs = tuple(froms[i] for i in moved), tuple(tos[i] for i in moved)
+            def one(layer: jax.Array, whole: dict[int, jax.Array], stacks: Sequence[int] = stacks):
+                parts = {i: lax.dynamic_index_in_dim(shards[i], layer, keepdims=False) for i in stacks}
+                return {
+                    i: lax.dynamic_update_index_in_dim(whole[i], gather(part, dims[i]), layer, 0)
+                    for i, part in parts.items()
+                }
+
+            found |= lax.fori_loop(0, length, one, {i: old[i] for i in stacks})
+        return found | {i: gather(shards[i], dims[i]) for i in moved if i not in found}
+
+    def of_moved(values: Sequence[T]) -> dict[int, T]:
+        return {i: values[i] for i in moved}
+
+    old, old_specs = ({}, {}) if over is None else (of_moved(over), of_moved(tos))
+    in_specs, out_specs = (of_moved(froms), old_specs), of_moved(tos)
     whole = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-        *(leaves[i] for i in moved)
+        of_moved(leaves), old
     )
-    result = list(leaves)
-    for i, leaf in zip(moved, whole, strict=True):
-        result[i] = leaf
-    return result
+    return [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _stacks(arrays: Mapping[int, jax.Array], dims: Sequence[Dims]) -> dict[int, list[int]]:
+    """The arrays of three dims or more whose first dim is not cut, by its size."""
+    found: dict[int, list[int]] = {}
+    for i, x in arrays.items():
+        if x.ndim >= 3 and all(-dim != x.ndim for dim, _ in dims[i]):
+            found.setdefault(x.shape[0], []).append(i)
+    return found

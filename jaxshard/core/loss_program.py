@@ -132,7 +132,9 @@ class Program:
     ) -> tuple[Tree, Tree, Tree]:
         """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
-        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in evaluation.run(self.jaxpr, flat)])
+        return jax.tree.unflatten(
+            self.out_tree, [jnp.asarray(x) for x in evaluation.run(self.jaxpr, flat, range(len(values)))]
+        )
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:

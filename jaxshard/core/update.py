@@ -54,7 +54,7 @@ def advance(
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
     out, state = step(grads, state, params_at_home, ok, _arrays(extra))
-    out = _to_params(setup, found, out)
+    out = _to_params(setup, found, out, old=params if new else None)
     if want == "updates":
         return as_updates(setup, out, params), state
     if not new:
@@ -128,8 +128,11 @@ def _is_array(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _to_params(setup: Setup, found: Layout, tree: Tree) -> Tree:
-    """Moves a tree from where the state lives to where the params live."""
+def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> Tree:
+    """Moves a tree from where the state lives to where the params live.
+
+    `old`: params that the result replaces, whose memory it may take.
+    """
     if setup.config.cuts.params:
         return collectives.at(tree, setup.mesh, found.param_specs)
     if not setup.config.cuts.state:
@@ -137,7 +140,12 @@ def _to_params(setup: Setup, found: Layout, tree: Tree) -> Tree:
     froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]
     dims = [leaf.home_dims if leaf.home else leaf.dims for leaf in found.params]
     leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, collectives.gather_all(leaves, setup.mesh, froms, tos, dims))
+    over = None
+    if old is not None and platform_of(setup.mesh) == "gpu":
+        # Behind a barrier, so that the optimizer's kernels, which write over the old state, do not transpose as well.
+        leaves, over = [lax.optimization_barrier(x) for x in leaves], jax.tree.leaves(old)
+    whole = collectives.gather_all(leaves, setup.mesh, froms, tos, dims, over=over)
+    return jax.tree.unflatten(treedef, whole)
 
 
 def _unless(ok: jax.Array | None, new: Tree, old: Tree) -> Tree:
