@@ -92,7 +92,17 @@ def before_the_rest(first: list[jax.Array], rest: list[jax.Array]) -> tuple[list
     return first, rest
 
 
-before_the_rest.defvjp(lambda *both: (both, None), lambda _, cotangents: lax.optimization_barrier(cotangents))
+def _before_the_rest_backward(_, cotangents):
+    leaves, treedef = jax.tree.flatten(cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    held = iter(lax.optimization_barrier([x for x in leaves if not isinstance(x, SymbolicZero)]))
+    return jax.tree.unflatten(treedef, [x if isinstance(x, SymbolicZero) else next(held) for x in leaves])
+
+
+before_the_rest.defvjp(
+    lambda first, rest: (([x.value for x in first], [x.value for x in rest]), None),
+    _before_the_rest_backward,
+    symbolic_zeros=True,
+)
 
 
 # The gradient of a pick.

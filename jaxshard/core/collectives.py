@@ -152,6 +152,22 @@ def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
 whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def whole_with_summed_grad(whole: jax.Array, stand_in: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The whole parameter; its gradient, summed over `axes`, comes out as that of `stand_in`, in its dtype."""
+    del stand_in, axes
+    return whole
+
+
+def _summed_backward(axes, stand_in, cotangent):
+    cotangent = _apart_from_its_dot(cotangent)
+    summed = total(cotangent.astype(stand_in.dtype), axes)
+    return cotangent, vary(summed, tuple(varying(stand_in)))
+
+
+whole_with_summed_grad.defvjp(lambda whole, stand_in, axes: (whole, stand_in), _summed_backward)
+
+
 def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Copies the bits of `x` on the first device along `axes` to all devices along them."""
     if not axes:

@@ -11,23 +11,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
 from jaxshard.base.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
-from jaxshard.core import backward, collectives, uses
+from jaxshard.core import backward, buckets, collectives, uses
 from jaxshard.core.lookup import Lookup
 from jaxshard.core.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 
 
-def run(closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = ()) -> list[Value]:
+def run(closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), *, in_loop: bool = False) -> list[Value]:
     """Evaluates a traced program; inputs that are cut are gathered at their marks, or where they are first used.
 
     Args:
       closed: the program.
       values: its inputs; parameters may be `Sharded` or `AtFirstUse`.
       weights: which inputs are parameters. (Those that are cut are known to be.)
+      in_loop: the program is the body of a scan.
     """
     is_cut = any(isinstance(value, Sharded | AtFirstUse) for value in values)
     if not is_cut and not (backward.is_ordered() and backward.concerns(closed)):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
-    return _Evaluation(closed, values, weights).results()
+    return _Evaluation(closed, values, weights, in_loop).results()
 
 
 class _Evaluation:
@@ -38,16 +39,19 @@ class _Evaluation:
       weights: the variables that are whole parameters, cast and reshaped ones too.
     """
 
-    def __init__(self, closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int]):
-        self.jaxpr, self.is_ordered = open_jaxpr(closed), backward.is_ordered()
+    def __init__(self, closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int], in_loop: bool):
+        self.jaxpr, self.in_loop, self.is_ordered = open_jaxpr(closed), in_loop, backward.is_ordered()
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self.weights = {self.jaxpr.invars[i] for i in weights}
         self._waiting: list[Equation] = []  # plain equations since the last one that is none
+        self._reduced_before = self._buckets() if self.is_ordered and not in_loop else {}
 
     def results(self) -> list[Value]:
         """Runs the program; a result that waits for its first use is gathered."""
         for place, eqn in enumerate(self.jaxpr.eqns):
+            if place in self._reduced_before:
+                self._order(place)
             self._gather_first_used(eqn)
             later = self._gradients_before(place, eqn)
             if later or self._takes_cut(eqn):
@@ -113,7 +117,7 @@ class _Evaluation:
         if name == "scan":
             return _run_scan(eqn, values)
         if name in REMAT:
-            return _rematerialized(eqn)(*values)
+            return _rematerialized(eqn, self.in_loop)(*values)
         if name in INLINED:
             return self._run_called(eqn)
         table = AtFirstUse(values[0]) if isinstance(values[0], Sharded) else values[0]
@@ -126,7 +130,7 @@ class _Evaluation:
 
     def _run_called(self, eqn: Equation) -> list[Value]:
         weights = [i for i, v in enumerate(eqn.invars) if self._is_weight(v)]
-        return run(inner_jaxpr(eqn), [self._read(v) for v in eqn.invars], weights)
+        return run(inner_jaxpr(eqn), [self._read(v) for v in eqn.invars], weights, in_loop=self.in_loop)
 
     # The order of the backward pass, on GPU.
 
@@ -143,6 +147,19 @@ class _Evaluation:
             self._set(eqn, [backward.bind(eqn, operands, [self._is_weight(v) for v in eqn.invars])])
         return True
 
+    def _buckets(self) -> dict[int, list[Var]]:
+        """As `buckets.reduced_before`."""
+        cut = {v: stand_in for v in self.jaxpr.invars if (stand_in := _stand_in(self.env[v])) is not None}
+        return buckets.reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
+
+    def _order(self, place: int) -> None:
+        """Has the backward pass go past an equation when the gradients of the next bucket are reduced."""
+        self._run_waiting()
+        variables = buckets.live(self.jaxpr, place, self.weights)
+        variables = [v for v in variables if isinstance(self.env[v], jax.Array)]
+        tied = self._after_gradients_of(self._reduced_before[place], [self.env[v] for v in variables])
+        self.env |= dict(zip(variables, tied, strict=True))
+
     def _gradients_before(self, place: int, eqn: Equation) -> list[Var]:
         """The cut parameters whose gradients are to be reduced before a scan's backward pass begins.
 
@@ -152,19 +169,19 @@ class _Evaluation:
             return []
         return [v for v in uses.first_used_after(self.jaxpr, place) if _stand_in(self._value(v)) is not None]
 
-    def _after_gradients_of(self, later: list[Var], outs: list[Value]) -> list[Value]:
-        """The results of a scan, whose backward pass begins when the gradients of `later` are reduced."""
-        places = [i for i, x in enumerate(outs) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
-        if not later or not places:
-            return outs
-        stand_ins = [_stand_in(self.env[v]) for v in later]
-        stand_ins, floating = backward.before_the_rest(stand_ins, [outs[i] for i in places])
-        for v, x in zip(later, stand_ins, strict=True):
+    def _after_gradients_of(self, params: list[Var], values: list[Value]) -> list[Value]:
+        """The values, whose backward pass begins when the gradients of these parameters are reduced."""
+        places = [i for i, x in enumerate(values) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not params or not places:
+            return values
+        stand_ins = [_stand_in(self.env[v]) for v in params]
+        stand_ins, floating = backward.before_the_rest(stand_ins, [values[i] for i in places])
+        for v, x in zip(params, stand_ins, strict=True):
             cut = self.env[v]
             assert not isinstance(cut, jax.Array)
             self.env[v] = cut.with_stand_in(x)
         found = dict(zip(places, floating, strict=True))
-        return [found.get(i, x) for i, x in enumerate(outs)]
+        return [found.get(i, x) for i, x in enumerate(values)]
 
 
 def _stand_in(value: Value | None) -> jax.Array | None:
@@ -174,23 +191,22 @@ def _stand_in(value: Value | None) -> jax.Array | None:
     return value.stand_in if isinstance(value, Sharded) and value.local is not None else None
 
 
-def _rematerialized(eqn: Equation) -> Callable[..., list[Value]]:
+def _rematerialized(eqn: Equation, in_loop: bool) -> Callable[..., list[Value]]:
     """The function that a remat runs. One for all equations of one inner program, so that JAX traces it once."""
     inner, ordered = open_jaxpr(inner_jaxpr(eqn)), backward.is_ordered()
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    known = _remats.setdefault(inner, {})
-    if (policy, prevent_cse, ordered) not in known:
+    known, how = _remats.setdefault(inner, {}), (policy, prevent_cse, ordered, in_loop)
+    if how not in known:
         program = weakref.ref(inner)
 
         def again(*values: Value) -> list[Value]:
-            return run(program(), values)
+            return run(program(), values, in_loop=in_loop)
 
-        if ordered and policy is None and not eqn.effects:
-            found = backward.Recomputed(again)
+        if ordered and in_loop and policy is None and not eqn.effects:
+            known[how] = backward.Recomputed(again)
         else:
-            found = jax.checkpoint(again, policy=policy, prevent_cse=prevent_cse or ordered)
-        known[policy, prevent_cse, ordered] = found
-    return known[policy, prevent_cse, ordered]
+            known[how] = jax.checkpoint(again, policy=policy, prevent_cse=prevent_cse or ordered)
+    return known[how]
 
 
 _remats: weakref.WeakKeyDictionary[OpenJaxpr, dict] = weakref.WeakKeyDictionary()
@@ -213,7 +229,7 @@ def _run_scan(eqn: Equation, values: list[Value]) -> list[Value]:
     consts = values[:num_consts]
 
     def body(carry, xs):
-        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs])
+        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs], in_loop=True)
         return outs[:num_carry], outs[num_carry:]
 
     carry, stacked = lax.scan(

@@ -152,8 +152,8 @@ class LossFunction:
         Args: as in a call; `ShapeDtypeStruct`s will do.
         """
         found, notes = self.setup.with_state(params), self.notes(params, batch, *args)
-        noted = zip(found.params, notes.reasons, notes.looked_up, strict=True)
-        gathers = {leaf.names: _how_gathered(leaf, reason, rows, self.setup) for leaf, reason, rows in noted}
+        noted = zip(found.params, notes.reasons, notes.inside, notes.looked_up, strict=True)
+        gathers = {each[0].names: _how_gathered(*each, self.setup) for each in noted}
         return dataclasses.replace(found, gathers=gathers, loss_rows=str(notes.program.verdict))
 
     def notes(self, params: Tree, batch: Tree, *args: Tree) -> Notes:
@@ -251,13 +251,14 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
         )
 
 
-def _how_gathered(leaf: Leaf, reason: str | None, looked_up: bool, setup: Setup) -> str:
+def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool, setup: Setup) -> str:
     cuts = setup.config.cuts
-    if not leaf.dims or not cuts.accumulators:
+    if not inside:
         return "never moved but for its gradient" if not cuts.params or not leaf.dims else ""
     if looked_up:
         return "its rows exchanged where the loss looks them up" if cuts.params else "its rows' gradients exchanged"
-    what = "gathered" if cuts.params else "its gradient scattered"
+    gradient = "its gradient scattered" if cuts.state else "its gradient summed"
+    what = "gathered" if cuts.params else gradient
     return f"{what} where unshard is" if reason is None else f"{what} at its first use: {reason}"
 
 

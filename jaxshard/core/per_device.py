@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.axes import Dims
 from jaxshard.base.jaxprs import open_jaxpr
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
@@ -28,11 +29,13 @@ class Notes:
 
     Attributes:
       reasons: why each parameter is gathered at its first use (None: it is not).
+      inside: whether its gradient is reduced within the backward pass, where the loss asks for it.
       looked_up: whether devices exchange rows of a parameter where the loss looks them up, and do nothing else with it.
       program: the traced loss.
     """
 
     reasons: list[str | None] = dataclasses.field(init=False)
+    inside: list[bool] = dataclasses.field(init=False)
     looked_up: list[bool] = dataclasses.field(init=False)
     program: Program = dataclasses.field(init=False)
 
@@ -57,12 +60,16 @@ class DeviceLoss:
             self.shards = [collectives.vary(x, self.setup.split_axes) for x in self.shards]
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
+        self.inside = [bool(leaf.dims) and self.setup.config.cuts.accumulators for leaf in self.leaves]
         self.program = self._trace(jax.tree.structure(params))
-        self.reasons = [uses.why_not_lazy(self.program.jaxpr, i, leaf.dims) for i, leaf in enumerate(self.leaves)]
-        notes.reasons, notes.program = self.reasons, self.program
-        inputs = open_jaxpr(self.program.jaxpr)
+        if self._reduces_once():
+            self.inside = [bool(leaf.dims) for leaf in self.leaves]
+        jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
+        self.reasons = [uses.why_not_lazy(jaxpr, i, self._dims(leaf), once=once) for i, leaf in enumerate(self.leaves)]
+        notes.reasons, notes.inside, notes.program = self.reasons, self.inside, self.program
+        inputs = open_jaxpr(jaxpr)
         pairs = zip(inputs.invars, self.leaves, strict=False)  # the loss's further inputs are no parameters
-        notes.looked_up = [bool(leaf.dims) and uses.only_looked_up(inputs, v, leaf.dims) for v, leaf in pairs]
+        notes.looked_up = [uses.only_looked_up(inputs, v, self._dims(leaf)) for v, leaf in pairs]
 
     def run(self) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
@@ -75,8 +82,8 @@ class DeviceLoss:
             return value, rows, ()
         grads, outs = self._accumulated()
         value, rows, denominator = self._reduced(*outs)
-        pairs = zip(grads, self.leaves, strict=True)
-        return value, rows, tuple(self._finish(g, leaf, denominator) for g, leaf in pairs)
+        triples = zip(grads, self.leaves, self.inside, strict=True)
+        return value, rows, tuple(self._finish(*each, denominator) for each in triples)
 
     # The loss.
 
@@ -87,18 +94,25 @@ class DeviceLoss:
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
 
-    def _is_cut(self, leaf: Leaf) -> bool:
-        """Whether the leaf's gradient is reduce-scattered in every microbatch, where the leaf is gathered."""
-        return bool(leaf.dims) and self.setup.config.cuts.accumulators
+    def _reduces_once(self) -> bool:
+        """Whether gradients that are summed whole are reduced once all the same where autodiff makes them.
+
+        They are if the step has one microbatch, and no pipeline, which makes several.
+        """
+        return self.options.differentiate and self.options.microbatches == 1 and not uses.defers(self.program.jaxpr)
+
+    def _dims(self, leaf: Leaf) -> Dims:
+        """How the leaf's gradient is cut."""
+        return leaf.dims if self.setup.config.cuts.state else ()
 
     def _differentiated(self) -> list[jax.Array]:
-        """The arrays that the loss is differentiated by: whole leaves, and zeros in place of the shards of cut ones."""
-        pairs = zip(self.shards, self.leaves, strict=True)
-        return [self._stand_in(x, leaf) if self._is_cut(leaf) else x for x, leaf in pairs]
+        """The arrays that the loss is differentiated by: zeros in place of what is reduced inside, else the leaves."""
+        triples = zip(self.shards, self.leaves, self.inside, strict=True)
+        return [self._stand_in(x, leaf) if inside else x for x, leaf, inside in triples]
 
     def _stand_in(self, x: jax.Array, leaf: Leaf) -> jax.Array:
         shape = list(x.shape)
-        for dim, axes in () if self.setup.config.cuts.params else leaf.dims:
+        for dim, axes in () if self.setup.config.cuts.params else self._dims(leaf):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
         return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(collectives.varying(x)))
 
@@ -110,12 +124,13 @@ class DeviceLoss:
         is_shard, differentiate = self.setup.config.cuts.params, self.options.differentiate
         alone = not self.setup.split_axes
 
-        def value(x: jax.Array, d: jax.Array, leaf: Leaf) -> Value:
-            if not self._is_cut(leaf):
+        def value(x: jax.Array, d: jax.Array, leaf: Leaf, inside: bool) -> Value:
+            if not inside:
                 return Sharded(None, d, (), False) if differentiate and not alone else d
-            return Sharded(x, d if differentiate else None, leaf.dims, is_shard)
+            dims = self._dims(leaf)
+            return Sharded(x, d if differentiate else None, dims, is_shard, () if dims else self.setup.split_axes)
 
-        return [value(*each) for each in zip(shards, diff, self.leaves, strict=True)]
+        return [value(*each) for each in zip(shards, diff, self.leaves, self.inside, strict=True)]
 
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
         """(loss, weight, aux) of one microbatch."""
@@ -193,7 +208,7 @@ class DeviceLoss:
 
     def _scattered_here(self, g: jax.Array, leaf: Leaf) -> jax.Array:
         """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
-        return lax.optimization_barrier(g) if self._is_cut(leaf) else g
+        return lax.optimization_barrier(g) if leaf.dims and self.setup.config.cuts.accumulators else g
 
     def _bound_to(self, index: jax.Array) -> list[jax.Array]:
         """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""
@@ -202,12 +217,14 @@ class DeviceLoss:
         pairs = zip(self.shards, self.leaves, strict=True)
         return [lax.optimization_barrier((x, index))[0] if leaf.dims else x for x, leaf in pairs]
 
-    def _finish(self, g: jax.Array, leaf: Leaf, denominator: jax.Array | int) -> jax.Array:
+    def _finish(self, g: jax.Array, leaf: Leaf, inside: bool, denominator: jax.Array | int) -> jax.Array:
         """The gradient averaged over all devices, as the inner optimizer takes it: cut if the state is."""
-        cuts, done = self.setup.config.cuts, set()
-        if leaf.dims and cuts.state:
-            done = {axis for _, axes in leaf.dims for axis in axes}
-            g = g if cuts.accumulators else collectives.scatter_sum(g, leaf.dims)
+        dims = self._dims(leaf)
+        if dims and not inside:
+            g = collectives.scatter_sum(g, dims)
+        done = {axis for _, axes in dims for axis in axes}
+        if inside and not dims:
+            done = set(self.setup.split_axes)
         g = collectives.total(g, [axis for axis in self.setup.split_axes if axis not in done])
         if self.scale is not None:
             g, denominator = g.astype(sum_dtype(g)), denominator * self.scale

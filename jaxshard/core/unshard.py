@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.base.axes import Dims
-from jaxshard.base.tree import is_traced
+from jaxshard.base.tree import Names, is_traced
 from jaxshard.base.types import DType, Equation, T, Var
 from jaxshard.core import collectives
 from jaxshard.core.lookup import Lookup, looked_up
@@ -76,11 +76,12 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """One parameter inside the loss, in one of three forms.
+    """One parameter inside the loss, in one of four forms.
 
     * a shard, which `whole()` gathers (ZeRO-3): `is_shard`;
     * a whole copy, whose gradient is reduce-scattered (ZeRO-2);
-    * a parameter that is not cut: `local` is None.
+    * a whole copy, whose gradient is all-reduced over `sum_axes` (DDP);
+    * a parameter whose gradient is not reduced here: `local` is None.
 
     The loss is differentiated by `stand_in` in place of `local`.
     """
@@ -89,6 +90,7 @@ class Sharded:
     stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
     dims: Dims = dataclasses.field(metadata={"static": True})
     is_shard: bool = dataclasses.field(metadata={"static": True})
+    sum_axes: Names = dataclasses.field(default=(), metadata={"static": True})
 
     def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
         """The same parameter, whose gradient is that of another stand-in."""
@@ -101,6 +103,8 @@ class Sharded:
             return collectives.whole_with_grad_apart(self.stand_in)
         if self.stand_in is None:
             return collectives.gather(self.local, self.dims) if self.is_shard else self.local
+        if self.sum_axes:
+            return collectives.whole_with_summed_grad(self.local, self.stand_in, self.sum_axes)
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
 
 

@@ -1,52 +1,72 @@
 """How the traced loss uses each parameter: through marks alone, to look rows up, or as a whole."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from jaxshard.base.axes import Dims
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.base.primitives import CASTS, INLINED, REMAT
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.core import lookup
 from jaxshard.core.unshard import LOOKUP_MARK, MARK, deferred
 
 
-def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims, *, in_loop: bool = False) -> str | None:
+def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims, *, once: bool = False) -> str | None:
     """None if input `index` of the traced loss goes to marks and lookups alone, else its first other use, in words.
 
-    In a loop, which would exchange rows again and again, a lookup without a mark is another use.
+    `once`: its gradient is to be reduced once, so it may go to one mark only, and to none in a loop over other things.
     """
-    opened = open_jaxpr(jaxpr)
-    return _why_not_lazy(opened, opened.invars[index], dims, in_loop)
+    return _Search(dims, once).why_not(jaxpr, index, in_loop=False)
 
 
-def _why_not_lazy(jaxpr: OpenJaxpr, var: Var, dims: Dims, in_loop: bool) -> str | None:
-    if any(out is var for out in jaxpr.outvars):
-        return "returned or carried through a scan"
-    for eqn in jaxpr.eqns:
-        for position, operand in enumerate(eqn.invars):
-            if operand is var and (reason := _other_use(jaxpr, eqn, position, dims, in_loop)):
-                return reason
-    return None
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Looks for other uses of a parameter cut by `dims`. (A lookup in a loop would exchange rows at every step.)"""
 
+    dims: Dims
+    once: bool
 
-def _other_use(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, in_loop: bool) -> str | None:
-    name = eqn.primitive.name
-    if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, dims, asked=False)):
+    def why_not(self, jaxpr: Jaxpr, index: int, *, in_loop: bool) -> str | None:
+        opened = open_jaxpr(jaxpr)
+        return self._of_variable(opened, opened.invars[index], in_loop)
+
+    def _of_variable(self, jaxpr: OpenJaxpr, var: Var, in_loop: bool) -> str | None:
+        if any(out is var for out in jaxpr.outvars):
+            return "returned or carried through a scan"
+        if self.once and num_uses(jaxpr, var) > 1:
+            return "used in several places"
+        for eqn in jaxpr.eqns:
+            for position, operand in enumerate(eqn.invars):
+                if operand is var and (reason := self._of_use(jaxpr, eqn, position, in_loop)):
+                    return reason
         return None
-    if (part := deferred(eqn)) is not None:
-        return part.why_not_lazy(position, eqn.invars[position].aval.ndim, dims)
-    if name in CASTS:
-        return _why_not_lazy(jaxpr, eqn.outvars[0], dims, in_loop)
-    if name in INLINED or name in REMAT:
-        return why_not_lazy(inner_jaxpr(eqn), position, dims, in_loop=in_loop)
-    if name != "scan":
-        return f"used by {name}"
-    num_consts, num_carry = scan_split(eqn)
-    if num_consts <= position < num_consts + num_carry:
-        return "carried through a scan"
-    if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in dims):
-        return "cut on the dim that a scan runs over"
-    return why_not_lazy(inner_jaxpr(eqn), position, dims, in_loop=True)
+
+    def _of_use(self, jaxpr: OpenJaxpr, eqn: Equation, position: int, in_loop: bool) -> str | None:
+        name = eqn.primitive.name
+        if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, self.dims, asked=False)):
+            return None
+        if (part := deferred(eqn)) is not None:
+            return part.why_not_lazy(position, eqn.invars[position].aval.ndim, self.dims)
+        if name in CASTS:
+            return self._of_variable(jaxpr, eqn.outvars[0], in_loop)
+        if name in INLINED or name in REMAT:
+            return self.why_not(inner_jaxpr(eqn), position, in_loop=in_loop)
+        if name != "scan":
+            return f"used by {name}"
+        num_consts, num_carry = scan_split(eqn)
+        if num_consts <= position < num_consts + num_carry:
+            return "carried through a scan"
+        if self.once and position < num_consts:
+            return "used in every step of a scan"
+        if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in self.dims):
+            return "cut on the dim that a scan runs over"
+        return self.why_not(inner_jaxpr(eqn), position, in_loop=True)
+
+
+def defers(jaxpr: Jaxpr) -> bool:
+    """Whether a part of the program runs later, by rules of its own: a pipeline."""
+    return any(deferred(eqn) is not None for eqn in equations(jaxpr))
 
 
 def mark(eqn: Equation) -> str:
