@@ -20,7 +20,7 @@ MAX_FLOORS, MAX_ARROWS = 8, 60
 # From the ground up: a room imports only rooms that stand before it.
 ORDER = (
     *("base", "hardware", "processes", "mesh", "rows", "inner", "digest", "guards", "core", "inspect", "aot"),
-    *("pipelining", "tensor", "plan", "checkpoint", "jaxshard", "trainer", "cli", "__main__"),
+    *("pipelining", "tensor", "plan", "checkpoint", "jaxshard", "bench", "trainer", "cli", "__main__"),
 )
 
 Graph = Mapping[str, set[str]]

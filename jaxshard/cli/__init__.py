@@ -1,4 +1,4 @@
-"""The command `jaxshard`: it trains the reference model, plans, and looks at checkpoints."""
+"""The command `jaxshard`: it trains the reference model, plans, benchmarks, and looks at checkpoints."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ commands:
   plan [CONFIG.toml] [OPTIONS]
           what training will cost each device, all strategies side by side, on
           machines that are not there; --compile asks their own compilers
+  bench [OPTIONS]
+          steps of jaxshard beside those by other means, by the machines' own
+          compilers and on simulated devices
   ckpt ls DIR
           list the checkpoints of a folder or of a run
   ckpt info DIR
@@ -50,10 +53,11 @@ examples:
   jaxshard train --resume --out runs/mine
   jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
   jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
+  jaxshard bench --machines h100:8 --steps zero2 gspmd-zero-best
   jaxshard ckpt verify runs/mine
   jaxshard ckpt export runs/mine --safetensors model.safetensors
 """
-_COMMANDS = ("train", "plan", "ckpt")
+_COMMANDS = ("train", "plan", "bench", "ckpt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ. 2: bad input,
       and nothing was written. 75: a step hung. 134: another process was lost. 129, 130, 143: interrupted by SIGHUP, by
-      Ctrl-C, by SIGTERM. 141: who read the output has left (`plan` and `ckpt`; `train` goes on). After 75 and 134 the
-      same command is worth another try.
+      Ctrl-C, by SIGTERM. 141: who read the output has left (`plan`, `bench` and `ckpt`; `train` goes on). After 75 and
+      134 the same command is worth another try.
     """
     if is_command():
         _show_any_character()

@@ -85,7 +85,7 @@ def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective
     >>> collectives("HloModule m\\n\\nENTRY e {\\n  ROOT p = f32[8]{0} parameter(0)\\n}")
     ()
     """
-    module = hlo.parse(_text(compiled_or_text))
+    module = hlo.parse(text_of(compiled_or_text))
     return tuple(_walk(module, module.entry, _Around()))
 
 
@@ -111,7 +111,7 @@ def needed(what: str, got: object) -> str:
     return f"jaxshard.inspect needs {what}, got {shown}{hint}."
 
 
-def _text(compiled_or_text: jax.stages.Compiled | str) -> str:
+def text_of(compiled_or_text: jax.stages.Compiled | str) -> str:
     """The optimized HLO text, checked to be one."""
     what = "a compiled program, `jax.jit(f).lower(...).compile()`, or its HLO text, `compiled.as_text()`"
     is_compiled = isinstance(compiled_or_text, jax.stages.Compiled)

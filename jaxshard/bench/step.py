@@ -1,0 +1,80 @@
+"""What every step under comparison gives: its program, where its arrays lie, and its optimizer alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+Tree = Any
+
+
+class UnfitError(ValueError):
+    """The step cannot do what was asked; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a step is to do.
+
+    Attributes:
+      model: as in `models`.
+      mesh: of one axis, "data".
+      rows: of a batch: all devices, all microbatches.
+      microbatches: the parts whose gradients are summed before one update.
+      masters: bfloat16 params, with float32 masters in the state.
+    """
+
+    model: Any
+    mesh: jax.sharding.Mesh
+    rows: int
+    microbatches: int = 1
+    masters: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the params."""
+        return "bfloat16" if self.masters else "float32"
+
+    @property
+    def platform(self) -> str:
+        """The platform of the mesh's devices: "cpu", "gpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step, as one of the means makes it.
+
+    Attributes:
+      lower: the program, lowered.
+      run: (params, state, batch) to (params, state, metrics), donating the first two.
+      optimize: (grads, state, params) to (params, state): the optimizer alone, donating the last two.
+      params, state, batch, grads: `jax.ShapeDtypeStruct`s, with their shardings.
+      init: the state of params.
+      compiler_options: that belong to it.
+    """
+
+    lower: Callable[[], jax.stages.Lowered]
+    run: Callable[..., Any]
+    optimize: Callable[..., Any]
+    params: Tree
+    state: Tree
+    batch: Tree
+    grads: Tree
+    init: Callable[[Tree], Tree]
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def place(self, kind: str, values: Tree) -> Tree:
+        """Host arrays, in a tree with the same order of leaves, as the step's "params", "batch" or "grads"."""
+        to, treedef = jax.tree.flatten(getattr(self, kind))
+        found = zip(jax.tree.leaves(values), to, strict=True)
+        return treedef.unflatten([jax.device_put(x.astype(t.dtype), t.sharding) for x, t in found])
+
+
+def optimizer() -> optax.GradientTransformation:
+    """What most people train with."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
