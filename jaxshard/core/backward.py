@@ -138,8 +138,9 @@ def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
         return _bind(eqn, rows, ids)
 
     def backward(ids, cotangent):
+        ids = ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))  # uint8 cannot count the classes
         places = lax.broadcasted_iota(ids.dtype, rows.shape, rows.ndim - 1)
-        return jnp.where(places == ids[..., 0], cotangent, jnp.zeros_like(cotangent)), None
+        return jnp.where(places == ids, cotangent, jnp.zeros_like(cotangent)), None
 
     pick.defvjp(lambda rows, ids: (pick(rows, ids), ids), backward)
     return pick(rows, ids)

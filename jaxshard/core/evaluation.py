@@ -16,7 +16,14 @@ from jaxshard.core.lookup import Lookup
 from jaxshard.core.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 
 
-def run(closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), *, in_loop: bool = False) -> list[Value]:
+def run(
+    closed: Jaxpr,
+    values: Sequence[Tree],
+    weights: Iterable[int] = (),
+    *,
+    in_loop: bool = False,
+    ordered: bool | None = None,
+) -> list[Value]:
     """Evaluates a traced program; inputs that are cut are gathered at their marks, or where they are first used.
 
     Args:
@@ -24,11 +31,14 @@ def run(closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), *, i
       values: its inputs; parameters may be `Sharded` or `AtFirstUse`.
       weights: which inputs are parameters. (Those that are cut are known to be.)
       in_loop: the program is the body of a scan.
+      ordered: whether the backward pass is ordered; None: as it is on this platform. (An ordered program has rules for
+        its backward pass alone, so that forward-mode differentiation fails.)
     """
+    ordered = backward.is_ordered() if ordered is None else ordered
     is_cut = any(isinstance(value, Sharded | AtFirstUse) for value in values)
-    if not is_cut and not (backward.is_ordered() and backward.concerns(closed)):
+    if not is_cut and not (ordered and backward.concerns(closed)):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
-    return _Evaluation(closed, values, weights, in_loop).results()
+    return _Evaluation(closed, values, weights, in_loop, ordered).results()
 
 
 class _Evaluation:
@@ -39,8 +49,8 @@ class _Evaluation:
       weights: the variables that are whole parameters, cast and reshaped ones too.
     """
 
-    def __init__(self, closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int], in_loop: bool):
-        self.jaxpr, self.in_loop, self.is_ordered = open_jaxpr(closed), in_loop, backward.is_ordered()
+    def __init__(self, closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int], in_loop: bool, ordered: bool):
+        self.jaxpr, self.in_loop, self.is_ordered = open_jaxpr(closed), in_loop, ordered
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self.weights = {self.jaxpr.invars[i] for i in weights}
@@ -115,9 +125,9 @@ class _Evaluation:
         if name in CASTS:
             return [jax.tree.map(lambda x: collectives.vary(x, eqn.params["axes"]), values[0])]
         if name == "scan":
-            return _run_scan(eqn, values)
+            return _run_scan(eqn, values, self.is_ordered)
         if name in REMAT:
-            return _rematerialized(eqn, self.in_loop)(*values)
+            return _rematerialized(eqn, self.in_loop, self.is_ordered)(*values)
         if name in INLINED:
             return self._run_called(eqn)
         table = AtFirstUse(values[0]) if isinstance(values[0], Sharded) else values[0]
@@ -130,7 +140,8 @@ class _Evaluation:
 
     def _run_called(self, eqn: Equation) -> list[Value]:
         weights = [i for i, v in enumerate(eqn.invars) if self._is_weight(v)]
-        return run(inner_jaxpr(eqn), [self._read(v) for v in eqn.invars], weights, in_loop=self.in_loop)
+        values = [self._read(v) for v in eqn.invars]
+        return run(inner_jaxpr(eqn), values, weights, in_loop=self.in_loop, ordered=self.is_ordered)
 
     # The order of the backward pass, on GPU.
 
@@ -191,16 +202,16 @@ def _stand_in(value: Value | None) -> jax.Array | None:
     return value.stand_in if isinstance(value, Sharded) and value.local is not None else None
 
 
-def _rematerialized(eqn: Equation, in_loop: bool) -> Callable[..., list[Value]]:
+def _rematerialized(eqn: Equation, in_loop: bool, ordered: bool) -> Callable[..., list[Value]]:
     """The function that a remat runs. One for all equations of one inner program, so that JAX traces it once."""
-    inner, ordered = open_jaxpr(inner_jaxpr(eqn)), backward.is_ordered()
+    inner = open_jaxpr(inner_jaxpr(eqn))
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     known, how = _remats.setdefault(inner, {}), (policy, prevent_cse, ordered, in_loop)
     if how not in known:
-        program = weakref.ref(inner)
+        program = inner.replace()  # a copy, which JAX may keep to differentiate later, and which keeps no key alive
 
         def again(*values: Value) -> list[Value]:
-            return run(program(), values, in_loop=in_loop)
+            return run(program, values, in_loop=in_loop, ordered=ordered)
 
         if ordered and in_loop and policy is None and not eqn.effects:
             known[how] = backward.Recomputed(again)
@@ -224,12 +235,12 @@ def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value) -> Value:
     return checkpoint_name(value.whole(), MARK)
 
 
-def _run_scan(eqn: Equation, values: list[Value]) -> list[Value]:
+def _run_scan(eqn: Equation, values: list[Value], ordered: bool) -> list[Value]:
     num_consts, num_carry = scan_split(eqn)
     consts = values[:num_consts]
 
     def body(carry, xs):
-        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs], in_loop=True)
+        outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs], in_loop=True, ordered=ordered)
         return outs[:num_carry], outs[num_carry:]
 
     carry, stacked = lax.scan(

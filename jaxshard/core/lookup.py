@@ -61,21 +61,28 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     return asked or 2 * (ids.size * (row + num * ids.dtype.itemsize)) <= table.shape[0] * row
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def looked_up(
-    local: jax.Array, stand_in: jax.Array | None, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool
-) -> jax.Array:
-    """The rows that this device's ids name; their gradient comes out as that of `stand_in`, this device's part of it.
+def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool) -> jax.Array:
+    """The rows that this device's ids name.
 
     Args:
       local: this device's part of the table (`is_shard`), or the whole table.
-      stand_in: zeros of the part's shape, in the dtype in which gradients are reduced; None: no gradient is asked for.
       ids: (..., 1), as `lax.gather` takes them.
     """
-    del stand_in
     if not is_shard:
         return lookup.rows(local, ids)
     return _to_own_rows(lookup.rows(local, _all(ids, dims)), dims)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def looked_up(
+    local: jax.Array, stand_in: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool
+) -> jax.Array:
+    """As `exchanged`; the rows' gradient comes out as that of `stand_in`, this device's part of it.
+
+    `stand_in` is zeros of the part's shape, in the dtype in which gradients are reduced.
+    """
+    del stand_in
+    return exchanged(local, ids, lookup, dims, is_shard)
 
 
 def _forward(local, stand_in, ids, lookup, dims, is_shard):
@@ -85,15 +92,14 @@ def _forward(local, stand_in, ids, lookup, dims, is_shard):
 def _backward(lookup, dims, is_shard, kept, cotangent):
     local, stand_in, ids = kept
     wide = sum_dtype(cotangent)
-    part = stand_in if stand_in is not None else local
-    zeros = collectives.vary(jnp.zeros(part.shape, wide), tuple(collectives.varying(cotangent)))
+    zeros = collectives.vary(jnp.zeros(stand_in.shape, wide), tuple(collectives.varying(cotangent)))
     rows = _to_own_features(cotangent, dims).astype(wide)
     (scattered,) = jax.vjp(lambda table: lookup.rows(table, _all(ids, dims)), zeros)[1](rows)
     if is_shard:
         of_local = scattered.astype(local.dtype)
     else:
         (of_local,) = jax.vjp(lambda table: lookup.rows(table, ids), local)[1](cotangent)
-    return of_local, None if stand_in is None else scattered.astype(stand_in.dtype), None
+    return of_local, scattered.astype(stand_in.dtype), None
 
 
 looked_up.defvjp(_forward, _backward)

@@ -60,12 +60,14 @@ class Program:
     Attributes:
       verdict: what is known of its rows.
       roles: what each input is.
+      differentiate: whether gradients are asked for.
     """
 
     jaxpr: Jaxpr
     out_tree: TreeDef
     verdict: Verdict
     roles: tuple[str, ...]
+    differentiate: bool
 
     @property
     def row_dims(self) -> tuple[int | None, ...]:
@@ -123,7 +125,7 @@ class Program:
             for role, is_read in zip(roles, read_as_keys, strict=True)
         ]
         verdict = _verdict(jaxpr, of_rows, roles, batch, options)
-        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
+        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles), options.differentiate)
         _check_aux(program, shapes, options)
         return program
 
@@ -132,9 +134,8 @@ class Program:
     ) -> tuple[Tree, Tree, Tree]:
         """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
-        return jax.tree.unflatten(
-            self.out_tree, [jnp.asarray(x) for x in evaluation.run(self.jaxpr, flat, range(len(values)))]
-        )
+        outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=None if self.differentiate else False)
+        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in outs])
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:

@@ -9,6 +9,7 @@ the mark (see `core.evaluation`). Any other leaf is gathered where the loss firs
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from jaxshard.base.axes import Dims
 from jaxshard.base.tree import Names, is_traced
 from jaxshard.base.types import DType, Equation, T, Var
 from jaxshard.core import collectives
-from jaxshard.core.lookup import Lookup, looked_up
+from jaxshard.core.lookup import Lookup, exchanged, looked_up
 
 MARK = "jaxshard.unshard"
 LOOKUP_MARK = "jaxshard.lookup"
@@ -113,17 +114,17 @@ class AtFirstUse:
     """A cut parameter that is gathered where the loss first uses it, unless that is a lookup that exchanges rows.
 
     Attributes:
-      cast: the dtype that the loss has cast it to, if it has, before it looks rows up.
+      casts: the dtypes that the loss has cast it to, one after the other, before it looks rows up.
       asked: lookups exchange rows because `lookup` asks for it, whatever that costs.
     """
 
     sharded: Sharded
-    cast: DType | None = None
+    casts: tuple[DType, ...] = ()
     asked: bool = False
 
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here."""
-        return self.sharded.whole() if self.cast is None else self.sharded.whole().astype(self.cast)
+        return self._cast(self.sharded.whole())
 
     def after(self, mark: str) -> "AtFirstUse":
         """The same parameter, past a mark."""
@@ -131,7 +132,10 @@ class AtFirstUse:
 
     def as_dtype(self, dtype: DType) -> "AtFirstUse":
         """The same parameter, cast."""
-        return dataclasses.replace(self, cast=dtype)
+        return dataclasses.replace(self, casts=(*self.casts, dtype))
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
     def with_stand_in(self, stand_in: jax.Array) -> "AtFirstUse":
         """The same parameter, whose gradient is that of another stand-in."""
@@ -141,7 +145,9 @@ class AtFirstUse:
         """Its rows that `ids` name, exchanged with other devices."""
         s = self.sharded
         assert s.local is not None
-        local = s.local if self.cast is None else s.local.astype(self.cast)
+        local = self._cast(s.local)
+        if s.stand_in is None:
+            return exchanged(local, ids, how, s.dims, s.is_shard)
         return looked_up(local, s.stand_in, ids, how, s.dims, s.is_shard)
 
 

@@ -54,7 +54,7 @@ def advance(
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
     out, state = step(grads, state, params_at_home, ok, _arrays(extra))
-    out = _to_params(setup, found, out, old=params if new else None)
+    out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
         return as_updates(setup, out, params), state
     if not new:
