@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxshard.base.jaxprs import depends, reaches, varies_smoothly
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
-from jaxshard.core import evaluation, unshard
+from jaxshard.core import compiler_options, evaluation, unshard
 from jaxshard.core.sharding import Setup
 from jaxshard.core.unshard import Scale, Value
-from jaxshard.mesh import platform_of
 from jaxshard.rows.verdict import Question, Verdict, judge
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -42,15 +41,9 @@ class LossOptions:
         return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
     @property
-    def compiler_options(self) -> dict[str, str] | None:
-        """Options for `jax.jit`, which keep simulated devices from deadlocks.
-
-        XLA for CPU (jax 0.10.2, 0.12) schedules for the most concurrency. If loops hold collectives over several axes,
-        each device then starts these beside others in its own order, and now and then the devices wait for each other
-        forever. Scheduled for the least memory, thousands of runs finished.
-        """
-        on_cpu = platform_of(self.setup.mesh) == "cpu"
-        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and self.checked else None
+    def compiler_options(self) -> dict[str, compiler_options.Value]:
+        """Options for `jax.jit`."""
+        return compiler_options.ours(self.setup.mesh, self.setup.config.cuts, checked=self.checked)
 
 
 @dataclasses.dataclass(frozen=True)

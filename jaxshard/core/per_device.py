@@ -13,7 +13,7 @@ from jaxshard.base.axes import Dims
 from jaxshard.base.jaxprs import open_jaxpr
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
-from jaxshard.core import collectives, uses
+from jaxshard.core import backward, collectives, uses
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
@@ -199,7 +199,8 @@ class DeviceLoss:
 
         def step(sums, indexed):
             index, batch = indexed
-            grads, outs = self._grad(self._bound_to(index), diff, batch, index)
+            shards, sums = self._bound_to(index, sums)
+            grads, outs = self._grad(shards, diff, batch, index)
             return [
                 s + self._scattered_here(g, leaf) for s, g, leaf in zip(sums, grads, self.leaves, strict=True)
             ], outs
@@ -210,12 +211,21 @@ class DeviceLoss:
         """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
         return lax.optimization_barrier(g) if leaf.dims and self.setup.config.cuts.accumulators else g
 
-    def _bound_to(self, index: jax.Array) -> list[jax.Array]:
-        """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole."""
+    def _bound_to(self, index: jax.Array, sums: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole.
+
+        On GPU they are tied to the sums of the microbatches before: XLA would gather what a microbatch needs first (and
+        its output layer) beside the microbatch before, at 224 MB of 1208 MB (`benchmarks/NOTES.md`).
+        """
         if not self.setup.config.cuts.params:
-            return self.shards
-        pairs = zip(self.shards, self.leaves, strict=True)
-        return [lax.optimization_barrier((x, index))[0] if leaf.dims else x for x, leaf in pairs]
+            return self.shards, sums
+        cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.dims]
+        if backward.is_ordered():
+            tied, sums = lax.optimization_barrier((cut, sums))
+        else:
+            tied = [lax.optimization_barrier((x, index))[0] for x in cut]
+        bound = iter(tied)
+        return [next(bound) if leaf.dims else x for x, leaf in zip(self.shards, self.leaves, strict=True)], sums
 
     def _finish(self, g: jax.Array, leaf: Leaf, inside: bool, denominator: jax.Array | int) -> jax.Array:
         """The gradient averaged over all devices, as the inner optimizer takes it: cut if the state is."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Self
 
 import jax
@@ -14,6 +14,7 @@ from jaxshard.base.jaxprs import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import Metrics, Params, State, T, Tree
 from jaxshard.core import collectives
+from jaxshard.core import compiler_options as compilers
 from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.gradients import LossFn, LossFunction, check_global, check_options
 from jaxshard.core.layout import Layout
@@ -45,6 +46,7 @@ def train_step(
     donate: bool = True,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
+    compiler_options: Mapping[str, compilers.Value] | None = None,
 ) -> "TrainStep":
     """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
@@ -59,6 +61,8 @@ def train_step(
         the end of the program). After more than `max_skips` in a row, the second call after that raises
         `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
         which count them themselves.
+      compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
+        with their reasons), or in place of some: `{"xla_gpu_enable_pipelined_all_gather": False}`.
 
     Returns:
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
@@ -71,8 +75,8 @@ def train_step(
       NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
         only lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
-      ValueError: arrays that were donated to an earlier step, a batch whose rows do not divide, or (several processes)
-        one that is not made of global arrays.
+      ValueError: an option that the compiler does not know (at the first step); arrays that were donated to an earlier
+        step, a batch whose rows do not divide, or (several processes) one that is not made of global arrays.
     """
     setup = setup_of(opt, "train_step")
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
@@ -82,7 +86,8 @@ def train_step(
     check_flag("train_step", "donate", donate)
     options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
     check_options("train_step", options)
-    return TrainStep(LossFunction(options), donate, extra, max_skips)
+    given = compilers.check_given("train_step", compiler_options)
+    return TrainStep(LossFunction(options), donate, extra, max_skips, given)
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +101,7 @@ class TrainStep:
     donate: bool
     extra: ExtraFn | None
     max_skips: int | None
+    compiler_options: dict[str, compilers.Value]
     _programs: dict[tuple[Hashable, ...], "_Program"] = dataclasses.field(default_factory=dict, repr=False)
     _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
     _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
@@ -188,13 +194,14 @@ class TrainStep:
         shapes, wanted = shapes_of(state), setup.param_shardings(params)
         settled = setup.settled(params, shapes)
         self._check_skips(settled)
+        compilers.check_known("train_step", setup.mesh, self.compiler_options)
         before, after = (setup.named(setup.with_state(params, tree).state_specs) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         run = jax.jit(
             self._step,
             out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
             donate_argnums=self._donated(shapes, settled.state),
-            compiler_options=self.loss.options.compiler_options,
+            compiler_options=self.loss.options.compiler_options | self.compiler_options,
         )
         names = [path_of(names) for names, _ in named_leaves(params)]
         return _Program(run, wanted, before, batch, names)
