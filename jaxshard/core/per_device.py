@@ -114,7 +114,9 @@ class DeviceLoss:
         shape = list(x.shape)
         for dim, axes in () if self.setup.config.cuts.params else self._dims(leaf):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
-        return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(collectives.varying(x)))
+        summed = () if self._dims(leaf) else self.setup.split_axes  # where its gradient is made, with that type
+        axes = collectives.varying(x).difference(summed)
+        return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(axes))
 
     def _sum_dtype(self, leaf: Leaf) -> DType:
         return like(self.setup.config.reduce_dtype, leaf.dtype)

@@ -283,7 +283,7 @@ def test_meshes(monkeypatch, wanted, name, platform):
         assert_close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_checked_types_beside_a_tensor_axis(zero):
     def loss(params, batch):
         x = find(params["t"], batch["ids"]) + params["t"][batch["ids"][:, ::-1]]
