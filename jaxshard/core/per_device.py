@@ -65,11 +65,12 @@ class DeviceLoss:
         if self._reduces_once():
             self.inside = [bool(leaf.dims) for leaf in self.leaves]
         jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
-        self.reasons = [uses.why_not_lazy(jaxpr, i, self._dims(leaf), once=once) for i, leaf in enumerate(self.leaves)]
+        cuts = [self._dims(leaf) if yes else () for leaf, yes in zip(self.leaves, self.inside, strict=True)]
+        self.reasons = [uses.why_not_lazy(jaxpr, i, dims, once=once) for i, dims in enumerate(cuts)]
         notes.reasons, notes.inside, notes.program = self.reasons, self.inside, self.program
         inputs = open_jaxpr(jaxpr)
-        pairs = zip(inputs.invars, self.leaves, strict=False)  # the loss's further inputs are no parameters
-        notes.looked_up = [uses.only_looked_up(inputs, v, self._dims(leaf)) for v, leaf in pairs]
+        pairs = zip(inputs.invars, cuts, strict=False)  # the loss's further inputs are no parameters
+        notes.looked_up = [uses.only_looked_up(inputs, v, dims) for v, dims in pairs]
 
     def run(self) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).

@@ -1,0 +1,108 @@
+"""Exact figures of six small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
+
+    python benchmarks/gate.py                                # compares; status 1 where a figure changed
+    python benchmarks/gate.py --write "why they changed"     # keeps the new figures, with the reason
+
+Nothing runs, and no TPU is needed, only libtpu. CI compares them (`tests/test_gate.py`). Peaks and the numbers of
+collectives are the compiler's doing: these are compared with the libtpu and the JAX that expected.json names.
+"""
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jaxshard
+from jaxshard.bench.models import Hooks, loss, model
+
+EXPECTED = Path(__file__).with_name("expected.json")
+MACHINE = "v5e:2x4"
+BY_COMPILER = ("peak_bytes", "collectives")
+
+Figures = dict[str, Any]
+
+
+def _case(strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bool = False) -> Callable[[], Figures]:
+    def figures() -> Figures:
+        mesh = jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
+        options = {"master_dtype": "float32"} if masters else {}
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+        opt = getattr(jaxshard, strategy)(tx, mesh, **options)
+        dtype = "bfloat16" if masters else "float32"
+        small = model("decoder", layers=2, width=1024, hidden=2048, heads=8, vocabulary=4096, length=128, dtype=dtype)
+        params = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, dtype), small.shapes(), is_leaf=lambda x: isinstance(x, tuple)
+        )
+        step = jaxshard.train_step(lambda p, b: loss(small, p, b, Hooks()), opt, microbatches=microbatches)
+        lowered = step.lower(params, opt.init(params), small.batch(16 * microbatches))
+        return _figures(jaxshard.inspect.report(lowered.compile()))
+
+    return figures
+
+
+def _figures(report: jaxshard.inspect.Report) -> Figures:
+    params, state, _ = report.arguments
+    counted = collections.Counter(c.kind for c in report.collectives if c.group_size > 1)
+    return {
+        "wire_bytes": round(report.wire_bytes),
+        "params_bytes": params,
+        "state_bytes": state,
+        "collectives": dict(sorted(counted.items())),
+        "peak_bytes": report.peak_bytes,
+    }
+
+
+CASES = {
+    "ddp": _case("ddp"),
+    "zero1, 2 microbatches": _case("zero1", microbatches=2),
+    "zero2": _case("zero2"),
+    "zero2, bfloat16 with masters, 2 microbatches": _case("zero2", masters=True, microbatches=2),
+    "zero3": _case("zero3"),
+    "hsdp, 2 replicas": _case("hsdp", replica=2),
+}
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+
+
+def differences(case: str, found: Figures, expected: dict[str, Any]) -> list[str]:
+    """A line for each figure that is not as expected, with both numbers."""
+    same_compiler = versions() == expected["versions"]
+    wanted = expected["figures"].get(case, {})
+    lines = []
+    for name, number in found.items():
+        if number != wanted.get(name) and (same_compiler or name not in BY_COMPILER):
+            lines.append(f"{case}: {name} is {number}, expected {wanted.get(name)}")
+    return lines
+
+
+def main() -> int:
+    """Compares, or writes."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--write", metavar="REASON", help="keep the new figures; why did they change?")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # nothing runs
+    found = {case: figures() for case, figures in CASES.items()}
+    if options.write is not None:
+        if not options.write.strip():
+            parser.error("--write needs a reason")
+        kept = {"machine": MACHINE, "versions": versions(), "reason": options.write, "figures": found}
+        EXPECTED.write_text(json.dumps(kept, indent=2) + "\n")
+        return 0
+    expected = json.loads(EXPECTED.read_text())
+    lines = [line for case, figures in found.items() for line in differences(case, figures, expected)]
+    print("\n".join(lines) or "all as expected")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
