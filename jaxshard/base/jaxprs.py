@@ -149,6 +149,14 @@ def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
     return [not is_literal(v) and env[v] for v in jaxpr.outvars]
 
 
+def variables_that_vary_smoothly(jaxpr: OpenJaxpr, wrt: Sequence[bool]) -> set[Var]:
+    """All variables of a program that may have a gradient with respect to an input that is marked in `wrt`."""
+    made = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
+    variables = [*jaxpr.invars, *made]
+    whole = jaxpr.replace(outvars=variables, debug_info=unnamed(jaxpr, len(jaxpr.invars), len(variables)))
+    return {v for v, smooth in zip(variables, varies_smoothly(whole, [*wrt]), strict=True) if smooth}
+
+
 def _vary_smoothly(eqn: Equation, found: list[bool]) -> list[bool]:
     """As `varies_smoothly`, for what a call, a branch or a loop returns."""
     name = eqn.primitive.name

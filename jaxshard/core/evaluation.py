@@ -4,11 +4,19 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.base.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
+from jaxshard.base.jaxprs import (
+    closed_jaxpr,
+    core,
+    inner_jaxpr,
+    is_literal,
+    open_jaxpr,
+    run_equations,
+    scan_split,
+    variables_that_vary_smoothly,
+)
 from jaxshard.base.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.core import backward, buckets, collectives, uses
@@ -23,6 +31,7 @@ def run(
     *,
     in_loop: bool = False,
     ordered: bool | None = None,
+    smooth: Sequence[bool] | None = None,
 ) -> list[Value]:
     """Evaluates a traced program; inputs that are cut are gathered at their marks, or where they are first used.
 
@@ -33,12 +42,13 @@ def run(
       in_loop: the program is the body of a scan.
       ordered: whether the backward pass is ordered; None: as it is on this platform. (An ordered program has rules for
         its backward pass alone, so that forward-mode differentiation fails.)
+      smooth: which inputs may have gradients; None: all.
     """
     ordered = backward.is_ordered() if ordered is None else ordered
     is_cut = any(isinstance(value, Sharded | AtFirstUse) for value in values)
     if not is_cut and not (ordered and backward.concerns(closed)):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
-    return _Evaluation(closed, values, weights, in_loop, ordered).results()
+    return _Evaluation(closed, values, weights, in_loop, ordered, smooth or [True] * len(values)).results()
 
 
 class _Evaluation:
@@ -47,10 +57,20 @@ class _Evaluation:
     Attributes:
       env: the values of its variables.
       weights: the variables that are whole parameters, cast and reshaped ones too.
+      smooth: if the backward pass is ordered, the variables that may have gradients.
     """
 
-    def __init__(self, closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int], in_loop: bool, ordered: bool):
+    def __init__(
+        self,
+        closed: Jaxpr,
+        values: Sequence[Tree],
+        weights: Iterable[int],
+        in_loop: bool,
+        ordered: bool,
+        smooth: Sequence[bool],
+    ):
         self.jaxpr, self.in_loop, self.is_ordered = open_jaxpr(closed), in_loop, ordered
+        self.smooth = variables_that_vary_smoothly(self.jaxpr, smooth) if ordered else set()
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self.weights = {self.jaxpr.invars[i] for i in weights}
@@ -67,7 +87,7 @@ class _Evaluation:
             if later or self._takes_cut(eqn):
                 self._run_waiting()
                 outs = self._run_with_cut(eqn)
-                self._set(eqn, self._after_gradients_of(later, outs))
+                self._set(eqn, self._after_gradients_of(later, eqn.outvars, outs))
             elif self.is_ordered and self._run_ordered(eqn):
                 continue
             else:
@@ -141,7 +161,8 @@ class _Evaluation:
     def _run_called(self, eqn: Equation) -> list[Value]:
         weights = [i for i, v in enumerate(eqn.invars) if self._is_weight(v)]
         values = [self._read(v) for v in eqn.invars]
-        return run(inner_jaxpr(eqn), values, weights, in_loop=self.in_loop, ordered=self.is_ordered)
+        smooth = [not is_literal(v) and v in self.smooth for v in eqn.invars] if self.is_ordered else None
+        return run(inner_jaxpr(eqn), values, weights, in_loop=self.in_loop, ordered=self.is_ordered, smooth=smooth)
 
     # The order of the backward pass, on GPU.
 
@@ -168,7 +189,7 @@ class _Evaluation:
         self._run_waiting()
         variables = buckets.live(self.jaxpr, place, self.weights)
         variables = [v for v in variables if isinstance(self.env[v], jax.Array)]
-        tied = self._after_gradients_of(self._reduced_before[place], [self.env[v] for v in variables])
+        tied = self._after_gradients_of(self._reduced_before[place], variables, [self.env[v] for v in variables])
         self.env |= dict(zip(variables, tied, strict=True))
 
     def _gradients_before(self, place: int, eqn: Equation) -> list[Var]:
@@ -180,9 +201,12 @@ class _Evaluation:
             return []
         return [v for v in uses.first_used_after(self.jaxpr, place) if _stand_in(self._value(v)) is not None]
 
-    def _after_gradients_of(self, params: list[Var], values: list[Value]) -> list[Value]:
-        """The values, whose backward pass begins when the gradients of these parameters are reduced."""
-        places = [i for i, x in enumerate(values) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    def _after_gradients_of(self, params: list[Var], variables: list[Var], values: list[Value]) -> list[Value]:
+        """The values of variables, whose backward pass begins when the gradients of these parameters are reduced.
+
+        Only of those that have gradients: else JAX would differentiate what is made of the others, too.
+        """
+        places = [i for i, v in enumerate(variables) if v in self.smooth]
         if not params or not places:
             return values
         stand_ins = [_stand_in(self.env[v]) for v in params]

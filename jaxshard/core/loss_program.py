@@ -127,7 +127,9 @@ class Program:
     ) -> tuple[Tree, Tree, Tree]:
         """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
         flat = [*values, *jax.tree.leaves((batch, args, scale))]
-        outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=None if self.differentiate else False)
+        ordered = None if self.differentiate else False
+        smooth = [role == "param" for role in self.roles]
+        outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=ordered, smooth=smooth)
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in outs])
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, batches, distances, hostile_params, model_loss, one_device, sharded
 
 import jaxshard
-from jaxshard.core import backward, collectives, sharding, update
+from jaxshard.core import backward, buckets, collectives, sharding, update
 from jaxshard.core.optimizer import setup_of
 
 pytestmark = [
@@ -297,6 +297,31 @@ LOSSES = {
 def test_losses_of_strangers(loss, strategy):
     want = one_device(LOSSES[loss], sgd(), weights(), rows())
     got = sharded(LOSSES[loss], opt_of(strategy), weights(), rows())
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def halved(x):
+    """A loop that JAX cannot differentiate."""
+    return lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1, lambda x: x / 2, x)
+
+
+def unrolled(p, batch):
+    """Between the first uses of parameters it computes what has no gradient."""
+    x, still = batch["x"], batch["x"]
+    for name in ("a", "b"):
+        x, still = jnp.tanh(x @ p[name]), halved(still + 1)
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ jaxshard.unshard(w)), None), x, p["layers"])
+    return jnp.mean(jnp.square(jax.checkpoint(asked)(p, x) @ p["router"])) + 0 * jnp.mean(still)
+
+
+@pytest.mark.parametrize("loss", [unrolled, nested_jits_and_remats, experts, remat_of_integers_masks_and_keys])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_losses_whose_gradients_are_reduced_bucket_by_bucket(monkeypatch, loss, strategy):
+    """Each parameter in a bucket of its own."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    want = one_device(loss, sgd(), weights(), rows())
+    got = sharded(loss, opt_of(strategy, rows="mixed"), weights(), rows())
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, 1e-12)
 
