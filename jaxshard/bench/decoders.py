@@ -24,6 +24,7 @@ class Decoder:
       one_hot: the cross-entropy takes the targets' logits by a product with one-hot rows, not by indices.
       dtype: of the computation.
       attention: as `jax.nn.dot_product_attention` takes its `implementation`.
+      tied: the table of embeddings is the output layer too.
     """
 
     layers: int = 12
@@ -36,6 +37,7 @@ class Decoder:
     one_hot: bool = False
     dtype: str = "float32"
     attention: Any = None
+    tied: bool = False
 
     def shapes(self) -> Tree:
         """The parameters' shapes."""
@@ -47,7 +49,8 @@ class Decoder:
             "up": (self.width, self.hidden),
             "down": (self.hidden, self.width),
         }
-        return _decoder_shapes(self, layer)
+        shapes = _decoder_shapes(self, layer)
+        return {name: shape for name, shape in shapes.items() if name != "head" or not self.tied}
 
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of a batch of token ids."""
@@ -159,7 +162,8 @@ def _turned(x_BxLxHxK: jax.Array) -> jax.Array:
 
 def _cross_entropy(params: Tree, x: jax.Array, targets_BxL: jax.Array, dtype: str, one_hot: bool) -> jax.Array:
     x = _normed(x, params["norm"])
-    logits = (x @ params["head"].astype(dtype)).astype(jnp.float32)
+    head = params["head"] if "head" in params else params["embed"].T
+    logits = (x @ head.astype(dtype)).astype(jnp.float32)
     if one_hot:
         picked = jnp.sum(logits * jax.nn.one_hot(targets_BxL, logits.shape[-1]), -1)
     else:

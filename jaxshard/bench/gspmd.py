@@ -257,9 +257,9 @@ class _Parts:
         if not self.peer.early_head:
             return both
         params, x = both
-        last, x = _together(({"norm": params["norm"], "head": params["head"]}, x))
-        last["head"] = _with_laid_grad(self.mesh, self.cuts["head"])(last["head"])
-        return params | last, x
+        last, x = _together(({name: params[name] for name in ("norm", "head") if name in params}, x))
+        cuts = {name: self.cuts[name] for name in last}
+        return params | _with_laid_grad(self.mesh, cuts)(last), x
 
 
 def specs_of_layer(layer: Tree, num: int, peer: Peer) -> Tree:

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 import jax
 import tyro
+from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_room
 from jaxshard.base.text import printable_lines
 from jaxshard.base.units import nearest
-from jaxshard.bench import models, steps
+from jaxshard.bench import models, ours, processes, steps
 from jaxshard.bench.about import about
 from jaxshard.bench.measure import Row, Running, compiled, timed
 from jaxshard.bench.step import Step, Task, UnfitError
@@ -54,6 +55,11 @@ class Arguments:
     """The step whose time the others' are divided by."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 10
     """How often two steps are timed by turns; 0: not at all."""
+    processes: tuple[int, ...] = ()
+    """Measure too what this many devices cost over one, of jaxshard's --steps and of PyTorch's DDP,
+    ZeroRedundancyOptimizer and FSDP2 over gloo, in processes of their own: 2 8."""
+    torch: Annotated[Path | None, tyro.conf.arg(metavar="PYTHON")] = None
+    """The Python that has PyTorch; by default this one."""
     options: Annotated[str, tyro.conf.arg(metavar="JSON")] = "{}"
     """Compiler options, for all machines but cpu:N."""
     toy: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -104,6 +110,9 @@ def parse(arguments: Sequence[str]) -> Arguments:
             raise ValueError(f"--{name} {value} must be from {least} to {2**20}")
     if not 0 <= given.rounds <= 10**6:
         raise ValueError(f"--rounds {given.rounds} must be from 0 to {10**6}")
+    for count in given.processes:
+        if not 2 <= count <= 64 or given.rows % count:
+            raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {given.rows}")
     _compiler_options(given)
     _check_files(given)
     return given
@@ -154,8 +163,22 @@ def _run(given: Arguments) -> int:
                 say(console, bench_tables.line(row))
             bench_tables.show(console, rows, given.against)
             found += rows
+    for count in given.processes:
+        found += _beside_one_device(console, given, count)
     _write(given, start, found)
     return 0 if any(row.figures for row in found) else 1
+
+
+def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
+    """What `count` devices cost over one, shown."""
+    names = [name for name in given.steps if name in ours.NAMES] + list(processes.TORCH)
+    setting = processes.setting("toy" if given.toy else "small", given.rows, max(given.rounds, 1), given.torch)
+    found = []
+    for row in processes.rows(names, count, setting):
+        found.append(row)
+        say(console, bench_tables.line(row))
+    bench_tables.show_beside_one(console, found)
+    return found
 
 
 def _rows(given: Arguments, machine: str, model: str) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,8 @@ _COMPILED: dict[str, _Cell] = {
     "trace": _seconds("trace_seconds"),
     "compile": _seconds("compile_seconds"),
 }
-_TIMED: dict[str, _Cell] = {
-    "step": _seconds("step_seconds"),
-    "ratio": _ratio("step_ratio"),
+_STEP: dict[str, _Cell] = {"step": _seconds("step_seconds"), "ratio": _ratio("step_ratio")}
+_UPDATE: dict[str, _Cell] = {
     "update": _seconds("update_seconds"),
     "ratio of updates": _ratio("update_ratio"),
 }
@@ -65,7 +65,12 @@ def line(row: Row) -> str:
 
 
 def _told(row: Row) -> list[str]:
-    columns = _COMPILED | (_TIMED if "step_seconds" in row.figures else {})
+    given = row.figures
+    columns = {
+        **(_COMPILED if "peak_bytes" in given else {}),
+        **(_STEP if "step_seconds" in given else {}),
+        **(_UPDATE if "update_seconds" in given else {}),
+    }
     return [_with_unit(head, cell(row.figures)) for head, cell in columns.items()]
 
 
@@ -90,8 +95,19 @@ def show(console: Console, rows: Sequence[Row], against: str) -> None:
     timed = [row for row in with_figures if "step_seconds" in row.figures]
     if timed:
         console.print()
-        console.print(_table(f"{title}: times, and their ratios to those of {against}", _TIMED, timed))
+        console.print(_table(f"{title}: times, and their ratios to those of {against}", _STEP | _UPDATE, timed))
     console.print()
+
+
+def show_beside_one(console: Console, rows: Sequence[Row]) -> None:
+    """Prints what several devices cost over one."""
+    measured = [row for row in rows if row.figures]
+    if measured:
+        named = [dataclasses.replace(row, step=f"{row.step}, {row.machine}") for row in measured]
+        title = "times, and their ratios to those of one device of the same framework"
+        console.print()
+        console.print(_table(title, _STEP, named))
+        console.print()
 
 
 def _table(title: str, columns: Mapping[str, _Cell], rows: Sequence[Row]) -> Table:
@@ -109,7 +125,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     """Writes `MODEL_on_MACHINE.png` for each machine and model: a panel of bars for each figure."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.figures:
+        if "peak_bytes" in row.figures:
             groups.setdefault((row.model, row.machine), []).append(row)
     for (model, machine), group in groups.items():
         name = f"{model}_on_{machine}".replace(":", "_")

@@ -96,6 +96,8 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
         (["--microbatches", "0"], "--microbatches 0 must be"),
         (["--options", "{"], "it must be JSON"),
         (["--options", "[1]"], "it must be a JSON object"),
+        (["--processes", "1"], "--processes 1 must be from 2 to 64"),
+        (["--processes", "3"], "and divide --rows 16"),
         (["--json", "nowhere/x.json"], "name a file in a folder that is there"),
         (["--steps"], "--steps names none: there is ddp"),
         (["--model", "conv"], "unknown option --model"),
