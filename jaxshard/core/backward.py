@@ -160,14 +160,17 @@ class Recomputed:
 
     Attributes:
       fn: flat results of any arguments.
+      smooth: which of its results may have gradients; the others get none here.
     """
 
     fn: Callable[..., list[Tree]]
+    smooth: tuple[bool, ...]
 
     def __call__(self, *args: Tree) -> list[Tree]:
         leaves, treedef = jax.tree.flatten(args)
         waits = tuple(isinstance(x, jax.Array) for x in args for _ in jax.tree.leaves(x))
-        return _recomputed(_Call(self.fn, treedef, waits), *leaves)
+        outs = _recomputed(_Call(self.fn, treedef, waits), *leaves)
+        return [x if smooth else lax.stop_gradient(x) for x, smooth in zip(outs, self.smooth, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxshard.base.jaxprs import (
     run_equations,
     scan_split,
     variables_that_vary_smoothly,
+    varies_smoothly,
 )
 from jaxshard.base.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
@@ -238,7 +239,7 @@ def _rematerialized(eqn: Equation, in_loop: bool, ordered: bool) -> Callable[...
             return run(program, values, in_loop=in_loop, ordered=ordered)
 
         if ordered and in_loop and policy is None and not eqn.effects:
-            known[how] = backward.Recomputed(again)
+            known[how] = backward.Recomputed(again, tuple(varies_smoothly(inner, [True] * len(inner.invars))))
         else:
             known[how] = jax.checkpoint(again, policy=policy, prevent_cse=prevent_cse or ordered)
     return known[how]

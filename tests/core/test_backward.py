@@ -363,7 +363,10 @@ def test_evaluate_and_gradients_can_be_differentiated(strategy):
 
 
 def flat(x, w, ids):
-    return [jnp.tanh(x @ w), jnp.argmax(x @ w, -1) + ids, jnp.sin(x) @ w]
+    return [jnp.tanh(x @ w), jnp.argmax(x @ w, -1) + ids, jnp.sin(x) @ w, jnp.sign(x @ w)]
+
+
+RECOMPUTED = backward.Recomputed(flat, (True, False, True, False))
 
 
 def arguments():
@@ -372,7 +375,7 @@ def arguments():
 
 
 def test_recomputed_keeps_its_arguments_and_nothing_else():
-    _, pullback = jax.vjp(lambda x, w: backward.Recomputed(flat)(x, w, jnp.arange(6))[0], *arguments()[:2])
+    _, pullback = jax.vjp(lambda x, w: RECOMPUTED(x, w, jnp.arange(6))[0], *arguments()[:2])
     kept = sorted(x.shape for x in jax.tree.leaves(pullback) if x.size > 1)
     assert kept == [(4, 5), (6,), (6, 4)]
 
@@ -383,8 +386,14 @@ def test_recomputed_has_the_gradients_of_its_function(used, wrt):
     def total(fn):
         return lambda *args: sum(jnp.sum(jnp.square(fn(*args)[i])) for i in used)
 
-    got = jax.grad(total(backward.Recomputed(flat)), wrt)(*arguments())
+    got = jax.grad(total(RECOMPUTED), wrt)(*arguments())
     assert_close(got, jax.grad(total(flat), wrt)(*arguments()), 1e-15)
+
+
+def test_what_recomputed_returns_without_a_gradient_stays_without():
+    """JAX would differentiate a loop over it, too."""
+    gradient = jax.grad(lambda x, w: jnp.sum(halved(2 * RECOMPUTED(x, w, jnp.arange(6))[3])))(*arguments()[:2])
+    assert not np.any(gradient)
 
 
 def test_remats_that_keep_products_do_not_compute_them_again():
