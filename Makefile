@@ -83,7 +83,7 @@ notebooks: $(VENV)/.test
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 bench: $(VENV)/.train
-	$(VENV)/bin/python benchmarks/step_time.py $(ARGS)
+	$(VENV)/bin/jaxshard bench $(ARGS)
 
 # A stamp for what training needs, and one for the tests and linters.
 .SECONDARY:

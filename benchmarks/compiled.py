@@ -53,10 +53,9 @@ def main() -> None:
     task = task_of(options)
     for name in options.steps:
         start = time.perf_counter()
-        step = steps.build(name, task)
-        program = step.lower()
+        program = steps.build(name, task).lower()
         traced = time.perf_counter() - start
-        compiled = program.compile(compiler_options={**step.compiler_options, **options.options} or None)
+        compiled = program.compile(compiler_options=options.options or None)
         seconds = time.perf_counter() - start - traced
         print(f"{name:16} {figures(compiled)}; traced in {traced:.1f} s, compiled in {seconds:.1f} s", flush=True)
         if options.text:

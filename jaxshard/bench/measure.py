@@ -46,13 +46,13 @@ def compiled(build: Callable[[], Step], options: Mapping[str, Any]) -> tuple[Ste
 
     Args:
       build: makes the step.
-      options: compiler options, over those that belong to the step.
+      options: compiler options.
     """
     start = time.perf_counter()
     step = build()
     lowered = step.lower()
     traced = time.perf_counter()
-    program = lowered.compile(compiler_options={**step.compiler_options, **options} or None)
+    program = lowered.compile(compiler_options=dict(options) or None)
     done = time.perf_counter()
     found = dataclasses.asdict(figures(program))
     return step, {**found, "trace_seconds": traced - start, "compile_seconds": done - traced}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +55,6 @@ class Step:
       optimize: (grads, state, params) to (params, state): the optimizer alone, donating the last two.
       params, state, batch, grads: `jax.ShapeDtypeStruct`s, with their shardings.
       init: the state of params.
-      compiler_options: that belong to it.
     """
 
     lower: Callable[[], jax.stages.Lowered]
@@ -66,7 +65,6 @@ class Step:
     batch: Tree
     grads: Tree
     init: Callable[[Tree], Tree]
-    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def place(self, kind: str, values: Tree) -> Tree:
         """Host arrays, in a tree with the same order of leaves, as the step's "params", "batch" or "grads"."""

@@ -123,6 +123,12 @@ def test_lanes_are_cut_where_shards_are_multiples_of_128():
     assert cut("blocks/norm1", 12, 1024) == ()
 
 
+def test_the_best_peer_of_another_platform_trains_as_one_device(monkeypatch):
+    """On TPU updates are gathered, not new params."""
+    monkeypatch.setattr(gspmd, "best", lambda zero, platform, real=gspmd.best: real(zero, "tpu"))
+    check_trains_as_one_device("gspmd-zero-best", task())
+
+
 def test_a_layer_in_a_list_is_cut_as_one_in_a_stack():
     for path, shape in (("blocks/0/up", (64, 128)), ("blocks/0/down", (128, 64))):
         alone = tuple(gspmd.spec_of(path, shape, 8, gspmd.Peer(3), False))
