@@ -8,12 +8,14 @@ a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100; `benchmark
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxshard.base.axes import varying
 from jaxshard.base.jaxprs import equations
 from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
 from jaxshard.mesh import platform_of
@@ -54,6 +56,16 @@ def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:
     return eqn.primitive.bind(*operands, **eqn.params)
 
 
+def _held(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The values, of which none goes on before all are there.
+
+    Where types are checked, a barrier gives all of them the widest type. One of a narrower type goes on at once then:
+    autodiff has to find its own type.
+    """
+    pairs = zip(values, lax.optimization_barrier(list(values)), strict=True)
+    return [held if varying(held) == varying(x) else x for x, held in pairs]
+
+
 # The two gradients of a product.
 
 
@@ -75,7 +87,7 @@ def _together(*is_weight: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def backward(both, cotangents):
         if both is None or any(isinstance(x, SymbolicZero) for x in cotangents):
             return cotangents
-        held = lax.optimization_barrier(cotangents)
+        held = _held(cotangents)
         return tuple(x if weight else y for x, y, weight in zip(cotangents, held, is_weight, strict=True))
 
     same.defvjp(forward, backward, symbolic_zeros=True)
@@ -94,7 +106,7 @@ def before_the_rest(first: list[jax.Array], rest: list[jax.Array]) -> tuple[list
 
 def _before_the_rest_backward(_, cotangents):
     leaves, treedef = jax.tree.flatten(cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    held = iter(lax.optimization_barrier([x for x in leaves if not isinstance(x, SymbolicZero)]))
+    held = iter(_held([x for x in leaves if not isinstance(x, SymbolicZero)]))
     return jax.tree.unflatten(treedef, [x if isinstance(x, SymbolicZero) else next(held) for x in leaves])
 
 
@@ -169,7 +181,7 @@ class Recomputed:
     def __call__(self, *args: Tree) -> list[Tree]:
         leaves, treedef = jax.tree.flatten(args)
         waits = tuple(isinstance(x, jax.Array) for x in args for _ in jax.tree.leaves(x))
-        outs = _recomputed(_Call(self.fn, treedef, waits), *leaves)
+        outs = cast(list[Tree], _recomputed(_Call(self.fn, treedef, waits), *leaves))
         return [x if smooth else lax.stop_gradient(x) for x, smooth in zip(outs, self.smooth, strict=True)]
 
 
@@ -218,8 +230,8 @@ def _gradients(
 ) -> list[jax.Array]:
     """The gradients, by the leaves `wrt`, of the results `outs`, which have these cotangents."""
     waiting = [x for x, waits in zip(leaves, call.waits, strict=True) if waits]
-    waiting, cotangents = lax.optimization_barrier((waiting, cotangents))
-    tied = iter(waiting)
+    held = _held([*waiting, *cotangents])
+    tied, cotangents = iter(held[: len(waiting)]), held[len(waiting) :]
     leaves = [next(tied) if waits else x for x, waits in zip(leaves, call.waits, strict=True)]
 
     def of(*changed: jax.Array) -> list[Tree]:
