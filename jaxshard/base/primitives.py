@@ -87,6 +87,17 @@ FUSED = _names(
 )
 """Work element by element, or by index alone; the compiler fuses them into the operation that reads the result."""
 
+ATTENTION_PRODUCTS = {
+    ("fused_attention", "cudnn"): 2,
+    ("fused_attention", "splash"): 2,
+    ("fused_attention_backward", "cudnn"): 5,
+    ("fused_attention_backward", "splash"): 7,
+}
+"""Matrix products that causal attention in one kernel makes, for each pair of positions of a head that it looks at, by
+primitive and kernel. Its operands and results alone are in memory. The backward pass makes the weights again: splash
+attention twice, once for the queries' gradient and once for that of keys and values.
+"""
+
 REDUCTIONS = _names(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin cumsum cumlogsumexp"
 )

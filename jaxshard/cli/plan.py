@@ -32,6 +32,8 @@ from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.search import Build, Built, Row
 from jaxshard.trainer import toml
+from jaxshard.trainer.arithmetic import useful_flops
+from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import check_rows, make_parts, make_step
 from jaxshard.trainer.config import Config, check
 from jaxshard.trainer.display import make_console
@@ -238,6 +240,8 @@ def _planned(given: Arguments) -> int:
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
         rows, notes = rows_of(given, candidates(given, target), target)
+    rows = _with_useful_seconds(given, rows, target)
+    notes += _unfused(given, target)
     if rows and not any(row.fits for row in rows):
         notes.append(too_large(given, rows, target))
     if rows:
@@ -265,6 +269,17 @@ def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple
     if not rows:
         raise refused[0][1]
     return rows, [f"{candidate.name} cannot be: {error}" for candidate, error in refused]
+
+
+def _with_useful_seconds(given: Config, rows: Sequence[Row], target: Target) -> list[Row]:
+    each = useful_flops(given) / target.num_devices / target.chip.flops[given.model.dtype]
+    return [dataclasses.replace(row, useful_seconds=each) for row in rows]
+
+
+def _unfused(given: Config, target: Target) -> list[str]:
+    """A note where attention runs by plain operations, which another shape or type would spare."""
+    reason = why_not_fused(given.model, Candidate("ddp", data=target.num_devices).mesh(target))
+    return [f"Attention is not fused: {reason}."] if reason else []
 
 
 def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
@@ -343,8 +358,10 @@ def _compiled(given: Arguments) -> int:
     devices = plan_compiled.devices_of(machine)  # first: a machine that cannot be is told before what is wrong on it
     target, console = target_of(given), make_console()
     wanted = candidates(given, target) if given.strategies else [own(given, target)]
-    rows = search.compare(build, wanted, target)
+    rows = _with_useful_seconds(given, search.compare(build, wanted, target), target)
     _show(console, given, rows, target)
+    for note in _unfused(given, target):
+        console.print(note, soft_wrap=True)
     found = plan_compiled.compiled(console, build, rows, machine, devices)
     if given.json is not None:
         results = [

@@ -31,7 +31,7 @@ class _Column:
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Prints all rows side by side: as one table if the console is wide enough, else as two, else row by row."""
-    memory, rest = _memory_columns(rows), [*_step_columns(), *_batch_columns(rows)]
+    memory, rest = _memory_columns(rows), [*_step_columns(rows), *_batch_columns(rows)]
     tables = [_wide([*memory, *rest], rows, "On each device, per step")]
     if not _fits(console, *tables):
         tables = [_wide(memory, rows, "Memory on each device"), _wide(rest, rows, "A step, and what fits")]
@@ -58,9 +58,15 @@ def _memory_columns(rows: Sequence[Row]) -> list[_Column]:
     return [*columns, peak] if all(row.fits for row in rows) else [*columns, peak, excess]
 
 
-def _step_columns() -> list[_Column]:
+def _step_columns(rows: Sequence[Row]) -> list[_Column]:
     time = _Column("least time", lambda row: seconds_in_words(row.seconds.total))
-    return [_Column("sent", _sent), time, _Column("bound by", lambda row: row.seconds.bound, left=True)]
+    bound = _Column("bound by", lambda row: row.seconds.bound, left=True)
+    return [_Column("sent", _sent), time, *_utilization_columns(rows), bound]
+
+
+def _utilization_columns(rows: Sequence[Row]) -> list[_Column]:
+    known = any(row.utilization is not None for row in rows)
+    return [_Column("MFU", lambda row: f"{row.utilization or 0:.0%}")] if known else []
 
 
 def _batch_columns(rows: Sequence[Row]) -> list[_Column]:

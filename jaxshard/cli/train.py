@@ -31,6 +31,7 @@ from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 from jaxshard.trainer import toml
+from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.data import zlib_bits_per_byte
@@ -156,6 +157,8 @@ def make_job(given: Given) -> Job:
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
+    reason = why_not_fused(config.model, run.opt.mesh)
+    notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
     return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes])
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxshard.base.primitives import ATTENTION_PRODUCTS
 from jaxshard.base.rings import ring_bytes
 from jaxshard.base.types import T
 
@@ -158,7 +159,7 @@ class _Rescaler:
 
 
 def product_flops(op: Op) -> float:
-    """Multiplications and additions of a matrix product or convolution on one device; 0 for other operations."""
+    """Multiplications and additions of a matrix product, convolution or fused attention; 0 for other operations."""
     if op.name == "dot_general":
         contracted: Sequence[int] = op.params["dimension_numbers"][0][0]
         deep = math.prod(op.ins[0].shape[d] for d in contracted)
@@ -168,4 +169,7 @@ def product_flops(op: Op) -> float:
         kernel = op.ins[1]
         out_dim: int = op.params["dimension_numbers"].rhs_spec[0]
         return 2.0 * op.outs[0].size * math.prod(kernel.shape) / kernel.shape[out_dim]
+    if products := ATTENTION_PRODUCTS.get((op.name, str(op.params.get("kernel")))):
+        length = op.ins[0].shape[1]  # queries are (rows, positions, heads, features), and look at half of the pairs
+        return products * op.ins[0].size * float(length)
     return 0.0

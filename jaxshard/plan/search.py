@@ -31,6 +31,7 @@ class Row:
     prediction: Prediction
     target: Target
     largest_batch: int | None = None  # rows per step; None: not asked for
+    useful_seconds: float | None = None  # of a step's products, none made twice, at the chip's peak; None: not known
 
     @property
     def seconds(self) -> Seconds:
@@ -52,6 +53,11 @@ class Row:
         """Whether the peak is within the memory of the target."""
         return self.excess_bytes <= 0
 
+    @property
+    def utilization(self) -> float | None:
+        """The part of the least time that useful products take at the chip's peak: model FLOPs utilization, MFU."""
+        return None if self.useful_seconds is None else self.useful_seconds / self.seconds.total
+
     def to_dict(self) -> dict[str, Any]:
         """As plain dicts, lists, strings and numbers."""
         seconds = {"total": self.seconds.total, "overlapped": self.seconds.overlapped, "bound": self.seconds.bound}
@@ -60,6 +66,7 @@ class Row:
             "candidate": dataclasses.asdict(self.candidate),
             "fits": self.fits,
             "largest_batch": self.largest_batch,
+            "utilization": self.utilization,
             "seconds": dataclasses.asdict(self.seconds) | seconds,
             **self.prediction.to_dict(),
         }

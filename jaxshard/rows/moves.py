@@ -255,8 +255,9 @@ def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail:
 
 
 def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Linear algebra on the last two dims, a Fourier transform of the last ones."""
+    """Linear algebra on the last two dims, a Fourier transform of the last ones, attention of the last three."""
     ndim, inner = len(eqn.invars[0].aval.shape), len(eqn.params.get("fft_lengths", (0, 0)))
+    inner = 3 if eqn.primitive.name == "fused_attention" else inner
     joined = arithmetic.pointwise(eqn, labels, trail)
     if isinstance(joined, Free):
         return _like_nothing(joined)

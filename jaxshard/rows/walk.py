@@ -52,6 +52,7 @@ _MOVES: dict[str, moves.Rule] = {
     **dict.fromkeys(("argmax", "argmin"), moves.reduce),
     **dict.fromkeys(("sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), moves.along),
     **dict.fromkeys((*LINEAR_ALGEBRA, "fft"), moves.leading),
+    "fused_attention": moves.leading,
     "triangular_solve": moves.triangular_solve,
     **dict.fromkeys(
         (f"random_{name}" for name in ("bits", "gamma", "wrap", "unwrap", "fold_in", "seed", "split")), moves.random

@@ -22,6 +22,7 @@ from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
 from jaxshard.trainer import data, memory
+from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig
 from jaxshard.trainer.data import Rows
 from jaxshard.trainer.devices import make_mesh, start_devices
@@ -198,6 +199,7 @@ def _check_memory(run: Run, mesh: jax.sharding.Mesh) -> None:
 
 def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
     """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
+    why_not_fused(config.model, mesh)  # raises where it must be and cannot
     schedule, inner = make_optimizer(config.optimizer, config.train.steps)
     model = make_model(config)
     opt = make_strategy(config, model, inner, mesh)

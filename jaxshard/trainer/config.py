@@ -56,6 +56,12 @@ class ModelConfig:
     """Type of the computation; those of parameters, gradients and state are in [precision]."""
     remat: bool = True
     """Recompute each block in the backward pass instead of keeping what it computed."""
+    attention: Literal["auto", "fused", "xla"] = "auto"
+    """auto: in one kernel (cuDNN's on GPU, Pallas's splash on TPU) where there is one, else by plain operations;
+    fused: an error where there is none; xla: always by plain operations, which write all pairs of positions."""
+    loss_chunk: int = -1
+    """Positions of each row whose logits exist at once, a divisor of sequence_length; the backward pass makes them
+    again. 0: all; -1: as many as take 512 MB in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +222,11 @@ def check(config: Config) -> None:
         raise ValueError(
             f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by the "
             "same number of queries: change one of them, or set model.kv_heads = 0 for the number of heads"
+        )
+    if model.loss_chunk > 0 and model.sequence_length % model.loss_chunk:
+        raise ValueError(
+            f"model.loss_chunk = {model.loss_chunk} does not divide model.sequence_length = {model.sequence_length}: "
+            "change one of them, or set model.loss_chunk = -1 to have it chosen"
         )
     if model.positions == "rotary" and (model.width // model.heads) % 2:
         raise ValueError(

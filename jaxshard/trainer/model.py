@@ -19,12 +19,14 @@ from jax.sharding import PartitionSpec as P
 import jaxshard
 from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
+from jaxshard.trainer.attention import attention
 from jaxshard.trainer.config import ModelConfig
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
 
 _ROTARY_BASE = 10_000.0
+_MOST_LOGITS = 2**27  # of a row, in float32 512 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +166,19 @@ class LanguageModel:
             head_DxV = self._part("embedding", shared["embedding"]).embedding[...].T
         else:
             head_DxV = self._part("head", shared["head"]).kernel[...]
-        logits_BxLxV = jaxshard.tensor.column_parallel(
-            x_BxLxD.astype(dtype), head_DxV.astype(dtype), sequence=self._sequence
+        return jaxshard.tensor.vocab_parallel_linear_cross_entropy(
+            x_BxLxD.astype(dtype),
+            head_DxV.astype(dtype),
+            batch["tokens"][:, 1:],
+            chunk=self._loss_chunk(batch["tokens"].shape[1] - 1, head_DxV.shape[1]),
+            sequence=self._sequence,
         )
-        return jaxshard.tensor.vocab_parallel_cross_entropy(logits_BxLxV, batch["tokens"][:, 1:])
+
+    def _loss_chunk(self, length: int, columns: int) -> int:
+        """Of `length` positions, those whose logits over `columns` of the vocabulary exist at once; 0: all."""
+        if self.config.loss_chunk >= 0:
+            return self.config.loss_chunk
+        return next(n for n in range(length, 0, -1) if length % n == 0 and n * columns <= max(_MOST_LOGITS, columns))
 
 
 class Transformer(nnx.Module):
@@ -217,7 +228,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.kv_heads = config.kv_heads or config.heads
         self.queries = config.heads // self.kv_heads
-        self.rotary = config.positions == "rotary"
+        self.rotary, self.how = config.positions == "rotary", config.attention
         features = config.width // config.heads
         self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, rngs)
         self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
@@ -231,7 +242,7 @@ class Attention(nnx.Module):
         k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
         if self.rotary:
             q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
-        y_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
+        y_BxLxHxK = attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, self.how)
         return jaxshard.tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
 
 

@@ -55,6 +55,7 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
     _require(values, "data.heldout_bytes", lambda value: value > 1, "at least 2")
     _require(values, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")
+    _require(values, "model.loss_chunk", lambda value: value >= -1, "above 0, 0 for all positions, or -1 to choose")
     _require(values, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
     _require(values, "sharding.devices", lambda value: value is None or value > 0, "above 0")
     _require(values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")

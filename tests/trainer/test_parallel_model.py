@@ -17,6 +17,7 @@ from jaxshard.trainer.model import LanguageModel, Pipelined
 SMALL = ModelConfig(layers=4, width=16, heads=4, hidden=32, sequence_length=8, vocabulary=256)
 
 GROUPED = dataclasses.replace(SMALL, kv_heads=2)
+CHUNKED = dataclasses.replace(SMALL, loss_chunk=2)
 
 
 @functools.cache
@@ -34,6 +35,7 @@ def wide(tree):
 
 @functools.cache
 def truth(config):
+    config = dataclasses.replace(config, loss_chunk=0)
     loss, grads = jax.jit(jax.value_and_grad(LanguageModel(config).loss))(wide(start(config)), batch())
     return loss, grads
 
@@ -52,6 +54,9 @@ CASES = {
     "no pipeline": (SMALL, None, {"tensor": 4}, 3, True),
     "grouped": (GROUPED, Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3, True),
     "grouped, no pipeline": (GROUPED, None, {"tensor": 2}, 2, False),
+    "loss chunks": (CHUNKED, Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3, True),
+    "loss chunks, tied": (dataclasses.replace(CHUNKED, tied=True), Pipelined("gpipe", 2), {"pipeline": 2}, 2, False),
+    "loss chunks, no pipeline": (CHUNKED, None, {"tensor": 2}, 3, True),
     "no tensor": (SMALL, Pipelined("1f1b", 4), {"pipeline": 4}, 3, False),
 }
 
