@@ -16,6 +16,7 @@ import jax
 
 import jaxshard
 from jaxshard.cli.plan import building
+from jaxshard.core.state import init
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 GPT2_SMALL = ModelConfig(
@@ -109,7 +110,7 @@ def outcomes(machine: jaxshard.aot.Machine) -> Iterator[Outcome]:
         )
         mesh = jaxshard.make_mesh(**c.sizes, devices=devices)
         step, params, *rest = build(c, mesh)
-        lowered = step.lower(params, step.loss.options.engine.init(params), *rest)
+        lowered = step.lower(params, init(step.setup, params), *rest)
         yield Outcome(case, prediction, jaxshard.aot.report(lowered, machine))
 
 
