@@ -54,7 +54,7 @@ def test_figures_versions_and_machine_are_written(run):
     for row in (zero2, optax):
         assert set(row) == {"machine", "model", "step", "note"} | COMPILED | TIMED
         assert row["peak_bytes"] > 0
-        assert row["step_seconds"] > row["update_seconds"] > 0
+        assert min(row[name] for name in TIMED | {"trace_seconds", "compile_seconds"}) > 0
     assert zero2["peak_bytes"] < optax["peak_bytes"]
     assert optax["step_ratio"] == 1
     assert nnx == {"machine": "cpu:8", "model": "decoder", "step": "nnx", "note": nnx["note"]}
