@@ -490,11 +490,25 @@ def test_a_narrower_screen_gets_more_tables_and_then_lines(width, tables):
     assert file.getvalue().count("strategy") == tables
 
 
+@pytest.mark.parametrize(("machine", "replica", "at_least"), [("h100:8x8", "8", 60), ("v5p:4x4x4", "4", 68)])
+def test_the_8b_model_uses_most_of_64_chips(capsys, tmp_path, machine, replica, at_least):
+    """Before attention was fused: 22% on H100, and 38% on v5p."""
+    file = tmp_path / "plan.json"
+    options = ("--machine", machine, "--sharding.replica", replica, "--strategies", "own", "--json", str(file))
+    status, out, _ = run_plan(capsys, "configs/llama3_8b.toml", *options)
+    (row,) = json.loads(file.read_text())["rows"]
+    seconds = 6 * 512 * 8192 * (7_504_658_432 + 32 * 4096 * 8192) / 64 / {"h": 989.5e12, "v": 459e12}[machine[0]]
+    assert status == 0
+    assert row["utilization"] == pytest.approx(seconds / row["seconds"]["total"])
+    assert 100 * row["utilization"] > at_least
+    assert f"{row['utilization']:.0%}" in out
+
+
 def test_the_printed_plan_has_no_number_cut_off_in_a_pipe(capsys):
     status, out, _ = run_plan(capsys, "configs/llama3_8b.toml", "--machine", "h100:8x8")
     assert status == 0
     assert "\u2026" not in out
-    for name, peak in (("ddp", "164 GB"), ("zero1", "69.1 GB"), ("zero2", "24.9 GB")):
+    for name, peak in (("ddp", "174 GB"), ("zero1", "79.3 GB"), ("zero2", "34 GB")):
         assert re.search(rf"^{name}.* 16\.1 GB .* {re.escape(peak)} ", out, re.MULTILINE)
 
 
