@@ -49,11 +49,10 @@ class _Lives:
         ops, read_by = self.ordered(), self.fusion.read_by
         last = {source: i for i, op in enumerate(ops) for source in read_by(op)}
         live = most = sum(x.bytes for x in self.freed)
-        early = xla_gpu.held_early(ops, self._inside) if self.is_gpu else {}
         for i, op in enumerate(ops):
             dying = [s for s in read_by(op) if last[s] == i and self.ends(s)]
             made = sum(out.bytes for out in op.outs)
-            needed = max(made - self._reused(op, dying), 0) + self._inside(op) + early.get(op, 0)
+            needed = max(made - self._reused(op, dying), 0) + self._inside(op)
             most = max(most, live + needed)
             unread = sum(out.bytes for out in op.outs if out not in last and out not in self.fusion.kept)
             live += made - sum(s.bytes for s in dying) - unread
@@ -69,8 +68,7 @@ class _Lives:
         if self.fusion.platform == "cpu":
             return ops
         start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if ops[i].blocks), 0)
-        late = xla_gpu.put_off(self.fusion, ops, start - 1) if self.is_gpu and start else []
-        return [op for op in ops[:start] if op not in late] + _Thrift(self, late + ops[start:]).ordered()
+        return ops[:start] + _Thrift(self, ops[start:]).ordered()
 
     def _reused(self, op: Op, dying: list[Value]) -> int:
         """Bytes of the operation's results that take the place of arrays that it is the last to read."""
