@@ -86,6 +86,16 @@ def test_masters_are_float32_and_params_their_roundings(name):
     assert {str(x.dtype) for x in jax.tree.leaves(running.params)} == {"bfloat16"}
 
 
+def test_masters_of_the_best_peer_of_another_platform(monkeypatch):
+    monkeypatch.setattr(gspmd, "best", lambda zero, platform, real=gspmd.best: real(zero, "tpu"))
+    of = task(masters=True)
+    running = Running(steps.build("gspmd-zero-best", of), of)
+    running.optimize()
+    masters = running.state[1]
+    for x, master in zip(jax.tree.leaves(running.params), jax.tree.leaves(masters), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(master.astype("bfloat16")))
+
+
 @pytest.mark.parametrize("name", ["optax-multisteps", "nnx"])
 def test_what_a_peer_cannot_do_is_told(name):
     with pytest.raises(UnfitError, match="masters"):
