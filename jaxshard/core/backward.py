@@ -56,7 +56,7 @@ def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:
     return eqn.primitive.bind(*operands, **eqn.params)
 
 
-def _held(values: Sequence[jax.Array]) -> list[jax.Array]:
+def held_together(values: Sequence[jax.Array]) -> list[jax.Array]:
     """The values, of which none goes on before all are there.
 
     Where types are checked, a barrier gives all of them the widest type. One of a narrower type goes on at once then:
@@ -87,7 +87,7 @@ def _together(*is_weight: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def backward(both, cotangents):
         if both is None or any(isinstance(x, SymbolicZero) for x in cotangents):
             return cotangents
-        held = _held(cotangents)
+        held = held_together(cotangents)
         return tuple(x if weight else y for x, y, weight in zip(cotangents, held, is_weight, strict=True))
 
     same.defvjp(forward, backward, symbolic_zeros=True)
@@ -106,7 +106,7 @@ def before_the_rest(first: list[jax.Array], rest: list[jax.Array]) -> tuple[list
 
 def _before_the_rest_backward(_, cotangents):
     leaves, treedef = jax.tree.flatten(cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    held = iter(_held([x for x in leaves if not isinstance(x, SymbolicZero)]))
+    held = iter(held_together([x for x in leaves if not isinstance(x, SymbolicZero)]))
     return jax.tree.unflatten(treedef, [x if isinstance(x, SymbolicZero) else next(held) for x in leaves])
 
 
@@ -230,7 +230,7 @@ def _gradients(
 ) -> list[jax.Array]:
     """The gradients, by the leaves `wrt`, of the results `outs`, which have these cotangents."""
     waiting = [x for x, waits in zip(leaves, call.waits, strict=True) if waits]
-    held = _held([*waiting, *cotangents])
+    held = held_together([*waiting, *cotangents])
     tied, cotangents = iter(held[: len(waiting)]), held[len(waiting) :]
     leaves = [next(tied) if waits else x for x, waits in zip(leaves, call.waits, strict=True)]
 

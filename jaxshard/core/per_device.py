@@ -223,10 +223,10 @@ class DeviceLoss:
         if not self.setup.config.cuts.params:
             return self.shards, sums
         cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.dims]
+        tied = [lax.optimization_barrier((x, index))[0] for x in cut]
         if backward.is_ordered():
-            tied, sums = lax.optimization_barrier((cut, sums))
-        else:
-            tied = [lax.optimization_barrier((x, index))[0] for x in cut]
+            held = backward.held_together([*tied, *sums])
+            tied, sums = held[: len(cut)], held[len(cut) :]
         bound = iter(tied)
         return [next(bound) if leaf.dims else x for x, leaf in zip(self.shards, self.leaves, strict=True)], sums
 

@@ -61,6 +61,36 @@ def test_equals_one_device(strategy, n, microbatches):
         assert_close(a, b, 1e-12)
 
 
+# Tensor axes, where types are checked: a barrier gives all that it holds the widest type.
+
+
+def tensor_loss(p, batch):
+    def layer(x, block):
+        block = jaxshard.unshard(block)
+        hidden = jnp.tanh(jaxshard.tensor.column_parallel(x * block["gain"], block["up"]))
+        return x + jaxshard.tensor.row_parallel(hidden, block["down"]), None
+
+    x, _ = lax.scan(jax.checkpoint(layer), batch["x"], p["blocks"])
+    hidden = jaxshard.tensor.column_parallel(x, p["up"])
+    return jnp.mean(jnp.square(jaxshard.tensor.row_parallel(hidden, p["down"]) @ p["head"] - batch["y"]))
+
+
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2)])
+def test_with_a_tensor_axis(zero, microbatches):
+    rng = np.random.default_rng(2)
+    blocks = {"gain": (3, 8), "up": (3, 8, 16), "down": (3, 16, 8)}
+    shapes = {"blocks": blocks, "up": (8, 16), "down": (16, 8), "head": (8, 8)}
+    params = jax.tree.map(lambda s: 0.3 * rng.normal(size=s), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    specs = [(r"up$", P(None, "tensor")), (r"down$", P("tensor"))]
+    specs = [(rf"^blocks/{rule}", P(None, *spec)) for rule, spec in specs] + [(rf"^{rule}", s) for rule, s in specs]
+    steps = [{name: batch[name] for name in ("x", "y")} for batch in rows()]
+    mesh = jaxshard.make_mesh(tensor=2, devices=jax.devices()[:4])
+    opt = jaxshard.hybrid(sgd(), mesh, specs=specs, zero=zero, min_shard_size=1)
+    want = one_device(tensor_loss, sgd(), params, steps)
+    for a, b in zip(sharded(tensor_loss, opt, params, steps, microbatches=microbatches), want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
 # What other people's losses do.
 
 
