@@ -130,6 +130,11 @@ class LossFunction:
         """The setup of the optimizer it was made for."""
         return self.options.setup
 
+    @property
+    def compiler_options(self) -> dict[str, str | bool | int | float]:
+        """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
+        return self.options.compiler_options
+
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         setup = self.setup
         shardings = setup.param_shardings(params)

@@ -101,7 +101,7 @@ class TrainStep:
     donate: bool
     extra: ExtraFn | None
     max_skips: int | None
-    compiler_options: dict[str, compilers.Value]
+    given: dict[str, compilers.Value]  # the compiler options that the user gave
     _programs: dict[tuple[Hashable, ...], "_Program"] = dataclasses.field(default_factory=dict, repr=False)
     _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
     _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
@@ -130,6 +130,11 @@ class TrainStep:
     def setup(self) -> Setup:
         """The setup of the optimizer it was made for."""
         return self.loss.setup
+
+    @property
+    def compiler_options(self) -> dict[str, compilers.Value]:
+        """The options for XLA that it is compiled with: jaxshard's, and those that were given."""
+        return self.loss.compiler_options | self.given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         state = self._arrays(state, params)
@@ -194,14 +199,14 @@ class TrainStep:
         shapes, wanted = shapes_of(state), setup.param_shardings(params)
         settled = setup.settled(params, shapes)
         self._check_skips(settled)
-        compilers.check_known("train_step", setup.mesh, self.compiler_options)
+        compilers.check_known("train_step", setup.mesh, self.given)
         before, after = (setup.named(setup.with_state(params, tree).state_specs) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         run = jax.jit(
             self._step,
             out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
             donate_argnums=self._donated(shapes, settled.state),
-            compiler_options=self.loss.options.compiler_options | self.compiler_options,
+            compiler_options=self.compiler_options,
         )
         names = [path_of(names) for names, _ in named_leaves(params)]
         return _Program(run, wanted, before, batch, names)
