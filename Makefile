@@ -23,7 +23,8 @@ QUICK := tests/core/test_layout.py tests/core/test_options.py tests/core/test_on
 # What a newer JAX can break, one of each kind; `make nightly` runs the whole suite on it.
 NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/core/test_options.py \
   tests/core/test_layout.py tests/core/test_strategies.py tests/core/test_traps.py tests/core/test_local_view.py \
-  tests/core/test_once.py tests/core/test_mutations.py tests/pipelining tests/plan/test_costs.py tests/inspect \
+  tests/core/test_once.py tests/core/test_mutations.py tests/core/test_compiler_options.py tests/core/test_backward.py \
+  tests/pipelining tests/plan/test_costs.py tests/inspect \
   tests/checkpoint tests/trainer/test_config.py tests/docs/test_docstrings.py \
   tests/core/test_precision.py::test_given_equal_gradients_every_strategy_rounds_alike \
   tests/cli/test_train.py::test_training_equals_one_device tests/plan/test_search.py::test_the_command_ranks \

@@ -30,6 +30,7 @@ class CompilerOption:
       platform: the only one on which it is set, "cpu", "gpu" or "tpu".
       where: which steps it is set for, in words.
       reason: why.
+      renamed: its name and value from jax 0.11.1 on, where these are others.
     """
 
     name: str
@@ -37,7 +38,15 @@ class CompilerOption:
     platform: str
     where: str
     reason: str
+    renamed: tuple[str, Value] | None = None
 
+    @property
+    def setting(self) -> tuple[str, Value]:
+        """Its name and value for this JAX."""
+        return self.renamed if self.renamed and jax.__version_info__ >= (0, 11, 1) else (self.name, self.value)
+
+
+_ON = "COLLECTIVE_PIPELINING_MODE_ON"
 
 IN_ORDER = CompilerOption(
     "xla_cpu_scheduler_type",
@@ -63,6 +72,7 @@ GATHERS_AHEAD = CompilerOption(
     "where params are cut (zero3, fsdp, hsdp)",
     "Gathers a layer's parameters beside the layer before. Products cover 1923 MB for 1507 MB of the 2091 MB that "
     "collectives take; the peak is 1174 MB for 1096 MB.",
+    renamed=("xla_gpu_pipeline_all_gather", _ON),
 )
 SUMS_BEHIND = CompilerOption(
     "xla_gpu_enable_pipelined_all_reduce",
@@ -70,6 +80,7 @@ SUMS_BEHIND = CompilerOption(
     "gpu",
     "where gradients are summed whole (ddp)",
     "Sums a layer's gradients beside the layer before. Products cover 685 MB of 866 MB, for 131 MB.",
+    renamed=("xla_gpu_pipeline_all_reduce", _ON),
 )
 OURS = (IN_ORDER, TWO_STEPS_IN_ONE, GATHERS_AHEAD, SUMS_BEHIND)
 
@@ -89,7 +100,7 @@ def ours(mesh: AnyMesh, cuts: Cuts, *, checked: bool) -> dict[str, Value]:
         SUMS_BEHIND: not cuts.state,
     }
     platform = platform_of(mesh)
-    return {option.name: option.value for option, yes in wanted.items() if yes and option.platform == platform}
+    return dict(option.setting for option, yes in wanted.items() if yes and option.platform == platform)
 
 
 def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]:

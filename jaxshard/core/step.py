@@ -62,7 +62,7 @@ def train_step(
         `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
         which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
-        with their reasons), or in place of some: `{"xla_gpu_enable_pipelined_all_gather": False}`.
+        with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
     Returns:
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
