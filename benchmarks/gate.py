@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 import jaxshard
-from jaxshard.bench.models import Hooks, loss, model
+from jaxshard.bench import ours
+from jaxshard.bench.models import model
+from jaxshard.bench.step import Task
 
 EXPECTED = Path(__file__).with_name("expected.json")
 MACHINE = "v5e:2x4"
@@ -32,17 +33,10 @@ Figures = dict[str, Any]
 def _case(strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bool = False) -> Callable[[], Figures]:
     def figures() -> Figures:
         mesh = jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
-        options = {"master_dtype": "float32"} if masters else {}
-        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-        opt = getattr(jaxshard, strategy)(tx, mesh, **options)
         dtype = "bfloat16" if masters else "float32"
         small = model("decoder", layers=2, width=1024, hidden=2048, heads=8, vocabulary=4096, length=128, dtype=dtype)
-        params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, dtype), small.shapes(), is_leaf=lambda x: isinstance(x, tuple)
-        )
-        step = jaxshard.train_step(lambda p, b: loss(small, p, b, Hooks()), opt, microbatches=microbatches)
-        lowered = step.lower(params, opt.init(params), small.batch(16 * microbatches))
-        return _figures(jaxshard.inspect.report(lowered.compile()))
+        step = ours.build(strategy, Task(small, mesh, 16 * microbatches, microbatches, masters))
+        return _figures(jaxshard.inspect.report(step.lower().compile()))
 
     return figures
 

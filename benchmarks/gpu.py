@@ -23,9 +23,8 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard.bench import ours, steps
+from jaxshard.bench import models, ours, steps
 from jaxshard.bench.about import about
-from jaxshard.bench.decoders import Decoder, Llama
 from jaxshard.bench.figures import peak_bytes
 from jaxshard.bench.measure import Running, alternated, beside, timed
 from jaxshard.bench.step import Task
@@ -35,17 +34,19 @@ CHIPS = ("h200", "h100", "b200", "a100")
 Figures = dict[str, float | str]
 
 
-def gpt2(toy: bool, attention: Any = None) -> Decoder:
+def gpt2(toy: bool, attention: Any = None) -> models.Model:
     """GPT-2 124M, whose table is the output layer too; it computes in bfloat16."""
-    full = {"width": 768, "hidden": 3072, "heads": 12, "vocabulary": 50304}
-    small = {"layers": 2, "width": 64, "hidden": 128, "heads": 4, "vocabulary": 256, "length": 32}
-    return Decoder(**(small if toy else full), dtype="bfloat16", tied=True, attention=attention)
+    full = {} if toy else {"width": 768, "hidden": 3072, "heads": 12, "vocabulary": 50304}
+    return models.model("decoder", _size(toy), **full, dtype="bfloat16", tied=True, attention=attention)
 
 
-def llama(toy: bool) -> Llama:
+def llama(toy: bool) -> models.Model:
     """Llama's blocks, 16 x 2048: 1.1 G parameters with table and output layer."""
-    small = {"layers": 2, "width": 64, "hidden": 128, "heads": 4, "groups": 2, "vocabulary": 256, "length": 32}
-    return Llama(**(small if toy else {}), dtype="bfloat16", attention=None if toy else "cudnn")
+    return models.model("llama", _size(toy), dtype="bfloat16", attention=None if toy else "cudnn")
+
+
+def _size(toy: bool) -> str:
+    return "toy" if toy else "full"
 
 
 def task(model: Any, rows: int, masters: bool = False) -> Task:

@@ -41,7 +41,14 @@ class Decoder:
 
     def shapes(self) -> Tree:
         """The parameters' shapes."""
-        layer = {
+        layer, table = self.layer_shapes(), (self.vocabulary, self.width)
+        blocks = {k: (self.layers, *s) for k, s in layer.items()} if self.scanned else [layer] * self.layers
+        head = {} if self.tied else {"head": table[::-1]}
+        return {"embed": table, "blocks": blocks, "norm": (self.width,)} | head
+
+    def layer_shapes(self) -> dict[str, Shape]:
+        """Those of one block."""
+        return {
             "norm1": (self.width,),
             "qkv": (self.width, 3 * self.width),
             "out": (self.width, self.width),
@@ -49,8 +56,6 @@ class Decoder:
             "up": (self.width, self.hidden),
             "down": (self.hidden, self.width),
         }
-        shapes = _decoder_shapes(self, layer)
-        return {name: shape for name, shape in shapes.items() if name != "head" or not self.tied}
 
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of a batch of token ids."""
@@ -75,7 +80,7 @@ class Decoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama:
+class Llama(Decoder):
     """A decoder of Llama's blocks: rotary positions, grouped queries, SwiGLU. The sizes are those of 1 G parameters.
 
     Attributes: as `Decoder`'s; `groups` is the number of heads of keys and values.
@@ -86,17 +91,11 @@ class Llama:
     hidden: int = 8192
     heads: int = 32
     groups: int = 8
-    vocabulary: int = 32000
-    length: int = 1024
-    scanned: bool = True
-    one_hot: bool = False
-    dtype: str = "float32"
-    attention: Any = None
 
-    def shapes(self) -> Tree:
-        """The parameters' shapes."""
+    def layer_shapes(self) -> dict[str, Shape]:
+        """Those of one block."""
         head = self.width // self.heads
-        layer = {
+        return {
             "norm1": (self.width,),
             "query": (self.width, self.width),
             "key": (self.width, self.groups * head),
@@ -107,15 +106,6 @@ class Llama:
             "up": (self.width, self.hidden),
             "down": (self.hidden, self.width),
         }
-        return _decoder_shapes(self, layer)
-
-    def batch(self, rows: int) -> jax.ShapeDtypeStruct:
-        """The shape of a batch of token ids."""
-        return jax.ShapeDtypeStruct((rows, self.length + 1), jnp.int32)
-
-    def first(self, params: Tree, batch: jax.Array) -> jax.Array:
-        """(B, L, D), the rows of the table."""
-        return params["embed"][batch[:, :-1]].astype(self.dtype)
 
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
         """Attention and gated MLP, (B, L, D) to (B, L, D)."""
@@ -131,20 +121,10 @@ class Llama:
         y = _normed(x, layer["norm2"])
         return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
 
-    def last(self, params: Tree, x: jax.Array, batch: jax.Array) -> jax.Array:
-        """The mean cross-entropy in nats per token."""
-        return _cross_entropy(params, x, batch[:, 1:], self.dtype, self.one_hot)
-
 
 def cast(layer: Tree, dtype: str) -> Tree:
     """The weights in the dtype of the computation; vectors stay as they are."""
     return {name: x.astype(dtype) if x.ndim > 1 else x for name, x in layer.items()}
-
-
-def _decoder_shapes(of: Decoder | Llama, layer: dict[str, Shape]) -> Tree:
-    blocks = {k: (of.layers, *s) for k, s in layer.items()} if of.scanned else [layer] * of.layers
-    table, head = (of.vocabulary, of.width), (of.width, of.vocabulary)
-    return {"embed": table, "blocks": blocks, "norm": (of.width,), "head": head}
 
 
 def _attention(query: jax.Array, key: jax.Array, value: jax.Array, implementation: Any) -> jax.Array:

@@ -24,6 +24,9 @@ from jaxshard.core import backward, buckets, collectives, uses
 from jaxshard.core.lookup import Lookup
 from jaxshard.core.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 
+_KEEPS_WEIGHT = SAME_NUMBERS | {"transpose", "name"}
+"""Make of a whole parameter the same one: cast, in another shape, or marked."""
+
 
 def run(
     closed: Jaxpr,
@@ -93,7 +96,7 @@ class _Evaluation:
                 continue
             else:
                 self._waiting.append(eqn)
-            if eqn.primitive.name in SAME_NUMBERS | {"transpose", "name"} and self._is_weight(eqn.invars[0]):
+            if eqn.primitive.name in _KEEPS_WEIGHT and self._is_weight(eqn.invars[0]):
                 self.weights.add(eqn.outvars[0])
         self._run_waiting()
         outs = [self._read(v) for v in self.jaxpr.outvars]

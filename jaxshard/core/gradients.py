@@ -15,6 +15,7 @@ from jaxshard.base.jaxprs import axes_named
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import Params, Tree, is_whole
 from jaxshard.core import collectives
+from jaxshard.core import compiler_options as compilers
 from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
@@ -131,7 +132,7 @@ class LossFunction:
         return self.options.setup
 
     @property
-    def compiler_options(self) -> dict[str, str | bool | int | float]:
+    def compiler_options(self) -> dict[str, compilers.Value]:
         """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
         return self.options.compiler_options
 

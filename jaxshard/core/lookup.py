@@ -6,6 +6,7 @@ where gathering the table and scattering its gradient would move V rows. No devi
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     )
     if not takes_rows or ids.ndim < 2 or dim == -table.ndim:
         return False
-    num = functools.reduce(lambda n, axis: n * collectives.axis_size(axis), axes, 1)
+    num = math.prod(collectives.axis_size(axis) for axis in axes)
     row = table.size // table.shape[0] * table.dtype.itemsize
     return asked or 2 * (ids.size * (row + num * ids.dtype.itemsize)) <= table.shape[0] * row
 
