@@ -88,6 +88,11 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def platform_here() -> str:
+    """The platform of the mesh in whose `shard_map` this is traced."""
+    return platform_of(jax.sharding.get_abstract_mesh())
+
+
 def torus_dims(mesh: Mesh | AbstractMesh) -> int:
     """The number of torus dims along which the mesh has two or more TPU chips; 0 if that is not known."""
     if isinstance(mesh, AbstractMesh):

@@ -18,14 +18,14 @@ from jax.custom_derivatives import SymbolicZero
 from jaxshard.base.axes import varying
 from jaxshard.base.jaxprs import equations
 from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
-from jaxshard.mesh import platform_of
+from jaxshard.mesh import platform_here
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def is_ordered() -> bool:
     """Whether the loss that is traced now runs on GPUs."""
-    return platform_of(jax.sharding.get_abstract_mesh()) == "gpu"
+    return platform_here() == "gpu"
 
 
 def has_own_rule(eqn: Equation) -> bool:

@@ -244,7 +244,8 @@ def _rematerialized(eqn: Equation, in_loop: bool, ordered: bool) -> Callable[...
         if ordered and in_loop and policy is None and not eqn.effects:
             known[how] = backward.Recomputed(again, tuple(varies_smoothly(inner, [True] * len(inner.invars))))
         else:
-            known[how] = jax.checkpoint(again, policy=policy, prevent_cse=prevent_cse or ordered)
+            called = jax.jit(again) if policy is None else again  # so that JAX differentiates and lowers it once, too
+            known[how] = jax.checkpoint(called, policy=policy, prevent_cse=prevent_cse or ordered)
     return known[how]
 
 

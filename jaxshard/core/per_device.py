@@ -90,7 +90,7 @@ class DeviceLoss:
 
     def _trace(self, treedef: TreeDef) -> Program:
         whole = collectives.shapes_of(
-            lambda: [_at_the_start(x) for x in self._values(self.shards, self._differentiated())]
+            lambda: [_without_gradient(x) for x in self._values(self.shards, self._differentiated())]
         )
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
@@ -292,6 +292,12 @@ def _at_the_start(x: Value) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     return x.stand_in if isinstance(x, Sharded) and x.local is None and x.stand_in is not None else x.whole()
+
+
+def _without_gradient(x: Value) -> jax.Array:
+    """As `_at_the_start`, where no gradient is asked for: less to trace."""
+    has_both = isinstance(x, Sharded) and x.local is not None
+    return _at_the_start(dataclasses.replace(x, stand_in=None) if has_both else x)
 
 
 def _at_first_use(x: Value) -> Value:

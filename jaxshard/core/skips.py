@@ -8,6 +8,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Metrics, Tree
@@ -45,7 +46,8 @@ def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Arra
     squares = [_sum_of_squares(g) for g in jax.tree.leaves(grads)]
     if not squares:
         return jnp.zeros(()), jnp.int32(-1), jnp.isfinite(loss)
-    bad = ~jnp.isfinite(jnp.stack([x.astype(jnp.result_type(*squares)) for x in squares]))
+    widest = jnp.result_type(*{x.dtype for x in squares})
+    bad = ~jnp.isfinite(jnp.stack([x.astype(widest) for x in squares]))
     first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
     return jnp.sqrt(sum(squares)), first, jnp.isfinite(loss) & ~bad.any()
 
@@ -53,7 +55,8 @@ def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Arra
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     """The sum of squares in float32 at least: in bf16 a sum of many squares would stop growing."""
     x = x.astype(sum_dtype(x))
-    return jnp.sum(jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x))
+    squares = lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
+    return lax.reduce_sum(squares, tuple(range(x.ndim)))
 
 
 class Verdicts:

@@ -38,12 +38,11 @@ def advance(
 
     If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes.
     """
-    like = grads if params is None else params
+    like = shapes_of(grads if params is None else params)
     found = setup.dealt(like)
     shapes = shapes_of(state)
     new_state_specs = setup.with_state(like, setup.settled(like, shapes).state).state_specs
-    grads = collectives.at(fast(grads), setup.mesh, fast(found.grad_specs))
-    grads = collectives.at(grads, setup.mesh, fast(found.home_specs))
+    grads = collectives.moved(fast(grads), setup.mesh, fast(found.grad_specs), fast(found.home_specs))
     params_at_home = None
     if params is not None:
         params_at_home = collectives.moved(params, setup.mesh, found.param_specs, found.home_specs)
@@ -134,7 +133,7 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
     `old`: params that the result replaces, whose memory it may take.
     """
     if setup.config.cuts.params:
-        return collectives.at(tree, setup.mesh, found.param_specs)
+        return collectives.on(tree, setup.mesh, found.home_specs, found.param_specs)
     if not setup.config.cuts.state:
         return tree
     froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]

@@ -105,6 +105,11 @@ class Arithmetic:
         self.rules: list[Trail] = []
         self._log_parts = math.log(max(num_parts, 2))
 
+    @property
+    def num_findings(self) -> int:
+        """How many groups and rules were found so far."""
+        return len(self.groups) + len(self.rules)
+
     def pointwise(self, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
         """The label of an operation's result; each element depends on the operands' elements at its index."""
         name = eqn.primitive.name

@@ -77,6 +77,7 @@ class Walk:
     def __init__(self, arithmetic: Arithmetic, split_axes: Sequence[str], whole: bool):
         self.arithmetic = arithmetic
         self._split, self._whole = frozenset(split_axes), whole
+        self._known: dict[tuple[int, tuple[Label, ...]], Labels] = {}  # of calls without findings
 
     def through(self, jaxpr: Jaxpr, labels: Sequence[Label], trail: Trail = ()) -> Labels:
         """The labels of a program's outputs, from those of its inputs."""
@@ -113,7 +114,7 @@ class Walk:
         if name in CALLS:
             if name.startswith("custom_vjp") and any(not isinstance(label, Free) for label in labels):
                 self.arithmetic.rules.append(trail)
-            return self.through(inner_jaxpr(eqn), labels, trail)
+            return self._called(eqn, labels, trail)
         if name in _MOVES:
             return [_MOVES[name](self.arithmetic, eqn, labels, trail)] * len(eqn.outvars)
         if name == "axis_index":
@@ -137,6 +138,17 @@ class Walk:
         frees = [label for label in labels if isinstance(label, Free)]
         free = Free(placed=any(label.placed for label in frees), given=any(label.given for label in frees))
         return [free if len(frees) == len(labels) else worst(labels) or Unknown(trail)] * len(eqn.outvars)
+
+    def _called(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
+        """The labels of what a call returns; equal layers, which are one program, are walked once."""
+        key = id(inner_jaxpr(eqn)), tuple(labels)
+        if key not in self._known:
+            before = self.arithmetic.num_findings
+            outs = self.through(inner_jaxpr(eqn), labels, trail)
+            if self.arithmetic.num_findings > before:
+                return outs
+            self._known[key] = outs
+        return self._known[key]
 
     # Devices together.
 

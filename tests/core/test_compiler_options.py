@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxshard
-from jaxshard.core.compiler_options import GATHERS_AHEAD, OURS, SUMS_BEHIND, TWO_STEPS_IN_ONE
+from jaxshard.core.compiler_options import OURS, SEVERAL_AT_ONCE, SMALL_GATHERS, SUMS_BEHIND, TWO_STEPS_IN_ONE
 from jaxshard.core.options import STRATEGIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "compiler_options.md"
@@ -64,7 +64,8 @@ def test_each_platform_and_strategy_gets_its_own(platform, strategy):
     mesh = AbstractMesh((8,), ("data",), abstract_device=AbstractDevice(platform, None, platform=platform))
     opt = getattr(jaxshard, strategy)(optax.sgd(0.1), mesh)
     step = jaxshard.train_step(loss_fn, opt)
-    gpu = [TWO_STEPS_IN_ONE] + [GATHERS_AHEAD] * STRATEGIES[strategy].params + [SUMS_BEHIND] * (strategy == "ddp")
+    of_params = [SMALL_GATHERS, SEVERAL_AT_ONCE] * STRATEGIES[strategy].params
+    gpu = [TWO_STEPS_IN_ONE, *of_params, *[SUMS_BEHIND] * (strategy == "ddp")]
     want = dict(option.setting for option in gpu) if platform == "gpu" else {}
     assert step.compiler_options == want
 
