@@ -108,11 +108,19 @@ UPDATES = _names("dynamic_update_slice scatter scatter-add scatter_add")
 MEMORYLESS = _names("broadcast_in_dim iota axis_index")
 """Read almost no memory, so they are fused into every reader, even where there are several."""
 
-FUSED_INTO_DOTS = _names("transpose slice rev convert_element_type")
-"""Every compiler fuses these into a matrix product that reads their result."""
+PRODUCTS = _names("dot_general conv_general_dilated")
+"""Matrix products and convolutions. On TPU both take bfloat16 where their precision is the default."""
 
-PASSED_TO_DOTS_ON_TPU = _names("transpose slice convert_element_type copy")
-"""Pass a value on to a matrix product; XLA for TPU may narrow its dtype on the way."""
+FUSED_INTO = {
+    "dot_general": _names("transpose slice rev convert_element_type"),
+    "conv_general_dilated": _names("rev"),
+}
+"""What every compiler makes part of a product that reads its result; a convolution can read its kernel backwards. Other
+work is not done again at each place of a convolution's window.
+"""
+
+PASSED_TO_PRODUCTS = _names("transpose slice rev convert_element_type copy")
+"""Pass a value on to a product; XLA for TPU may narrow its dtype on the way."""
 
 VIEWS = _names("reshape squeeze expand_dims optimization_barrier pvary pcast name copy_p")
 """Return another view of the same memory; no bytes move."""

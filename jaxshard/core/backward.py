@@ -17,10 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxshard.base.axes import varying
 from jaxshard.base.jaxprs import equations
+from jaxshard.base.primitives import PRODUCTS
 from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
 from jaxshard.mesh import platform_here
-
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def is_ordered() -> bool:
@@ -30,7 +29,7 @@ def is_ordered() -> bool:
 
 def has_own_rule(eqn: Equation) -> bool:
     """Whether the backward pass of an equation differs from JAX's: of a product, or a pick of one element per row."""
-    return (eqn.primitive.name in _PRODUCTS and eqn.invars[0] is not eqn.invars[1]) or _picks(eqn)
+    return (eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]) or _picks(eqn)
 
 
 def concerns(jaxpr: Jaxpr) -> bool:

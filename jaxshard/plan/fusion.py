@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxshard.base.primitives import FUSED, FUSED_INTO_DOTS, MEMORYLESS, REDUCTIONS, UPDATES
+from jaxshard.base.primitives import FUSED, FUSED_INTO, MEMORYLESS, REDUCTIONS, UPDATES
 from jaxshard.plan.program import Block, Op, Value
 
 
@@ -46,14 +46,25 @@ class Fusion:
         if op.name not in FUSED or len(op.outs) != 1 or op.outs[0] in self._outs:
             return False
         readers = self.readers.get(op.outs[0], [])
+        if len(readers) > 1 and self._stands_for_several(op):
+            return False
         return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in readers)
+
+    def _stands_for_several(self, op: Op) -> bool:
+        """Whether an operation adds arrays, so that to keep the sum is to keep less than these: a residual stream."""
+        if op.name not in ("add", "add_any"):
+            return False
+        sources = {s for x in op.ins for s in self.sources(x)}
+        return sum(s.bytes >= op.outs[0].bytes > 0 for s in sources) > 1
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether `reader` makes the result of `op` itself, as it goes."""
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True
-        if reader.name == "dot_general":
-            return self.platform == "tpu" or op.name in FUSED_INTO_DOTS
+        if reader.name == "dot_general" and self.platform == "tpu":
+            return True
+        if reader.name in FUSED_INTO:
+            return op.name in FUSED_INTO[reader.name]
         return reader.name in UPDATES and op.outs[0] is not reader.ins[0].root
 
     def sources(self, x: Value) -> frozenset[Value]:

@@ -61,13 +61,13 @@ class _Lives:
     def ordered(self) -> list[Op]:
         """The operations that are not virtual, in the order in which they run.
 
-        What comes after the last loop (the update) compilers order so that memory is freed first; XLA for CPU keeps
-        the program's order.
+        What comes after the loss (the update) compilers order so that memory is freed first; XLA for CPU keeps the
+        program's order.
         """
         ops = [op for op in self.fusion.block.ops if not self.fusion.is_virtual(op)]
         if self.fusion.platform == "cpu":
             return ops
-        start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if ops[i].blocks), 0)
+        start = next((i + 1 for i in range(len(ops) - 1, -1, -1) if _keeps_its_place(ops[i])), 0)
         return ops[:start] + _Thrift(self, ops[start:]).ordered()
 
     def _reused(self, op: Op, dying: list[Value]) -> int:
@@ -93,6 +93,11 @@ class _Lives:
             held = sum(x.bytes for x in distinct(carried))
             peaks.append(peak_bytes(block, carried, self.fusion.platform) - held)
         return max(peaks)
+
+
+def _keeps_its_place(op: Op) -> bool:
+    """Whether an operation is a loop, or a product of the loss (the optimizer's are in the global view)."""
+    return bool(op.blocks) or (not op.in_global_view and product_flops(op) > 0)
 
 
 class _Thrift:

@@ -1,8 +1,9 @@
 """What XLA for TPU does to a program before it runs it, where that changes bytes; each was seen in compiled steps.
 
-* A float32 matrix product of default precision takes bfloat16 there. So the compiler makes bfloat16 whatever only
-  products read, or what is cast to it anyway: gathers, saved activations, and, ahead of a loop over layers, a copy of
-  the layers that it runs over.
+* A float32 matrix product or convolution of default precision takes bfloat16 there. So the compiler makes bfloat16
+  whatever only products read, or what is cast to it anyway: gathers, saved activations, and, ahead of a loop over
+  layers, a copy of the layers that it runs over.
+* The gradient of a pick, which scatters one element into each row of zeros, becomes element-wise work.
 * A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
 * Of a sum over one axis that is then scattered over all others, it scatters first.
 * A scatter or gather over all chips of a torus of three dims becomes an all-reduce, of twice the bytes (v5p:2x2x2 to
@@ -14,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.primitives import GATHERS, PASSED_TO_DOTS_ON_TPU
+from jaxshard.base.primitives import GATHERS, PASSED_TO_PRODUCTS, PRODUCTS
 from jaxshard.plan.program import Block, Op, Value
 
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
@@ -28,12 +29,28 @@ def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
       num_devices: of the mesh.
       torus_dims: in how many dims they are joined; 0 where that is not known.
     """
+    _pick_by_comparing(block)
     only = _only_products(block, frozenset())
     _narrow(block, only)
     _reduce_otherwise(block, num_devices)
     if torus_dims == 3:
         _reduce_over_all(block, num_devices)
     return _with_copies(block, only)
+
+
+def _pick_by_comparing(block: Block) -> None:
+    """Makes element-wise work, in place, of scatters of one element into each row of an array."""
+    block.ops = [Op("select_n", op.ins[1:], op.outs, op.params) if _is_unpicked(op) else op for op in block.ops]
+    for op in block.ops:
+        for inner in op.blocks:
+            _pick_by_comparing(inner)
+
+
+def _is_unpicked(op: Op) -> bool:
+    if op.name not in ("scatter-add", "scatter_add"):
+        return False
+    rows, numbers = op.ins[0].shape, op.params["dimension_numbers"]
+    return tuple(numbers.operand_batching_dims) == tuple(range(len(rows) - 1)) and not numbers.update_window_dims
 
 
 def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
@@ -70,11 +87,11 @@ def _is_single(x: Value) -> bool:
 
 def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
     """Whether the operation reads its input `i` as products do, or hands it on to products alone."""
-    if op.name == "dot_general":
+    if op.name in PRODUCTS:
         return op.params.get("precision") in _DEFAULT
     if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
         return True
-    if op.name in PASSED_TO_DOTS_ON_TPU or op.name in GATHERS:
+    if op.name in PASSED_TO_PRODUCTS or op.name in GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
     if op.name == "scan" and not consts <= i < consts + carries:

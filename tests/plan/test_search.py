@@ -279,6 +279,48 @@ def test_narrow_products_halve_what_a_tpu_gathers():
     assert gathered["tpu"] == once * ((2 * BLOCK + TABLES / 2) / 2 + TABLES / 2)
 
 
+def test_narrow_convolutions_halve_what_a_tpu_gathers():
+    """The backward pass reads kernels in reverse, which changes no dtype."""
+
+    def convolved(p, rows):
+        for kernel in p:
+            rows = jax.lax.conv(rows, jaxshard.unshard(kernel), (1, 1), "SAME")
+        return jnp.mean(rows**2)
+
+    kernels = [jax.ShapeDtypeStruct((64, 64, 3, 3), jnp.float32)] * 2
+    rows = jax.ShapeDtypeStruct((16, 64, 8, 8), jnp.float32)
+    found = {}
+    for platform in ("gpu", "tpu"):
+        opt = jaxshard.zero3(optax.adamw(1e-3), abstract_mesh(8, platform=platform))
+        moved = plan.predict(jaxshard.train_step(convolved, opt), kernels, rows).costs.collectives
+        found[platform] = sum(m.wire_bytes for m in moved if m.kind == "all-gather")
+    assert found["tpu"] == found["gpu"] / 2 > 0
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_layers_in_a_list_are_recomputed_one_by_one(platform):
+    """Four more layers hold less than what the backward pass computes again for one of them."""
+    width, hidden, rows = 64, 8192, 512
+
+    @jax.checkpoint
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    def unrolled(p, x):
+        for one in p:
+            x = layer(x, jaxshard.unshard(one))
+        return jnp.mean(x**2)
+
+    one = {"up": (width, hidden), "down": (hidden, width)}
+    one = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in one.items()}
+    batch = jax.ShapeDtypeStruct((8 * rows, width), jnp.float32)
+    peaks = []
+    for depth in (2, 6):
+        opt = jaxshard.zero3(optax.sgd(1e-3), abstract_mesh(8, platform=platform))
+        peaks.append(plan.predict(jaxshard.train_step(unrolled, opt), [one] * depth, batch).peak_bytes)
+    assert peaks[1] - peaks[0] < 4 * rows * hidden
+
+
 # Ranking.
 
 
