@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import Dims
 from jaxshard.base.axes import varying as varying
-from jaxshard.base.tree import is_key, is_traced
+from jaxshard.base.tree import Names, is_key, is_traced
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.mesh import platform_here
 
@@ -43,10 +43,29 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
-            return lax.psum_scatter(x, tuple(axes), scatter_dimension=x.ndim + dim, tiled=True)
+            return _scatter_along(x, tuple(axes), x.ndim + dim)
 
         x = _axis_by_axis(along, x, axes, axes)
     return x
+
+
+def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
+    """`scatter_sum` along one dim.
+
+    XLA for TPU turns that of 2-byte elements into an all-reduce, of twice the bytes, if the shards' last dim is an odd
+    multiple of 128. So x is transposed before and after, which XLA does by layouts alone.
+    """
+
+    def along(dim: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    def transposed(x: jax.Array) -> jax.Array:
+        return along(dim - 1)(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+    shard = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
+    if x.ndim < 2 or dim < x.ndim - 1 or x.dtype.itemsize != 2 or shard % 256 != 128:
+        return along(dim)(x)
+    return lax.platform_dependent(x, tpu=transposed, default=along(dim))
 
 
 def _axis_by_axis(

@@ -59,8 +59,9 @@ def cut_leaf(
     Only dims that `spec` leaves free can be cut. Each data axis may cut another dim. A leaf that cannot be cut into N
     parts is cut into as many as its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"):
 
-    * On TPU and CPU the last dim, if its shards are multiples of 128 elements (256 where gradients have two bytes);
-      then the second last, if its shards are multiples of 8; then any other; and a stacked-layers dim last of all.
+    * On TPU and CPU the last dim, if its shards are multiples of 128 elements (256 where gradients have two bytes and
+      the leaf is no table); then the second last, if its shards are multiples of 8; then any other; and a
+      stacked-layers dim last of all.
     * On GPU the first dim that is no stacked-layers dim, then the next: XLA for GPU gathers and scatters along the
       first dim in memory, and transposes what is cut along another. Tables are cut along their features.
 
@@ -187,7 +188,8 @@ def _badness(
         if lanes is None:
             ranks.append(_rank_by_order(dim, shape))
         else:
-            ranks.append(_rank_by_tiles(dim - len(shape), len(shape), shard, lanes))
+            wanted = min(lanes, 128) if _is_table(shape) else lanes  # rows of a table are exchanged, not scattered
+            ranks.append(_rank_by_tiles(dim - len(shape), len(shape), shard, wanted))
     return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
 
@@ -195,9 +197,11 @@ def _rank_by_order(dim: int, shape: tuple[int, ...]) -> int:
     """How good a dim is to cut where memory is gathered in order: 0 is best."""
     if len(shape) >= 3 and dim == 0 and shape[0] <= _MOST_LAYERS:
         return len(shape)
-    if len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]:
-        return 1 - dim
-    return dim
+    return 1 - dim if _is_table(shape) else dim
+
+
+def _is_table(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]
 
 
 def _rank_by_tiles(dim: int, ndim: int, shard: int, lanes: int) -> int:

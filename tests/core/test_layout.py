@@ -100,6 +100,11 @@ def test_lanes_are_of_the_dtype_that_gradients_are_reduced_in(shape, dtype, redu
     assert cut(shape, 2, dtype=dtype, reduce_dtype=reduce_dtype).cut == spec
 
 
+def test_tables_are_cut_along_their_features_in_any_dtype():
+    """Devices then exchange rows; where the whole gradient is scattered all the same, it is transposed."""
+    assert cut((32000, 1024), 8, dtype=jnp.bfloat16).cut == P(None, "data")
+
+
 @pytest.mark.parametrize("shape", [(17, 257), (17,), (13, 17), (7,), (1,), (1, 1), (31, 33, 35)])
 @pytest.mark.parametrize("num_data", [2, 4, 8])
 def test_what_no_data_size_divides_stays_whole(shape, num_data):
