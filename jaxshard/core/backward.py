@@ -1,8 +1,9 @@
-"""The order of the loss's backward pass on GPU, so that it holds little, and collectives run beside its products.
+"""The order of the loss's backward pass on GPU and TPU, so that it holds little, and collectives run beside products.
 
 XLA for GPU puts products off until something reads their results. Left alone, it keeps what the gradient of a weight is
-made of until the end of its layer, and the weights of attention until their own gradient is gone. Figures below are of
-a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100; `benchmarks/NOTES.md` has more.
+made of until the end of its layer, and the weights of attention until their own gradient is gone. XLA for TPU orders
+products by the memory they hold, so that it needs fewer rules: `before_the_rest`, the pick, rematerialization. Figures
+below are of a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100; `benchmarks/NOTES.md` has more.
 """
 
 import dataclasses
@@ -23,8 +24,13 @@ from jaxshard.mesh import platform_here
 
 
 def is_ordered() -> bool:
-    """Whether the loss that is traced now runs on GPUs."""
-    return platform_here() == "gpu"
+    """Whether the loss that is traced now runs on GPUs or TPUs."""
+    return platform_here() in ("gpu", "tpu")
+
+
+def on_tpu() -> bool:
+    """Whether the loss that is traced now runs on TPUs, where some rules would cost memory."""
+    return platform_here() == "tpu"
 
 
 def has_own_rule(eqn: Equation) -> bool:
@@ -48,7 +54,7 @@ def bind(eqn: Equation, operands: Sequence[jax.Array], weights: Sequence[bool]) 
     first, second = operands
     if _picks(eqn):
         return _picked(eqn, first, second)
-    return _bind(eqn, *_together(*weights)(first, second))
+    return _bind(eqn, first, second) if on_tpu() else _bind(eqn, *_together(*weights)(first, second))
 
 
 def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:
@@ -149,12 +155,21 @@ def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
         return _bind(eqn, rows, ids)
 
     def backward(ids, cotangent):
-        ids = ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))  # uint8 cannot count the classes
-        places = lax.broadcasted_iota(ids.dtype, rows.shape, rows.ndim - 1)
-        return jnp.where(places == ids, cotangent, jnp.zeros_like(cotangent)), None
+        return jnp.where(_places(rows.shape, ids), cotangent, jnp.zeros_like(cotangent)), None
 
     pick.defvjp(lambda rows, ids: (pick(rows, ids), ids), backward)
     return pick(rows, ids)
+
+
+def _places(shape: tuple[int, ...], ids: jax.Array) -> jax.Array:
+    """(..., V), whether it is the element that `ids`, (..., 1, 1), name."""
+    ids = _countable(ids)
+    return lax.broadcasted_iota(ids.dtype, shape, len(shape) - 1) == ids
+
+
+def _countable(ids: jax.Array) -> jax.Array:
+    """(..., 1, 1) -> (..., 1), in a dtype that can count the classes, as uint8 cannot."""
+    return ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
 # Rematerialization.

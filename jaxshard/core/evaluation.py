@@ -79,7 +79,7 @@ class _Evaluation:
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self.weights = {self.jaxpr.invars[i] for i in weights}
         self._waiting: list[Equation] = []  # plain equations since the last one that is none
-        self._reduced_before = self._buckets() if self.is_ordered and not in_loop else {}
+        self._reduced_before = self._buckets() if self.is_ordered and not in_loop and not backward.on_tpu() else {}
 
     def results(self) -> list[Value]:
         """Runs the program; a result that waits for its first use is gathered."""
@@ -168,7 +168,7 @@ class _Evaluation:
         smooth = [not is_literal(v) and v in self.smooth for v in eqn.invars] if self.is_ordered else None
         return run(inner_jaxpr(eqn), values, weights, in_loop=self.in_loop, ordered=self.is_ordered, smooth=smooth)
 
-    # The order of the backward pass, on GPU.
+    # The order of the backward pass, on GPU and TPU.
 
     def _run_ordered(self, eqn: Equation) -> bool:
         """Runs an equation whose backward pass has rules of its own, or a call of such; False if it is neither."""

@@ -224,7 +224,7 @@ class DeviceLoss:
             return self.shards, sums
         cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.dims]
         tied = [lax.optimization_barrier((x, index))[0] for x in cut]
-        if backward.is_ordered():
+        if backward.is_ordered() and not backward.on_tpu():
             held = backward.held_together([*tied, *sums])
             tied, sums = held[: len(cut)], held[len(cut) :]
         bound = iter(tied)
