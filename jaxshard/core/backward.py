@@ -148,11 +148,14 @@ def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
     As JAX makes it, it is scattered into an array of zeros of its own. So XLA adds it to the rows' other gradient in
     one kernel, as where the loss multiplies logits by one-hot targets. The output layer's gradients: 524 MB without,
     262 MB with it.
+
+    On TPU the elements are taken by a sum over the same places, too. To gather them, XLA would write all logits to
+    memory in float32, beside those in bfloat16 that are kept (zero2 with masters: 1205 MB, 1008 MB with it).
     """
 
     @jax.custom_vjp
     def pick(rows, ids):
-        return _bind(eqn, rows, ids)
+        return _summed_pick(eqn, rows, ids) if on_tpu() else _bind(eqn, rows, ids)
 
     def backward(ids, cotangent):
         return jnp.where(_places(rows.shape, ids), cotangent, jnp.zeros_like(cotangent)), None
@@ -170,6 +173,14 @@ def _places(shape: tuple[int, ...], ids: jax.Array) -> jax.Array:
 def _countable(ids: jax.Array) -> jax.Array:
     """(..., 1, 1) -> (..., 1), in a dtype that can count the classes, as uint8 cannot."""
     return ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))
+
+
+def _summed_pick(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """The elements, as sums over rows that are zero elsewhere; -0.0 becomes 0.0."""
+    found = jnp.sum(jnp.where(_places(rows.shape, ids), rows, jnp.zeros_like(rows)), -1, keepdims=True)
+    ids, fill = _countable(ids), eqn.params["fill_value"]
+    known = (ids >= 0) & (ids < rows.shape[-1])
+    return jnp.where(known, found, jnp.asarray(jnp.nan if fill is None else fill, rows.dtype))
 
 
 # Rematerialization.
