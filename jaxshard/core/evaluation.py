@@ -143,7 +143,7 @@ class _Evaluation:
         values, name = [self._read(v) for v in eqn.invars], eqn.primitive.name
         if name == "name":
             self.weights.add(eqn.outvars[0])
-            return [_marked(self.jaxpr, eqn, values[0])]
+            return [_marked(self.jaxpr, eqn, values[0], self.in_loop)]
         if (part := deferred(eqn)) is not None:
             return part.run(values)
         if name in CASTS:
@@ -252,7 +252,7 @@ def _rematerialized(eqn: Equation, in_loop: bool, ordered: bool) -> Callable[...
 _remats: weakref.WeakKeyDictionary[OpenJaxpr, dict] = weakref.WeakKeyDictionary()
 
 
-def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value) -> Value:
+def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Value:
     """A parameter after its mark: whole, unless lookups wait for it."""
     if isinstance(value, Sharded) and value.local is not None:
         asked = uses.mark(eqn) == LOOKUP_MARK
@@ -261,6 +261,8 @@ def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value) -> Value:
     if isinstance(value, AtFirstUse):
         return value.after(uses.mark(eqn))
     assert isinstance(value, Sharded)
+    if in_loop and backward.on_tpu():
+        value = value.cast_later()
     return checkpoint_name(value.whole(), MARK)
 
 

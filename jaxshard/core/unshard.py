@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.base.axes import Dims
@@ -96,6 +97,19 @@ class Sharded:
     def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
         """The same parameter, whose gradient is that of another stand-in."""
         return dataclasses.replace(self, stand_in=stand_in)
+
+    def cast_later(self) -> "Sharded":
+        """The same parameter, bit for bit, but XLA for TPU does not cast a whole stack of layers before its loop.
+
+        Its products take bfloat16, so it would keep a copy of all layers from the forward pass to the backward pass.
+        Peak of 12 layers of width 1024 in float32: zero2 1908 MB without, 1726 MB with it; zero3, where shards are
+        cast and then gathered, 924 and 892 MB. (XLA moves casts past barriers and selects, but not past a sum with a
+        number that it does not know.)
+        """
+        x = self.local
+        if x is None or x.ndim < 2 or x.dtype != jnp.float32:
+            return self
+        return dataclasses.replace(self, local=x + lax.optimization_barrier(jnp.full((), -0.0, x.dtype)))
 
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here if it is a shard."""

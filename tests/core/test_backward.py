@@ -1,4 +1,4 @@
-"""The path for GPUs, run on simulated devices: a loss whose backward pass is ordered equals plain optax on one device.
+"""The paths for GPUs and TPUs, on simulated devices: a loss whose backward pass is ordered equals plain optax on one.
 
 There the order of products, picks and rematerialization has rules of its own, leaves are cut on other dims, and stacks
 of layers are gathered over the old ones. Each rule's bug was planted once; the last tests plant them again.
@@ -21,6 +21,7 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 import jaxshard
 from jaxshard.core import backward, buckets, collectives, sharding, update
 from jaxshard.core.optimizer import setup_of
+from jaxshard.core.unshard import Sharded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"),
@@ -329,6 +330,37 @@ def test_losses_of_strangers(loss, strategy):
     got = sharded(LOSSES[loss], opt_of(strategy), weights(), rows())
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_strangers_by_the_rules_for_tpus(monkeypatch, loss, strategy):
+    monkeypatch.setattr(backward, "on_tpu", lambda: True)
+    want = one_device(LOSSES[loss], sgd(), weights(), rows())
+    got = sharded(LOSSES[loss], opt_of(strategy), weights(), rows())
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def test_a_parameter_that_is_cast_later_keeps_its_bits():
+    values = np.array([[1.5, -0.0, 0.0], [np.inf, -np.inf, np.nan]], np.float32)
+    later = jax.jit(lambda x: Sharded(x, None, (), False).cast_later().whole())(values)
+    np.testing.assert_array_equal(np.asarray(later).view(np.uint32), values.view(np.uint32))
+
+
+def test_narrow_shards_are_scattered_transposed_on_tpu(monkeypatch):
+    monkeypatch.setattr(collectives.lax, "platform_dependent", lambda x, *, tpu, **others: tpu(x))
+    mesh, rng = jaxshard.make_mesh(), np.random.default_rng(1)
+    x = rng.integers(-4, 5, (8, 3, 8 * 128)).astype(jnp.bfloat16)
+    scatter = jax.shard_map(
+        lambda x: collectives.scatter_sum(x[0], ((-1, ("data",)),)),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(None, "data"),
+    )
+    text = jax.jit(scatter).lower(x).as_text()
+    assert "scatter_dimension = 0" in text
+    np.testing.assert_array_equal(np.asarray(scatter(x), np.float32), x.astype(np.float32).sum(0))
 
 
 def halved(x):
