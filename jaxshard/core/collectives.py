@@ -56,16 +56,11 @@ def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     multiple of 128. So x is transposed before and after, which XLA does by layouts alone.
     """
 
-    def along(dim: int) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-
-    def transposed(x: jax.Array) -> jax.Array:
-        return along(dim - 1)(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-
     shard = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
-    if x.ndim < 2 or dim < x.ndim - 1 or x.dtype.itemsize != 2 or shard % 256 != 128:
-        return along(dim)(x)
-    return lax.platform_dependent(x, tpu=transposed, default=along(dim))
+    is_last = dim == x.ndim - 1 > 0
+    if platform_here() == "tpu" and is_last and x.dtype.itemsize == 2 and shard % 256 == 128:
+        return _scatter_along(x.swapaxes(-1, -2), axes, dim - 1).swapaxes(-1, -2)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def _axis_by_axis(
