@@ -22,7 +22,7 @@ from jaxshard.core.precision import like
 from jaxshard.core.step import TrainStep
 from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import platform_of, torus_dims
-from jaxshard.plan import from_jaxpr, program, xla_tpu
+from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
 from jaxshard.plan.costs import Costs, costs_of
 from jaxshard.plan.roofline import Seconds, roofline
 
@@ -199,6 +199,8 @@ class _Traced:
         block = from_jaxpr.written_out(traced.jaxpr, specs, setup.sizes, self.platform)
         if self.platform == "tpu":
             block = xla_tpu.as_on_tpu(block, setup.mesh.size, torus_dims(setup.mesh))
+        if self.platform == "gpu":
+            block = xla_gpu.with_turned_kernels(block)
         self.block = block
         self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
 

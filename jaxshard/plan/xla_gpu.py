@@ -1,12 +1,17 @@
 """What XLA for GPU does to a program before it runs it, where that changes memory; each was seen in compiled steps.
 
-It makes one kernel of a sum over rows and the element-wise work on them, which writes beside what it reads. Products
-that it would put off, and loops that it would begin early, wait in our programs: `core.backward` orders them.
+* It makes one kernel of a sum over rows and the element-wise work on them, which writes beside what it reads.
+* cuDNN takes a convolution's kernel in another order of dims than JAX's programs keep it in. XLA transposes each one
+  before its first convolution, and keeps that for the backward pass.
+
+Products that it would put off, and loops that it would begin early, wait in our programs: `core.backward` orders them.
 """
 
-from jaxshard.base.primitives import REDUCTIONS
+from collections.abc import Mapping
+
+from jaxshard.base.primitives import GATHERS, REDUCTIONS
 from jaxshard.plan.fusion import Fusion
-from jaxshard.plan.program import Op
+from jaxshard.plan.program import Block, Op, Value
 
 _LONGEST_ROW = 2**13  # elements that one block of threads keeps
 
@@ -17,3 +22,34 @@ def normalises(fusion: Fusion, op: Op) -> bool:
     if not shape or shape[-1] > _LONGEST_ROW:
         return False
     return any(s in fusion.made and fusion.made[s].name in REDUCTIONS for s in fusion.read_by(op))
+
+
+def with_turned_kernels(block: Block) -> Block:
+    """The block with a copy of each kernel, in another order of dims, which its convolutions read in its place."""
+    turned: dict[Value, Value] = {}
+    made: dict[Value, Op] = {}
+    ops: list[Op] = []
+    for op in block.ops:
+        op.blocks = tuple(with_turned_kernels(inner) for inner in op.blocks)
+        kernel = _kernel(op, made)
+        if kernel is not None:
+            if kernel not in turned:
+                turned[kernel] = Value(kernel.shape, kernel.dtype, kernel.spec, kernel.parts)
+                ops.append(Op("turned_copy", [kernel], [turned[kernel]]))
+            op.ins = [op.ins[0], turned[kernel], *op.ins[2:]]
+        made |= dict.fromkeys(op.outs, op)
+        ops.append(op)
+    return Block(block.ins, ops, block.outs)
+
+
+def _kernel(op: Op, made: Mapping[Value, Op]) -> Value | None:
+    """The array that holds a convolution's kernel; None if it has none: a kernel's gradient is one of two others."""
+    if op.name != "conv_general_dilated":
+        return None
+    kernel = op.ins[1].root
+    if kernel in made and made[kernel].name == "rev":
+        kernel = made[kernel].ins[0].root
+    origin = kernel
+    while origin in made and made[origin].name in (*GATHERS, "convert_element_type"):
+        origin = made[origin].ins[0].root
+    return None if origin in made else kernel
