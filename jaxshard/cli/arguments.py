@@ -121,7 +121,8 @@ def _positional(words: Sequence[str], options: Mapping[str, object]) -> bool:
 
 def _not_understood(word: str, options: Mapping[str, object], command: str) -> str:
     if not word.startswith("-"):
-        return f"unknown argument {word!r}: give one CONFIG.toml, and the name of an option before its value"
+        config = "" if command.endswith("bench") else "give one CONFIG.toml, and "
+        return f"unknown argument {word!r}: {config}the name of an option stands before its value"
     name = word.lstrip("-").partition("=")[0]
     nearest = toml.nearest(_key(word), list(options)).replace("_", "-")
     return f"unknown option --{name}; the nearest known one is --{nearest} ({command} --help lists all)"

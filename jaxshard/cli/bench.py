@@ -103,6 +103,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     _check_names("--models", given.models, models.MODELS)
     _check_names("--steps", given.steps, steps.NAMES)
     _check_names("--against", [given.against], steps.NAMES)
+    if not given.machines:
+        raise ValueError("--machines names none: give some, as h100:8, v5e:2x4 or cpu:8")
     for machine in given.machines:
         aot.machine(machine)
     for name, value, least in (("microbatches", given.microbatches, 1), ("rows", given.rows, 1)):
@@ -113,6 +115,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     for count in given.processes:
         if not 2 <= count <= 64 or given.rows % count:
             raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {given.rows}")
+    if given.torch is not None and not given.processes:
+        raise ValueError(f"--torch {given.torch} is for --processes: give 2 or 8 of these, too")
     _compiler_options(given)
     _check_files(given)
     return given

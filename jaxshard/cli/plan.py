@@ -196,10 +196,21 @@ def sharded_as(config: Config, candidate: Candidate) -> Config:
 
 
 def own(config: Config, target: Target) -> Candidate:
-    """The configuration's own strategy on the target's devices."""
+    """The configuration's own strategy on the target's devices.
+
+    Raises:
+      ValueError: its axes do not make so many devices.
+    """
     sharding = config.sharding
     sizes = {axis: getattr(sharding, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    mesh = abstract_mesh(target.num_devices, **sizes)
+    try:
+        mesh = abstract_mesh(target.num_devices, **sizes)
+    except ValueError:
+        given = ", ".join(f"--sharding.{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"{given} do not make {target.num_devices} devices: change one (-1 stands for what the others leave), or "
+            "--machine or --devices"
+        ) from None
     zero = sharding.zero if sharding.strategy == "hybrid" else None
     strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
     return Candidate(strategy, **dict(mesh.shape), zero=zero, microbatches=sharding.microbatches)

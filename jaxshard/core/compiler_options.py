@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -122,13 +123,14 @@ def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]
         return {}
     if not isinstance(given, Mapping):
         raise TypeError(f'{who}: compiler_options {given!r:.80} is no mapping; give {{"xla_...": value}}')
-    for name, value in given.items():
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    for name, value in plain.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
             raise TypeError(
                 f"{who}: compiler_options has {name!r:.80}: {value!r:.80}; names are strings, and values strings, "
                 "numbers or bools"
             )
-    return dict(given)
+    return plain
 
 
 def check_known(who: str, mesh: AnyMesh, given: Mapping[str, Value]) -> None:

@@ -142,7 +142,7 @@ class LossFunction:
         check_batch(batch, self.options)
         args = checked_arguments(args, batch, self.options)
         if is_traced(params, batch, args):
-            return self._traced(params, batch, *args)
+            return self._differentiable(params, batch, *args)
         check_alive("params", params)
         check_alive("batch", batch)
         check_alive("argument", args)
@@ -151,6 +151,20 @@ class LossFunction:
         rows = NamedSharding(setup.mesh, P(setup.batch_axes))
         batch = jax.tree.map(lambda x: collectives.lying_at(x, rows), batch)
         return self._jitted(params, batch, *within_reach(setup, args))
+
+    def _differentiable(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
+        """As `_traced`; raises a TypeError with the cure if it is differentiated in forward mode."""
+        try:
+            return self._traced(params, batch, *args)
+        except TypeError as error:
+            if not any(words in str(error) for words in ("custom_vjp function", "'Unhashable'")):
+                raise
+            raise TypeError(
+                "value_and_grad: forward mode (jax.jvp, jacfwd, hessian, linearize) does not go through rules for the "
+                "backward pass, by which gradients are reduced (and through none of the loss's own, by "
+                "jax.custom_vjp). Differentiate once more in reverse, inside jax.jit: a Hessian times v is "
+                "jax.grad(lambda p: optax.tree.vdot(grads_fn(p, batch)[1], v))(params)"
+            ) from error
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
         """The layout, and where each parameter is gathered and why. Traces the loss, compiles nothing.

@@ -57,6 +57,8 @@ def squeeze(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) ->
 
 def rev(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
     (label,), turned = labels, set(eqn.params["dimensions"])
+    if isinstance(label, Free) and label.counts in turned:
+        return dataclasses.replace(label, counts=None)
     if not isinstance(label, PerRow) or not dims_of(label) & turned:
         return label
     return in_groups(arithmetic, label, turned, trail) or dataclasses.replace(label, order=id(eqn))

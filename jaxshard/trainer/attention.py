@@ -64,10 +64,12 @@ def _why_not(length: int, features: int, dtype: DType, mesh: AnyMesh) -> str | N
         return f"there is no kernel for the platform {platform}, only for GPU and TPU"
     if jnp.dtype(dtype).name not in _DTYPES[platform]:
         return f"the kernel for {platform} takes {' and '.join(_DTYPES[platform])}, and model.dtype = {dtype}"
-    return _why_not_on_gpu(features, _kind_of(mesh)) if platform == "gpu" else _why_not_on_tpu(length)
+    return _why_not_on_gpu(length, features, _kind_of(mesh)) if platform == "gpu" else _why_not_on_tpu(length)
 
 
-def _why_not_on_gpu(features: int, kind: str) -> str | None:
+def _why_not_on_gpu(length: int, features: int, kind: str) -> str | None:
+    if length % 2:
+        return f"cuDNN takes an even number of positions, and model.sequence_length = {length}"
     if features % 8 or features > 128:
         return f"cuDNN's heads have at most 128 features, a multiple of 8, and model.width / model.heads = {features}"
     if any(name in kind for name in _OLD_GPUS):
