@@ -100,6 +100,9 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
         (["--processes", "3"], "and divide --rows 16"),
         (["--json", "nowhere/x.json"], "name a file in a folder that is there"),
         (["--steps"], "--steps names none: there is ddp"),
+        (["--machines"], "--machines names none: give some, as h100:8"),
+        (["--torch", "python3"], "--torch python3 is for --processes"),
+        (["more"], "unknown argument 'more': the name of an option stands before its value"),
         (["--model", "conv"], "unknown option --model"),
     ],
 )

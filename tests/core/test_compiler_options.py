@@ -82,7 +82,7 @@ def test_a_users_options_go_to_the_compiler_with_ours_and_win(monkeypatch):
         with pytest.warns(UserWarning, match="all devices compute the same"):
             jaxshard.train_step(loss_fn, opt, compiler_options=more).lower(*arguments)
         assert ours | more in given
-    assert np.isfinite(float(run({"xla_cpu_enable_fast_math": False})[2]["loss"]))
+    assert np.isfinite(float(run({"xla_cpu_enable_fast_math": np.bool_(False)})[2]["loss"]))
 
 
 def test_an_unknown_option_is_named_with_platform_and_version():

@@ -340,6 +340,15 @@ def test_evaluate_and_predict(strategy):
     np.testing.assert_array_equal(rows, params["tied"][batch["ids"]])
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_gradients_differentiated_forwards_are_refused_with_the_cure(strategy):
+    opt, params, (batch,) = opt_of(strategy), some_tables(), batches(1)
+    placed, gradients = opt.place(params), jaxshard.value_and_grad(some, opt)
+    for differentiated in (jax.hessian(lambda p: gradients(p, batch)[0]), jax.jacfwd(lambda p: gradients(p, batch)[1])):
+        with pytest.raises(TypeError, match=r"forward mode .* jax\.grad\(lambda p: optax\.tree\.vdot"):
+            differentiated(placed)
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_gradients_can_be_differentiated(strategy):
     opt, params, (batch,) = opt_of(strategy), some_tables(), batches(1)

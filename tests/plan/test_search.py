@@ -471,6 +471,7 @@ def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path)
         (("--chip", "v5"), ("'v5' is not known; there are v4, v5e, ", "did you mean v5", "cpu")),
         (("--devices", "8", "--machine", "h100:8"), ("--devices", "--machine")),
         (("--devices", "0"), ("--devices 0",)),
+        (("--devices", "7", "--sharding.replica", "2"), ("--sharding.replica 2", "do not make 7 devices")),
         (("--chip", "h200"), ("--chip h200", "--devices N")),
         (("--fit", "--compile", "cpu:8"), ("--fit", "--compile")),
         (("--machine", "h100:8", "--compile", "cpu:8"), ("two machines",)),

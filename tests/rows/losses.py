@@ -935,6 +935,32 @@ def rows_by_their_own_numbers(p, b):
     return one(jnp.arange(len(b["x"]))).mean()
 
 
+def _with_others(p, b, places):
+    return labels_of((0.7 * b["x"] + 0.3 * jnp.take(b["x"], places, axis=0)) @ p["w"], b["y"]).mean()
+
+
+@case(False, "places in the batch", rows=2)
+def rows_and_those_of_a_flipped_count(p, b):
+    return _with_others(p, b, jnp.flip(jnp.arange(len(b["x"]))))
+
+
+@case(False, "places in the batch", rows=2)
+def rows_and_those_of_a_count_in_reverse_one_by_one(p, b):
+    backwards = jax.vmap(lambda i: b["x"][i])(jnp.arange(len(b["x"]))[::-1])
+    return labels_of((0.7 * b["x"] + 0.3 * backwards) @ p["w"], b["y"]).mean()
+
+
+@case(False, "places in the batch", rows=2)
+def rows_and_those_along_a_count_in_reverse(p, b):
+    backwards = jnp.take_along_axis(b["x"], jnp.arange(len(b["x"]))[::-1, None], axis=0)
+    return labels_of((0.7 * b["x"] + 0.3 * backwards) @ p["w"], b["y"]).mean()
+
+
+@case(True)
+def rows_and_themselves_by_their_count(p, b):
+    return _with_others(p, b, jnp.arange(len(b["x"])))
+
+
 @case(True)
 def two_answers_in_turn(p, b):
     both = jnp.stack([b["x"], jnp.cos(b["x"])], 1).reshape(-1, WIDTH)

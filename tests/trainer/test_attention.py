@@ -83,6 +83,7 @@ REASONS = [
     ({"dtype": "float32"}, on("gpu", "h100"), "model.dtype = float32"),
     ({"heads": 2, "kv_heads": 0}, on("gpu", "h100"), "model.width / model.heads = 256"),
     ({"width": 48, "heads": 4}, on("gpu", "h100"), "model.width / model.heads = 12"),
+    ({"sequence_length": 127}, on("gpu", "h100"), "an even number of positions, and model.sequence_length = 127"),
     ({}, on("gpu", "Tesla V100-SXM2-16GB"), "this is a Tesla V100"),
     ({}, on("gpu", "AMD Instinct MI300X"), "this is a AMD"),
     ({"sequence_length": 192}, on("tpu", "v5e:2x4"), "model.sequence_length = 192"),
