@@ -1,6 +1,6 @@
 """What several devices cost over one of the same framework: jaxshard's and PyTorch's steps, in processes of their own.
 
-XLA for CPU is itself 2.6 to 3.5 times as slow as PyTorch there, so that seconds of the two say nothing about sharding.
+XLA for CPU is itself slower than PyTorch there, so that seconds of the two say nothing about sharding.
 The batch is the same whatever the number of devices, and all devices share the same cores.
 """
 
