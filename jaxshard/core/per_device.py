@@ -296,8 +296,9 @@ def _at_the_start(x: Value) -> jax.Array:
 
 def _without_gradient(x: Value) -> jax.Array:
     """As `_at_the_start`, where no gradient is asked for: less to trace."""
-    has_both = isinstance(x, Sharded) and x.local is not None
-    return _at_the_start(dataclasses.replace(x, stand_in=None) if has_both else x)
+    if isinstance(x, Sharded) and x.local is not None:
+        return dataclasses.replace(x, stand_in=None).whole()
+    return _at_the_start(x)
 
 
 def _at_first_use(x: Value) -> Value:
