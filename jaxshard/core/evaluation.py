@@ -79,7 +79,7 @@ class _Evaluation:
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self.weights = {self.jaxpr.invars[i] for i in weights}
         self._waiting: list[Equation] = []  # plain equations since the last one that is none
-        self._reduced_before = self._buckets() if self.is_ordered and not in_loop and not backward.on_tpu() else {}
+        self._reduced_before = self._buckets() if self.is_ordered and not in_loop else {}
 
     def results(self) -> list[Value]:
         """Runs the program; a result that waits for its first use is gathered."""
