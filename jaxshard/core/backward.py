@@ -2,8 +2,9 @@
 
 XLA for GPU puts products off until something reads their results. Left alone, it keeps what the gradient of a weight is
 made of until the end of its layer, and the weights of attention until their own gradient is gone. XLA for TPU orders
-products by the memory they hold, so that it needs fewer rules: `before_the_rest`, the pick, rematerialization. Figures
-below are of a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100; `benchmarks/NOTES.md` has more.
+products by the memory they hold, so that it needs fewer rules: `before_the_rest`, for buckets too, the pick, and
+rematerialization. Figures below are of a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100;
+`benchmarks/NOTES.md` has more.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ def on_tpu() -> bool:
 
 
 def has_own_rule(eqn: Equation) -> bool:
-    """Whether the backward pass of an equation differs from JAX's: of a product, or a pick of one element per row."""
-    return (eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]) or _picks(eqn)
+    """Whether an equation's backward pass differs from JAX's: of a pick of one element per row; on GPU of a product."""
+    is_product = eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]
+    return (is_product and not on_tpu()) or _picks(eqn)
 
 
 def concerns(jaxpr: Jaxpr) -> bool:
@@ -54,7 +56,7 @@ def bind(eqn: Equation, operands: Sequence[jax.Array], weights: Sequence[bool]) 
     first, second = operands
     if _picks(eqn):
         return _picked(eqn, first, second)
-    return _bind(eqn, first, second) if on_tpu() else _bind(eqn, *_together(*weights)(first, second))
+    return _bind(eqn, *_together(*weights)(first, second))
 
 
 def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:

@@ -55,7 +55,6 @@ def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     XLA for TPU turns that of 2-byte elements into an all-reduce, of twice the bytes, if the shards' last dim is an odd
     multiple of 128. So x is transposed before and after, which XLA does by layouts alone.
     """
-
     shard = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
     is_last = dim == x.ndim - 1 > 0
     if platform_here() == "tpu" and is_last and x.dtype.itemsize == 2 and shard % 256 == 128:
