@@ -2,19 +2,26 @@
 
     python benchmarks/plan_cases.py --machine v5e:2x4
     python benchmarks/plan_cases.py --machine h100:8
+    python benchmarks/plan_cases.py --machine h100:8 --models
 
-The cases are the reference model at GPT-2 small's size, in float32 and in bfloat16 with float32 masters. The TPU or GPU
-compiler must be installed; its reports are kept ($JAXSHARD_CACHE), so that a second run compiles nothing.
+The cases are the reference model at GPT-2 small's size, in float32 and in bfloat16 with float32 masters, or three
+models of `jaxshard bench`. The TPU or GPU compiler must be installed; its reports are kept ($JAXSHARD_CACHE), so that a
+second run compiles nothing.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 import jaxshard
+from jaxshard.bench import models
+from jaxshard.bench.step import optimizer
 from jaxshard.cli.plan import building
 from jaxshard.core.state import init
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
@@ -56,6 +63,40 @@ class Case:
         sharding = ShardingConfig(stage_microbatches=self.stage_microbatches)
         return Config(model=model, precision=precision, sharding=sharding, train=TrainConfig(rows=self.rows))
 
+    def outcome(self, machine: jaxshard.aot.Machine) -> Outcome:
+        c, build = self.candidate, building(self.config)
+        target = jaxshard.plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)
+        prediction = jaxshard.plan.predict(*build(c, c.mesh(target)))
+        step, params, *rest = build(c, jaxshard.make_mesh(**c.sizes, devices=jaxshard.aot.devices(machine)))
+        lowered = step.lower(params, init(step.setup, params), *rest)
+        return Outcome(self, prediction, jaxshard.aot.report(lowered, machine))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCase:
+    """A model of `jaxshard bench`, and how 8 devices train it on 16 rows."""
+
+    model: str
+    strategy: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.strategy} {self.dtype}"
+
+    def outcome(self, machine: jaxshard.aot.Machine) -> Outcome:
+        mesh = jaxshard.make_mesh(data=8, devices=jaxshard.aot.devices(machine))
+        dtype = {"f32": "float32", "bf16": "bfloat16"}[self.dtype]
+        model = models.model(self.model, **({"dtype": dtype} if self.dtype == "bf16" else {}))
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            return models.loss(model, params, batch)
+
+        opt = getattr(jaxshard, self.strategy)(optimizer(), mesh)
+        step, params, batch = jaxshard.train_step(loss_fn, opt), opt.place(models.init(model, dtype)), model.batch(16)
+        report = jaxshard.aot.report(step.lower(params, opt.init(params), batch), machine)
+        return Outcome(self, jaxshard.plan.predict(step, params, batch), report)
+
 
 CASES = [
     *(Case(dtype, c) for c in (*DATA_ONLY, jaxshard.plan.Candidate("hsdp", data=4, replica=2)) for dtype in DTYPES),
@@ -68,13 +109,18 @@ CASES = [
         "bf16", jaxshard.plan.Candidate("hybrid", data=2, pipeline=2, tensor=2, zero=2), rows=32, stage_microbatches=4
     ),
 ]
+MODEL_CASES = [ModelCase("conv", strategy, dtype) for strategy in ("zero2", "zero3") for dtype in DTYPES] + [
+    ModelCase(model, strategy, dtype)
+    for model in ("decoder", "unrolled")
+    for strategy, dtype in (("zero2", "f32"), ("zero3", "f32"), ("zero3", "bf16"))
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """Predicted beside compiled, of one case."""
 
-    case: Case
+    case: Case | ModelCase
     prediction: jaxshard.plan.Prediction
     report: jaxshard.inspect.Report
 
@@ -99,24 +145,17 @@ class Outcome:
         return f"| {self.case.name} | {peaks} | {wires} | {'yes' if self.at_rest_equal else 'no'} |"
 
 
-def outcomes(machine: jaxshard.aot.Machine) -> Iterator[Outcome]:
+def outcomes(machine: jaxshard.aot.Machine, cases: Sequence[Case | ModelCase]) -> Iterator[Outcome]:
     """Each case, predicted and compiled."""
-    devices = jaxshard.aot.devices(machine)
-    for number, case in enumerate(CASES, 1):
-        print(f"{number} of {len(CASES)}: {case.name}", file=sys.stderr, flush=True)
-        c, build = case.candidate, building(case.config)
-        prediction = jaxshard.plan.predict(
-            *build(c, c.mesh(jaxshard.plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)))
-        )
-        mesh = jaxshard.make_mesh(**c.sizes, devices=devices)
-        step, params, *rest = build(c, mesh)
-        lowered = step.lower(params, init(step.setup, params), *rest)
-        yield Outcome(case, prediction, jaxshard.aot.report(lowered, machine))
+    for number, case in enumerate(cases, 1):
+        print(f"{number} of {len(cases)}: {case.name}", file=sys.stderr, flush=True)
+        yield case.outcome(machine)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--machine", default="v5e:2x4", help="8 devices: v5e:2x4 or h100:8")
+    parser.add_argument("--models", action="store_true", help="the cases are models of jaxshard bench")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # nothing runs
     machine = jaxshard.aot.machine(options.machine)
@@ -127,7 +166,7 @@ def main() -> None:
     print("| case | peak, predicted | compiled | ratio | sent, predicted | compiled | ratio | at rest equal |")
     print("|---|--:|--:|--:|--:|--:|--:|---|")
     found = []
-    for outcome in outcomes(machine):
+    for outcome in outcomes(machine, MODEL_CASES if options.models else CASES):
         found.append(outcome)
         print(outcome.line(), flush=True)
     peaks, wires = sum(abs(o.peak - 1) <= 0.10 for o in found), sum(abs(o.wire - 1) <= 0.01 for o in found)

@@ -26,6 +26,19 @@ def check_room(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
 
 
+def check_file(option: str, path: Path) -> None:
+    """Raises ValueError if no file can be written at `path`, where nothing is changed; `option` names it."""
+    is_new = not path.exists()
+    try:
+        if is_new or path.is_dir() or path.is_file():
+            path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        reason = f"{option} {path}: {error.strerror}: name a file in a folder that is there and can be written to"
+        raise ValueError(reason) from None
+
+
 def _keep_name(folder: Path) -> None:
     """The folder's list of names is on the disk, where the file system can do that."""
     with contextlib.suppress(OSError):

@@ -53,6 +53,15 @@ def setting(size: str, rows: int, rounds: int, torch: Path | None) -> Setting:
     return Setting({n: getattr(decoder, n) for n in names}, rows, rounds, str(torch or sys.executable))
 
 
+def is_python(file: Path) -> bool:
+    """Whether this is a Python 3 that runs."""
+    try:
+        found = subprocess.run([file, "-c", "import sys; print(sys.version_info[0])"], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and found.stdout.strip() == b"3"
+
+
 def rows(names: Sequence[str], count: int, given: Setting) -> Iterator[Row]:
     """A row for each step on `count` devices: beside one device of the same framework.
 

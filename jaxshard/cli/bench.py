@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
-from jaxshard.base.files import check_room
+from jaxshard.base.files import check_file, check_room
 from jaxshard.base.text import printable_lines
 from jaxshard.base.units import nearest
 from jaxshard.bench import models, ours, processes, steps
@@ -115,8 +115,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
     for count in given.processes:
         if not 2 <= count <= 64 or given.rows % count:
             raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {given.rows}")
+    if given.processes and not given.rounds:
+        raise ValueError("--processes are only timed, and --rounds 0 times nothing: leave one of them out")
     if given.torch is not None and not given.processes:
         raise ValueError(f"--torch {given.torch} is for --processes: give 2 or 8 of these, too")
+    if given.torch is not None and not processes.is_python(given.torch):
+        raise ValueError(f"--torch {given.torch} is no Python that runs: name one that has PyTorch, as venv/bin/python")
     _compiler_options(given)
     _check_files(given)
     return given
@@ -141,8 +145,8 @@ def _compiler_options(given: Arguments) -> dict[str, Any]:
 
 
 def _check_files(given: Arguments) -> None:
-    if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json {given.json}: name a file in a folder that is there")
+    if given.json is not None:
+        check_file("--json", given.json)
     if given.out is not None:
         check_room("--out", given.out)
 
@@ -176,7 +180,7 @@ def _run(given: Arguments) -> int:
 def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
     """What `count` devices cost over one, shown."""
     names = [name for name in given.steps if name in ours.NAMES] + list(processes.TORCH)
-    setting = processes.setting("toy" if given.toy else "small", given.rows, max(given.rounds, 1), given.torch)
+    setting = processes.setting("toy" if given.toy else "small", given.rows, given.rounds, given.torch)
     found = []
     for row in processes.rows(names, count, setting):
         found.append(row)

@@ -34,7 +34,7 @@ class Lookup:
         return cls(*(eqn.params[name] for name in ("dimension_numbers", "mode", "fill_value")))
 
     def rows(self, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """(V, ...), (B, ..., 1) -> (B, ..., ...), the rows of the table."""
+        """(V, ...), (B, ..., 1) -> (B, ..., ...), the rows of the table; as `jax.vmap` makes it, (B, ..., 1, ...)."""
         sizes = (1, *table.shape[1:])
         return lax.gather(table, ids, self.numbers, sizes, mode=self.mode, fill_value=self.fill_value)
 
@@ -47,19 +47,25 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     if eqn.primitive.name != "gather" or position != 0 or len(dims) != 1:
         return False
     table, ids = (v.aval for v in eqn.invars)
-    numbers, ((dim, axes),) = eqn.params["dimension_numbers"], dims
-    takes_rows = (
-        tuple(numbers.collapsed_slice_dims) == (0,)
-        and tuple(numbers.start_index_map) == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
-        and tuple(numbers.offset_dims) == tuple(range(ids.ndim - 1, ids.ndim - 1 + table.ndim - 1))
-    )
-    if not takes_rows or ids.ndim < 2 or dim == -table.ndim:
+    ((dim, axes),) = dims
+    if not _takes_rows(eqn, table, ids) or ids.ndim < 2 or dim == -table.ndim:
         return False
-    num = math.prod(collectives.axis_size(axis) for axis in axes)
+    num, count = math.prod(collectives.axis_size(axis) for axis in axes), ids.size // ids.shape[-1]
     row = table.size // table.shape[0] * table.dtype.itemsize
-    return asked or 2 * (ids.size * (row + num * ids.dtype.itemsize)) <= table.shape[0] * row
+    return asked or 2 * (count * row + num * ids.size * ids.dtype.itemsize) <= table.shape[0] * row
+
+
+def _takes_rows(eqn: Equation, table: jax.core.ShapedArray, ids: jax.core.ShapedArray) -> bool:
+    """Whether a gather takes whole rows, as `table[ids]` does, or `table[i]` under `jax.vmap`.
+
+    The latter's ids are whole starts, of which all but the first are clipped to 0, and it leaves each row's dim of 1.
+    """
+    numbers, starts = eqn.params["dimension_numbers"], eqn.params["dimension_numbers"].start_index_map
+    one_row = tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
+    in_order = tuple(starts) == (0,) or (starts[0] == 0 and eqn.params["mode"] == lax.GatherScatterMode.CLIP)
+    collapsed, batch = tuple(numbers.collapsed_slice_dims), ids.ndim - 1
+    rows_last = tuple(numbers.offset_dims) == tuple(range(batch, batch + table.ndim - len(collapsed)))
+    return one_row and in_order and rows_last and collapsed in ((), (0,)) and not numbers.operand_batching_dims
 
 
 def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool) -> jax.Array:
@@ -67,7 +73,7 @@ def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_s
 
     Args:
       local: this device's part of the table (`is_shard`), or the whole table.
-      ids: (..., 1), as `lax.gather` takes them.
+      ids: (..., 1) or (..., 1 + more starts), as `lax.gather` takes them.
     """
     if not is_shard:
         return lookup.rows(local, ids)

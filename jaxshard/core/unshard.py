@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -53,7 +54,7 @@ def unshard(tree: T) -> T:
     return jax.tree.map(lambda x: checkpoint_name(x, MARK) if is_traced(x) else x, tree)
 
 
-def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
     """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
 
     If the data axes cut the table along its features, devices exchange these rows, and in the backward pass their
@@ -63,16 +64,25 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
       table: (V, ..., D), a parameter as the loss function got it, or cast to another dtype.
-      ids: whole numbers of any shape.
+      ids: whole numbers, an array of any shape or a list of them.
 
     Returns:
       (*ids.shape, ..., D), in the table's dtype.
+
+    Raises:
+      TypeError: `ids` are no whole numbers.
 
     >>> import jax.numpy as jnp
     >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1])).tolist()
     [[3.0, 4.0]]
     """
-    return (checkpoint_name(table, LOOKUP_MARK) if is_traced(table) else jnp.asarray(table))[ids]
+    rows = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(
+            f"lookup: ids must be whole numbers, an array or a list of them, got {rows.dtype} ({type(ids).__name__}); "
+            "slices and masks are for table[...]"
+        )
+    return (checkpoint_name(table, LOOKUP_MARK) if is_traced(table) else jnp.asarray(table))[rows]
 
 
 @jax.tree_util.register_dataclass

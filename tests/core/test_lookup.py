@@ -117,6 +117,9 @@ EXCHANGED = {
     "in a jit": jax.jit(lambda t, ids: t.astype(jnp.float32)[ids].astype(jnp.float64)),
     "twice differentiated": by_gradient,
     "by tangents": by_tangents,
+    "under vmap": lambda t, ids: jax.vmap(jax.vmap(lambda i: t[i]))(ids),
+    "under vmap, asked": lambda t, ids: jax.vmap(jax.vmap(lambda i: find(t, i)))(ids - VOCABULARY // 2),
+    "under vmap, by a slice": lambda t, ids: jax.vmap(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1)[0]))(ids),
     "of no weight": lambda t, ids: jnp.zeros((1, 1, WIDTH)) * find(t, ids),
 }
 GATHERED = {
@@ -126,7 +129,6 @@ GATHERED = {
     "tied, asked": lambda t, ids: tied(t, find(t, ids)),
     "tied, head first": head_first,
     "one row": lambda t, ids: find(t, jnp.argmax(jnp.arange(7))) + t[5] + jnp.zeros(ids.shape)[..., None],
-    "under vmap": lambda t, ids: jax.vmap(jax.vmap(lambda i: t[i]))(ids),
     "penalized": penalized,
     "scaled": lambda t, ids: find(2 * t, ids),
     "reshaped": lambda t, ids: t.reshape(-1, 2, WIDTH)[ids % (VOCABULARY // 2)].sum(-2),
@@ -367,8 +369,16 @@ def test_by_itself_it_is_indexing():
     np.testing.assert_array_equal(find(table, ids), table[ids])
     np.testing.assert_array_equal(jax.jit(find)(table, ids), table[ids])
     np.testing.assert_array_equal(jax.vmap(find, (None, 0))(table, ids), table[ids])
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(lambda i: find(table, i)))(ids), table[ids])
+    np.testing.assert_array_equal(find(table, [3, 0]), table[[3, 0]])
     gradient = jax.grad(lambda t: jnp.sum(find(t, ids) ** 2))(table)
     np.testing.assert_array_equal(gradient, [*2 * table[:1], np.zeros(3), 2 * table[2], 4 * table[3]])
+
+
+@pytest.mark.parametrize("ids", [None, 1.0, np.ones(2), np.ones(2, bool), slice(0, 2), [0.5], []])
+def test_ids_are_whole_numbers(ids):
+    with pytest.raises(TypeError, match="ids must be whole numbers, an array or a list"):
+        find(np.ones((4, 3)), ids)
 
 
 # Planted bugs.
