@@ -48,18 +48,19 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
         return False
     table, ids = (v.aval for v in eqn.invars)
     ((dim, axes),) = dims
-    if not _takes_rows(eqn, table, ids) or ids.ndim < 2 or dim == -table.ndim:
+    if not _takes_rows(eqn) or ids.ndim < 2 or dim == -table.ndim:
         return False
     num, count = math.prod(collectives.axis_size(axis) for axis in axes), ids.size // ids.shape[-1]
     row = table.size // table.shape[0] * table.dtype.itemsize
     return asked or 2 * (count * row + num * ids.size * ids.dtype.itemsize) <= table.shape[0] * row
 
 
-def _takes_rows(eqn: Equation, table: jax.core.ShapedArray, ids: jax.core.ShapedArray) -> bool:
+def _takes_rows(eqn: Equation) -> bool:
     """Whether a gather takes whole rows, as `table[ids]` does, or `table[i]` under `jax.vmap`.
 
     The latter's ids are whole starts, of which all but the first are clipped to 0, and it leaves each row's dim of 1.
     """
+    table, ids = (v.aval for v in eqn.invars)
     numbers, starts = eqn.params["dimension_numbers"], eqn.params["dimension_numbers"].start_index_map
     one_row = tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
     in_order = tuple(starts) == (0,) or (starts[0] == 0 and eqn.params["mode"] == lax.GatherScatterMode.CLIP)
