@@ -38,6 +38,18 @@ def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int,
     return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
 
 
+def axes_of_dims(dims: Dims) -> Names:
+    """The axes that cut an array."""
+    return tuple(axis for _, axes in dims for axis in axes)
+
+
+def beyond(dims: Dims, first: Dims) -> Dims:
+    """What is left to cut of an array that is to be cut by `dims`, and is cut by `first`, whose axes come first."""
+    done = dict(first)
+    rest = ((dim, axes[len(done.get(dim, ())) :]) for dim, axes in dims)
+    return tuple((dim, axes) for dim, axes in rest if axes)
+
+
 def axes_of(specs: Tree) -> set[str]:
     """All axes named in a tree of PartitionSpecs, or in rules."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))

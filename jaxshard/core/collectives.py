@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import Dims
+from jaxshard.base.axes import Dims, beyond
 from jaxshard.base.axes import varying as varying
 from jaxshard.base.tree import Names, is_key, is_traced
 from jaxshard.base.types import AnyMesh, T, Tree
@@ -122,25 +122,26 @@ whole_with_grad_apart.defvjp(lambda x: (x, None), lambda _, cotangent: (_apart_f
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, is_shard: bool) -> jax.Array:
-    """The whole parameter; its gradient comes out reduce-scattered, as the gradient of `stand_in`.
+def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, held: Dims) -> jax.Array:
+    """The whole parameter; its gradient comes out reduce-scattered by `dims`, as the gradient of `stand_in`.
 
-    `local` is the shard (ZeRO-3, gathered here) or the whole parameter (ZeRO-2). The gradient of `local` itself is
-    computed only if a caller differentiates through this function. `stand_in`, zeros of the shard's shape, has the
-    dtype in which gradients are reduced and accumulated.
+    `local` is a shard, cut by `held` and gathered here (ZeRO-3), or the whole parameter (ZeRO-2). The gradient of
+    `local` itself is computed only if a caller differentiates through this function. `stand_in`, zeros of the shape of
+    the gradient's shard, has the dtype in which gradients are reduced and accumulated.
     """
-    del stand_in
-    return gather(local, dims) if is_shard else local
+    del stand_in, dims
+    return gather(local, held)
 
 
-def _whole_forward(local, stand_in, dims, is_shard):
-    return whole_with_scattered_grad(local, stand_in, dims, is_shard), stand_in
+def _whole_forward(local, stand_in, dims, held):
+    return whole_with_scattered_grad(local, stand_in, dims, held), stand_in
 
 
-def _whole_backward(dims, is_shard, stand_in, cotangent):
+def _whole_backward(dims, held, stand_in, cotangent):
     cotangent = _apart_from_its_dot(cotangent)
-    scattered = scatter_sum(cotangent.astype(stand_in.dtype), dims)
-    return scattered.astype(cotangent.dtype) if is_shard else cotangent, scattered
+    as_held = scatter_sum(cotangent.astype(stand_in.dtype), held) if held else cotangent
+    scattered = as_held if dims == held else scatter_sum(as_held.astype(stand_in.dtype), beyond(dims, held))
+    return as_held.astype(cotangent.dtype), scattered
 
 
 def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:

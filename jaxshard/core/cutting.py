@@ -1,16 +1,17 @@
-"""Decides where the data axes cut one leaf, from its shape, its dtype and the mesh's axis sizes alone."""
+"""Decides where the batch axes cut one leaf, from its shape, its dtype and the mesh's axis sizes alone."""
 
 import dataclasses
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import Dims, canonical, local_shape
+from jaxshard.base.axes import Dims, axes_in, canonical, local_shape
 from jaxshard.base.tree import Names, path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.core.options import Config
@@ -19,18 +20,30 @@ _MOST_LAYERS = 256  # a first dim of more is no stack of layers
 _ROWS_OF_TABLE = 6  # a matrix of that many times more rows than columns is a table
 
 
+class Place(NamedTuple):
+    """How the batch axes cut an array: its PartitionSpec, with the model's axes, and the dims that they cut."""
+
+    spec: P
+    dims: Dims
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf: `spec` is over the model's axes alone, `cut` has the data axes added, `reason` says why."""
+    """One leaf: `spec` is over the model's axes alone, `cut` has the batch axes that cut its state, `reason` says why.
+
+    Where less is cut, as `params` or sums of `grads` are, a device has the same parts, and those that follow them.
+    """
 
     names: Names
     shape: tuple[int, ...]
     dtype: np.dtype
     spec: P
     cut: P
-    dims: Dims  # (dim counted from the end, data axes that cut it)
-    ways: int  # the number of parts that the data axes cut it into
+    dims: Dims  # (dim counted from the end, batch axes that cut it)
+    ways: int  # the number of parts that the batch axes cut it into
     reason: str
+    params: Place
+    grads: Place
     awkward: bool = False  # large enough to cut, but no dims divide by all N devices
     home: P | None = None  # the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
@@ -54,9 +67,9 @@ def _itemsize(dtype: np.dtype) -> int:
 def cut_leaf(
     names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config, platform: str
 ) -> Leaf:
-    """Decides where the data axes cut a leaf.
+    """Decides where the batch axes cut a leaf: those of the params first, then those of gradients' sums, then of state.
 
-    Only dims that `spec` leaves free can be cut. Each data axis may cut another dim. A leaf that cannot be cut into N
+    Only dims that `spec` leaves free can be cut. Each axis may cut another dim. A leaf that cannot be cut into N
     parts is cut into as many as its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"):
 
     * On TPU and CPU the last dim, if its shards are multiples of 128 elements (256 where gradients have two bytes and
@@ -68,9 +81,11 @@ def cut_leaf(
     A stacked-layers dim is the first of three or more; on GPU only if it is at most 256. A table is a matrix of at
     least six times as many rows as columns.
     """
-    data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
-    num_shards, size = math.prod(data_sizes.values()), math.prod(shape)
-    whole = Leaf(names, shape, dtype, spec, cut=spec, dims=(), ways=1, reason="")
+    taken = {axis for entry in spec for axis in axes_in(entry)}
+    levels = [{axis: sizes[axis] for axis in axes if sizes[axis] > 1 and axis not in taken} for axes in config.cut_axes]
+    num_shards, size = math.prod(levels[-1].values()), math.prod(shape)
+    own = Place(spec, ())
+    whole = Leaf(names, shape, dtype, spec, cut=spec, dims=(), ways=1, reason="", params=own, grads=own)
     if num_shards == 1:
         return dataclasses.replace(whole, reason="one data device")
     if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -78,25 +93,48 @@ def cut_leaf(
     if size < max(config.min_shard_size, 1):
         return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
     tiles = _tiles(dtype, config, platform)
-    best, ways = _best_cut(shape, _free_dims(shape, spec), tuple(data_sizes.items()), tiles)
+    found, places = dict[int, Names](), []
+    for before, level in zip([{}, *levels], levels, strict=False):
+        more = {axis: n for axis, n in level.items() if axis not in before}
+        found = _cut_further(shape, _free_dims(shape, spec), found, sizes, more, tiles)
+        places.append(_described(whole, found))
+    (cut, dims), ways = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
     if ways == 1:
-        why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in data_sizes.values())}"
+        why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in levels[-1].values())}"
         return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
-    cut, dims, where = _described(whole, best)
+    where = in_words(dims, len(shape))
     return dataclasses.replace(
         whole,
         cut=cut,
         dims=dims,
         ways=ways,
         reason=where if ways == num_shards else f"{where}: only {ways} of {num_shards} ways",
+        params=places[0],
+        grads=places[1],
         awkward=ways < num_shards <= size,
     )
 
 
+def _cut_further(
+    shape: tuple[int, ...],
+    free: tuple[int, ...],
+    found: dict[int, Names],
+    sizes: AxisSizes,
+    more: dict[str, int],
+    tiles: int | None,
+) -> dict[int, Names]:
+    """The best cut by `more` axes of the parts that `found` (dim -> axes) makes."""
+    if not more:
+        return found
+    parts = tuple(size // math.prod(sizes[axis] for axis in found.get(dim, ())) for dim, size in enumerate(shape))
+    best, _ = _best_cut(parts, free, tuple(more.items()), tiles)
+    return {dim: (*found.get(dim, ()), *best.get(dim, ())) for dim in found.keys() | best.keys()}
+
+
 def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:
     """`stack`, some arrays of the shape of `leaf` stacked on leading dims, cut where `leaf` is."""
-    cut, dims, where = _described(stack, {dim + len(stack.shape): axes for dim, axes in leaf.dims})
-    partly = leaf.reason.partition(": ")[2]
+    cut, dims = _described(stack, {dim + len(stack.shape): axes for dim, axes in leaf.dims})
+    where, partly = in_words(dims, len(stack.shape)), leaf.reason.partition(": ")[2]
     reason = f"{where}: {partly}" if partly else where
     return dataclasses.replace(stack, cut=cut, dims=dims, ways=leaf.ways, reason=reason, awkward=leaf.awkward)
 
@@ -112,14 +150,15 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     """
     if batch_dims is None or not leaf.dims:
         return leaf
-    data_sizes = {axis: sizes[axis] for axis in config.data_axes if sizes[axis] > 1}
+    taken = {axis for entry in leaf.spec for axis in axes_in(entry)}
+    data_sizes = {axis: sizes[axis] for axis in config.cut_axes.state if sizes[axis] > 1 and axis not in taken}
     free = tuple(dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims)
     tiles = _tiles(leaf.dtype, config, platform)
     best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), tiles)
     if ways < math.prod(data_sizes.values()):
         why = f"no stack of matrices that {'x'.join(data_sizes)} divides: they are multiplied across devices"
         return dataclasses.replace(leaf, at_home=why)
-    home, home_dims, _ = _described(leaf, best)
+    home, home_dims = _described(leaf, best)
     return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
 
 
@@ -150,14 +189,13 @@ def _best_cut(
     return best, math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
 
 
-def _described(leaf: Leaf, dims: dict[int, Names]) -> tuple[P, Dims, str]:
-    """(its PartitionSpec, its dims counted from the end, the cut in words) for a leaf cut along `dims`."""
+def _described(leaf: Leaf, dims: dict[int, Names]) -> Place:
+    """A leaf's place, cut along `dims`."""
     ndim = len(leaf.shape)
     entries = list(leaf.spec) + [None] * (ndim - len(leaf.spec))
     for dim, axes in dims.items():
         entries[dim] = axes
-    cuts = tuple((dim - ndim, axes) for dim, axes in sorted(dims.items()))
-    return canonical(entries), cuts, in_words(cuts, ndim)
+    return Place(canonical(entries), tuple((dim - ndim, axes) for dim, axes in sorted(dims.items())))
 
 
 def in_words(dims: Dims, ndim: int) -> str:

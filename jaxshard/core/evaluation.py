@@ -134,7 +134,7 @@ class _Evaluation:
 
     def _stays_cut(self, eqn: Equation, position: int, value: AtFirstUse) -> bool:
         """Whether the equation takes its operand as it is."""
-        if uses.looks_up(self.jaxpr, eqn, position, value.sharded.dims, asked=value.asked):
+        if uses.looks_up(self.jaxpr, eqn, position, value.sharded.looked_up_by, asked=value.asked):
             return True
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None
         return is_call and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
@@ -256,7 +256,7 @@ def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Val
     """A parameter after its mark: whole, unless lookups wait for it."""
     if isinstance(value, Sharded) and value.local is not None:
         asked = uses.mark(eqn) == LOOKUP_MARK
-        if asked or uses.is_looked_up(jaxpr, eqn.outvars[0], value.dims):
+        if asked or uses.is_looked_up(jaxpr, eqn.outvars[0], value.looked_up_by):
             return AtFirstUse(value, asked=asked)
     if isinstance(value, AtFirstUse):
         return value.after(uses.mark(eqn))

@@ -173,7 +173,7 @@ class LossFunction:
         """
         found, notes = self.setup.with_state(params), self.notes(params, batch, *args)
         noted = zip(found.params, notes.reasons, notes.inside, notes.looked_up, strict=True)
-        gathers = {each[0].names: _how_gathered(*each, self.setup) for each in noted}
+        gathers = {each[0].names: _how_gathered(*each) for each in noted}
         return dataclasses.replace(found, gathers=gathers, loss_rows=str(notes.program.verdict))
 
     def notes(self, params: Tree, batch: Tree, *args: Tree) -> Notes:
@@ -271,14 +271,14 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
         )
 
 
-def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool, setup: Setup) -> str:
-    cuts = setup.config.cuts
+def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool) -> str:
     if not inside:
-        return "never moved but for its gradient" if not cuts.params or not leaf.dims else ""
+        return "never moved but for its gradient" if not leaf.params.dims else ""
     if looked_up:
-        return "its rows exchanged where the loss looks them up" if cuts.params else "its rows' gradients exchanged"
-    gradient = "its gradient scattered" if cuts.state else "its gradient summed"
-    what = "gathered" if cuts.params else gradient
+        rows = "its rows exchanged where the loss looks them up"
+        return rows if leaf.params.dims else "its rows' gradients exchanged"
+    gradient = "its gradient scattered" if leaf.dims else "its gradient summed"
+    what = "gathered" if leaf.params.dims else gradient
     return f"{what} where unshard is" if reason is None else f"{what} at its first use: {reason}"
 
 

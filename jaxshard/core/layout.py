@@ -55,10 +55,6 @@ class Layout:
     loss_rows: str = ""  # what is known of the rows of the loss
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
-    def spec(self, leaf: Leaf, *, cut: bool) -> P:
-        """The leaf's PartitionSpec, with the data axes if it is `cut` over them."""
-        return leaf.cut if cut else leaf.spec
-
     def param_leaves(self, leaves: Iterable[object]) -> Tree:
         """The tree of params with these leaves."""
         return unflatten(self.treedef, leaves)
@@ -66,24 +62,23 @@ class Layout:
     @functools.cached_property
     def param_specs(self) -> Tree:
         """The params' PartitionSpecs at rest."""
-        return self.param_leaves(self.spec(leaf, cut=self.config.cuts.params) for leaf in self.params)
+        return self.param_leaves(leaf.params.spec for leaf in self.params)
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
         """The PartitionSpecs of reduced gradients."""
-        return self.param_leaves(self.spec(leaf, cut=self.config.cuts.state) for leaf in self.params)
+        return self.param_leaves(leaf.cut for leaf in self.params)
 
     @functools.cached_property
     def home_specs(self) -> Tree:
         """The PartitionSpecs of gradients, params and updates in the inner optimizer's step."""
-        return self.param_leaves(leaf.home or self.spec(leaf, cut=self.config.cuts.state) for leaf in self.params)
+        return self.param_leaves(leaf.home or leaf.cut for leaf in self.params)
 
     @functools.cached_property
     def state_specs(self) -> Tree:
         """The state's PartitionSpecs; only for a layout that has a state."""
         assert self.state_treedef is not None
-        specs = [self.spec(leaf, cut=self.config.cuts.state) for leaf in self.state]
-        return unflatten(self.state_treedef, specs)
+        return unflatten(self.state_treedef, [leaf.cut for leaf in self.state])
 
     def check_specs_used(self) -> None:
         """Raises a ValueError if some of the user's specs match no parameter."""
@@ -93,27 +88,36 @@ class Layout:
     @property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes at rest on each device: params, grads (as the inner optimizer gets them) and state."""
-        cuts = self.config.cuts
         return {
-            "params": sum(leaf.bytes(self.spec(leaf, cut=cuts.params), self.sizes) for leaf in self.params),
-            "grads": sum(leaf.bytes(self.spec(leaf, cut=cuts.state), self.sizes) for leaf in self.params),
-            "state": sum(leaf.bytes(self.spec(leaf, cut=cuts.state), self.sizes) for leaf in self.state),
+            "params": sum(leaf.bytes(leaf.params.spec, self.sizes) for leaf in self.params),
+            "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params),
+            "state": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state),
         }
+
+    @property
+    def at_rest(self) -> list[tuple[str, Leaf, P]]:
+        """Params, then state: (kind, leaf, its PartitionSpec at rest)."""
+        params = [("params", leaf, leaf.params.spec) for leaf in self.params]
+        return params + [("state", leaf, leaf.cut) for leaf in self.state]
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's rows: kind, leaf, shape, dtype, spec at rest, bytes per device, why."""
-        cuts = self.config.cuts
         rows: list[tuple[str, ...]] = []
-        for kind, leaves, cut in (("params", self.params, cuts.params), ("state", self.state, cuts.state)):
-            for leaf in leaves:
-                spec = self.spec(leaf, cut=cut)
-                whole = "whole" if not leaf.spec else "uncut over data"
-                why = leaf.reason if cut else f"{self.config.strategy} keeps {kind} {whole}"
-                if kind == "params" and self.gathers is not None:
-                    why += f"; {self.gathers[leaf.names]}"
-                num_bytes = str(leaf.bytes(spec, self.sizes))
-                rows.append((kind, leaf.path, str(leaf.shape), str(leaf.dtype), str(spec), num_bytes, why))
+        for kind, leaf, spec in self.at_rest:
+            why = self._why(kind, leaf)
+            if kind == "params" and self.gathers is not None:
+                why += f"; {self.gathers[leaf.names]}"
+            num_bytes = str(leaf.bytes(spec, self.sizes))
+            rows.append((kind, leaf.path, str(leaf.shape), str(leaf.dtype), str(spec), num_bytes, why))
         return rows
+
+    def _why(self, kind: str, leaf: Leaf) -> str:
+        """Why a leaf of params or state is cut as it is."""
+        if not getattr(self.config.cuts, kind):
+            return f"{self.config.strategy} keeps {kind} {'whole' if not leaf.spec else 'uncut over data'}"
+        if kind == "params" and leaf.params.dims and leaf.params.dims != leaf.dims:
+            return in_words(leaf.params.dims, len(leaf.shape))
+        return leaf.reason
 
     def __str__(self) -> str:
         head = ("", "leaf", "shape", "dtype", "at rest", "bytes/device", "why")
@@ -213,9 +217,7 @@ def check_floating(params: Tree) -> None:
 
 def warn_if_awkward(layout: Layout) -> None:
     """Warns of leaves that cannot be cut N ways, if they hold more than 1% of a device's bytes of params."""
-    if not layout.config.cuts.state:
-        return
-    num_shards = math.prod(layout.sizes[axis] for axis in layout.config.data_axes)
+    num_shards = math.prod(layout.sizes[axis] for axis in layout.config.cut_axes.state)
     held = {leaf: leaf.bytes(leaf.cut, layout.sizes) for leaf in layout.params}
     awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}
     if sum(awkward.values()) <= 0.01 * sum(held.values()):

@@ -7,7 +7,7 @@ from typing import NoReturn
 import jax
 from jax import lax
 
-from jaxshard.base.axes import Dims, axes_of
+from jaxshard.base.axes import axes_of, axes_of_dims
 from jaxshard.base.tree import Names, named_leaves, path_of, shapes_of, structure, unflatten
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.core import collectives
@@ -76,7 +76,7 @@ def check_inputs(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
             _check_same(setup, what, names, x)
     whole, leaves = _whole_state(setup, state, updates if params is None else params)
     for (names, x), leaf in zip(named_leaves(state), leaves, strict=True):
-        _check_same(setup, "the state's", names, x, but={axis for _, axes in _cuts(setup, leaf) for axis in axes})
+        _check_same(setup, "the state's", names, x, but=axes_of_dims(leaf.dims))
     return whole
 
 
@@ -110,14 +110,10 @@ def _whole_state(setup: Setup, state: Tree, params: Tree) -> tuple[Tree, tuple[L
     return found[0]
 
 
-def _cuts(setup: Setup, leaf: Leaf) -> Dims:
-    return leaf.dims if setup.config.cuts.state else ()
-
-
 def _part(setup: Setup, leaf: Leaf) -> tuple[int, ...]:
     """The shape of a device's part of a leaf; the model's axes, which XLA may see to, cut nothing in a shard_map."""
     shape = list(leaf.shape)
-    for dim, axes in _cuts(setup, leaf):
+    for dim, axes in leaf.dims:
         shape[dim] //= math.prod(setup.sizes[axis] for axis in axes)
     return tuple(shape)
 
@@ -145,7 +141,7 @@ def check_update(setup: Setup, parts: tuple[Tree, Tree, Tree], whole: tuple[Tree
     leaves = found.params
     ins = (*leaves, *layout_state(found, whole[1]).state, *(() if whole[2] is None else leaves))
     results = [_result(setup, leaf) for leaf in (*leaves, *layout_state(found, after).state)]
-    labels = [_relation(setup, leaf) for leaf in ins]
+    labels = [_relation(leaf) for leaf in ins]
     try:
         on_shards = on_whole
         if any(isinstance(label, Shard) for label in labels):
@@ -160,12 +156,12 @@ def check_update(setup: Setup, parts: tuple[Tree, Tree, Tree], whole: tuple[Tree
         )
 
 
-def _relation(setup: Setup, leaf: Leaf) -> Label:
-    return Shard(leaf.path, leaf.dims) if _cuts(setup, leaf) else SAME
+def _relation(leaf: Leaf) -> Label:
+    return Shard(leaf.path, leaf.dims) if leaf.dims else SAME
 
 
 def _result(setup: Setup, leaf: Leaf) -> elementwise.Result:
-    return elementwise.Result(leaf.path, _relation(setup, leaf), _part(setup, leaf))
+    return elementwise.Result(leaf.path, _relation(leaf), _part(setup, leaf))
 
 
 def _traced(setup: Setup, trees: tuple[Tree, Tree, Tree], extra: Extra) -> tuple[Jaxpr, Tree]:

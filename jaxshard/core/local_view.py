@@ -22,7 +22,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     local_checks.check_boundary(setup)
     found = setup.layout(whole)
     whole_state = local_checks.check_inputs(setup, updates, state, params, extra)
-    dims = [leaf.dims if setup.config.cuts.state else () for leaf in found.params]
+    dims = [leaf.dims for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
     pairs = zip(jax.tree.leaves(fast(updates)), dims, strict=False)  # lookahead's fast params come first
     grads = jax.tree.unflatten(of_grads, [_average(g, d, setup) for g, d in pairs])

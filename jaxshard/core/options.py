@@ -22,11 +22,19 @@ Zero: TypeAlias = Literal[0, 1, 2, 3]
 
 
 class Cuts(NamedTuple):
-    """Whether a strategy cuts each of these over the data axes."""
+    """Whether a strategy cuts each of these over batch axes."""
 
     params: bool
     accumulators: bool  # the sums of gradients over microbatches
     state: bool  # and the gradients that reach the inner optimizer
+
+
+class CutAxes(NamedTuple):
+    """The mesh axes over which each of these is cut, outermost first."""
+
+    params: tuple[str, ...]
+    accumulators: tuple[str, ...]
+    state: tuple[str, ...]
 
 
 STRATEGIES = {
@@ -38,6 +46,7 @@ STRATEGIES = {
     "tensor_parallel": Cuts(params=False, accumulators=False, state=False),
     "pipeline_parallel": Cuts(params=False, accumulators=False, state=False),
 }
+_AXES_OPTIONS = {"data_axes", "replica_axes", "auto_axes", "params_axes", "grads_axes", "state_axes"}
 _LEVELS = ("ddp", "zero1", "zero2", "zero3")  # of ZeRO, inside "hybrid"
 
 
@@ -52,6 +61,13 @@ class CommonOptions(TypedDict, total=False):
     """The mesh axes over which there are copies: the batch is split over them too, and what the data axes cut is
     all-reduced over them, once per step. By default "replica", where the mesh has it: on a mesh ("dp", "fsdp"),
     replica_axes="dp" with data_axes="fsdp" makes HSDP."""
+
+    params_axes: str | tuple[str, ...]
+    grads_axes: str | tuple[str, ...]
+    state_axes: str | tuple[str, ...]
+    """The mesh axes that params, the sums of gradients and state are cut over, in place of the strategy's own choice:
+    data axes or replica axes, params' among gradients', these among state's. hsdp(..., state_axes=("data", "replica"))
+    cuts the state over all devices, params and the sums of gradients within each replica."""
 
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
@@ -99,6 +115,9 @@ class Config:
     specs: Tree | Rules | None = dataclasses.field(default=None, hash=False)
     data_axes: tuple[str, ...] = ("data",)
     replica_axes: tuple[str, ...] = (REPLICA_AXIS,)
+    params_axes: tuple[str, ...] | None = None
+    grads_axes: tuple[str, ...] | None = None
+    state_axes: tuple[str, ...] | None = None
     min_shard_size: int = 2**11
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
@@ -111,8 +130,23 @@ class Config:
 
     @property
     def cuts(self) -> Cuts:
-        """Which of params, accumulators and state are cut over the data axes."""
-        return STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
+        """Which of params, accumulators and state are cut over batch axes."""
+        return Cuts(*(bool(axes) for axes in self.cut_axes))
+
+    @property
+    def cut_axes(self) -> CutAxes:
+        """The axes that params, accumulators and state are cut over, each of them after those that come before it."""
+        params, accumulators, state = self.asked_axes
+        accumulators = (*params, *(axis for axis in accumulators if axis not in params))
+        return CutAxes(params, accumulators, (*accumulators, *(axis for axis in state if axis not in accumulators)))
+
+    @property
+    def asked_axes(self) -> CutAxes:
+        """As `cut_axes`, in the order in which the options name them."""
+        level = STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
+        given = (self.params_axes, self.grads_axes, self.state_axes)
+        usual = (self.data_axes if cut else () for cut in level)
+        return CutAxes(*(own if axes is None else axes for axes, own in zip(given, usual, strict=True)))
 
     @property
     def given(self) -> list[str]:
@@ -138,13 +172,14 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
         raise TypeError(f"{strategy}: needs a jax.sharding.Mesh, got {type(mesh).__name__}; see jaxshard.make_mesh")
     _check_names(strategy, options)
     options = dict(options)
-    for name in options.keys() & {"data_axes", "replica_axes", "auto_axes"}:
+    for name in options.keys() & _AXES_OPTIONS:
         options[name] = _axis_names(strategy, name, options[name])
     if options.get("moment_dtype") == "bfloat16":
         options["moment_dtype"] = jnp.bfloat16
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)
+    _check_nested(mesh, config)
     _check_model_axes(mesh, config)
     _check_mesh_types(mesh, config)
     _check_numbers(config)
@@ -204,6 +239,26 @@ def _check_data_axes(mesh: AnyMesh, config: Config) -> None:
         )
     if config.strategy == "hsdp" and not config.replica_axes:
         raise ValueError("hsdp: replica_axes () names no axis with copies; name one, or take zero3")
+
+
+def _check_nested(mesh: AnyMesh, config: Config) -> None:
+    """Raises a ValueError unless params' axes are among gradients', these among state's, and all split the batch."""
+    known = tuple(axis for axis in (*config.replica_axes, *config.data_axes) if axis in mesh.axis_names)
+    for name in ("params_axes", "grads_axes", "state_axes"):
+        for axis in getattr(config, name) or ():
+            if axis not in known:
+                raise ValueError(
+                    f"{config.strategy}: {name} {getattr(config, name)} names {axis!r}, over which the batch is not "
+                    f"split; there are {known}. Name it in data_axes= or replica_axes=, too, or leave it out"
+                )
+    names, wanted = ("params_axes", "grads_axes", "state_axes"), config.asked_axes
+    for inner, outer, few, many in zip(names, names[1:], wanted, wanted[1:], strict=False):
+        if missing := [axis for axis in few if axis not in many]:
+            raise ValueError(
+                f"{config.strategy}: {inner} {few} must be among {outer} {many}, which lack {missing}: give "
+                f"{outer}={(*few, *(axis for axis in many if axis not in few))}, or {inner}="
+                f"{tuple(axis for axis in few if axis in many)}"
+            )
 
 
 def _check_model_axes(mesh: AnyMesh, config: Config) -> None:

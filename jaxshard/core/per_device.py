@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.axes import Dims
+from jaxshard.base.axes import Dims, axes_of, axes_of_dims, beyond
 from jaxshard.base.jaxprs import open_jaxpr
-from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
+from jaxshard.base.tree import Names, is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
 from jaxshard.core import backward, collectives, uses
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.precision import like, wide
-from jaxshard.core.unshard import AtFirstUse, Scale, Sharded, Value
+from jaxshard.core.unshard import AtFirstUse, Scale, Sharded, Value, lookup_dims
 
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
@@ -60,17 +60,22 @@ class DeviceLoss:
             self.shards = [collectives.vary(x, self.setup.split_axes) for x in self.shards]
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
-        self.inside = [bool(leaf.dims) and self.setup.config.cuts.accumulators for leaf in self.leaves]
+        self.scattered = [leaf.grads.dims for leaf in self.leaves]
+        self.inside = [bool(dims) for dims in self.scattered]
         self.program = self._trace(jax.tree.structure(params))
-        if self._reduces_once():
-            self.inside = [bool(leaf.dims) for leaf in self.leaves]
         jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
-        cuts = [self._dims(leaf) if yes else () for leaf, yes in zip(self.leaves, self.inside, strict=True)]
-        self.reasons = [uses.why_not_lazy(jaxpr, i, dims, once=once) for i, dims in enumerate(cuts)]
+        if once and self._reduces_once():
+            self.inside = [self._is_large(leaf) for leaf in self.leaves]
+            self.scattered = [leaf.dims for leaf in self.leaves]
+        tables = [lookup_dims(d, leaf.params.dims) for d, leaf in zip(self.scattered, self.leaves, strict=True)]
+        self.reasons = [
+            uses.why_not_lazy(jaxpr, i, dims, looked_up_by=table, once=once)
+            for i, (dims, table) in enumerate(zip(self.scattered, tables, strict=True))
+        ]
         notes.reasons, notes.inside, notes.program = self.reasons, self.inside, self.program
         inputs = open_jaxpr(jaxpr)
-        pairs = zip(inputs.invars, cuts, strict=False)  # the loss's further inputs are no parameters
-        notes.looked_up = [uses.only_looked_up(inputs, v, dims) for v, dims in pairs]
+        triples = zip(inputs.invars, tables, self.inside, strict=False)  # further inputs are no parameters
+        notes.looked_up = [inside and uses.only_looked_up(inputs, v, table) for v, table, inside in triples]
 
     def run(self) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
@@ -83,8 +88,8 @@ class DeviceLoss:
             return value, rows, ()
         grads, outs = self._accumulated()
         value, rows, denominator = self._reduced(*outs)
-        triples = zip(grads, self.leaves, self.inside, strict=True)
-        return value, rows, tuple(self._finish(*each, denominator) for each in triples)
+        each = zip(grads, self.leaves, self.inside, self.scattered, strict=True)
+        return value, rows, tuple(self._finish(*one, denominator) for one in each)
 
     # The loss.
 
@@ -102,20 +107,25 @@ class DeviceLoss:
         """
         return self.options.differentiate and self.options.microbatches == 1 and not uses.defers(self.program.jaxpr)
 
-    def _dims(self, leaf: Leaf) -> Dims:
-        """How the leaf's gradient is cut."""
-        return leaf.dims if self.setup.config.cuts.state else ()
+    def _is_large(self, leaf: Leaf) -> bool:
+        """Whether a gradient is worth a reduction of its own."""
+        return bool(self._summed_over(leaf)) and math.prod(leaf.shape) >= max(self.setup.config.min_shard_size, 1)
+
+    def _summed_over(self, leaf: Leaf) -> Names:
+        """The axes over which the leaf's gradient is summed: those of the batch, but for those that its spec names."""
+        own = axes_of(leaf.spec)
+        return tuple(axis for axis in self.setup.split_axes if axis not in own)
 
     def _differentiated(self) -> list[jax.Array]:
         """The arrays that the loss is differentiated by: zeros in place of what is reduced inside, else the leaves."""
-        triples = zip(self.shards, self.leaves, self.inside, strict=True)
-        return [self._stand_in(x, leaf) if inside else x for x, leaf, inside in triples]
+        each = zip(self.shards, self.leaves, self.inside, self.scattered, strict=True)
+        return [self._stand_in(x, leaf, dims) if inside else x for x, leaf, inside, dims in each]
 
-    def _stand_in(self, x: jax.Array, leaf: Leaf) -> jax.Array:
+    def _stand_in(self, x: jax.Array, leaf: Leaf, dims: Dims) -> jax.Array:
         shape = list(x.shape)
-        for dim, axes in () if self.setup.config.cuts.params else self._dims(leaf):
+        for dim, axes in beyond(dims, leaf.params.dims):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
-        summed = () if self._dims(leaf) else self.setup.split_axes  # where its gradient is made, with that type
+        summed = () if dims else self._summed_over(leaf)  # where its gradient is made, with that type
         axes = collectives.varying(x).difference(summed)
         return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(axes))
 
@@ -124,16 +134,15 @@ class DeviceLoss:
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
-        is_shard, differentiate = self.setup.config.cuts.params, self.options.differentiate
-        alone = not self.setup.split_axes
+        differentiate, alone = self.options.differentiate, not self.setup.split_axes
 
-        def value(x: jax.Array, d: jax.Array, leaf: Leaf, inside: bool) -> Value:
+        def value(x: jax.Array, d: jax.Array, leaf: Leaf, inside: bool, dims: Dims) -> Value:
             if not inside:
-                return Sharded(None, d, (), False) if differentiate and not alone else d
-            dims = self._dims(leaf)
-            return Sharded(x, d if differentiate else None, dims, is_shard, () if dims else self.setup.split_axes)
+                return Sharded(None, d, (), ()) if differentiate and not alone else d
+            summed = () if dims else self._summed_over(leaf)
+            return Sharded(x, d if differentiate else None, dims, leaf.params.dims, summed)
 
-        return [value(*each) for each in zip(shards, diff, self.leaves, self.inside, strict=True)]
+        return [value(*each) for each in zip(shards, diff, self.leaves, self.inside, self.scattered, strict=True)]
 
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
         """(loss, weight, aux) of one microbatch."""
@@ -212,7 +221,7 @@ class DeviceLoss:
 
     def _scattered_here(self, g: jax.Array, leaf: Leaf) -> jax.Array:
         """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
-        return lax.optimization_barrier(g) if leaf.dims and self.setup.config.cuts.accumulators else g
+        return lax.optimization_barrier(g) if leaf.grads.dims else g
 
     def _bound_to(self, index: jax.Array, sums: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole.
@@ -222,23 +231,21 @@ class DeviceLoss:
         """
         if not self.setup.config.cuts.params:
             return self.shards, sums
-        cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.dims]
+        cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.params.dims]
         tied = [lax.optimization_barrier((x, index))[0] for x in cut]
         if backward.is_ordered() and not backward.on_tpu():
             held = backward.held_together([*tied, *sums])
             tied, sums = held[: len(cut)], held[len(cut) :]
         bound = iter(tied)
-        return [next(bound) if leaf.dims else x for x, leaf in zip(self.shards, self.leaves, strict=True)], sums
+        return [next(bound) if leaf.params.dims else x for x, leaf in zip(self.shards, self.leaves, strict=True)], sums
 
-    def _finish(self, g: jax.Array, leaf: Leaf, inside: bool, denominator: jax.Array | int) -> jax.Array:
-        """The gradient averaged over all devices, as the inner optimizer takes it: cut if the state is."""
-        dims = self._dims(leaf)
-        if dims and not inside:
-            g = collectives.scatter_sum(g, dims)
-        done = {axis for _, axes in dims for axis in axes}
-        if inside and not dims:
-            done = set(self.setup.split_axes)
-        g = collectives.total(g, [axis for axis in self.setup.split_axes if axis not in done])
+    def _finish(
+        self, g: jax.Array, leaf: Leaf, inside: bool, scattered: Dims, denominator: jax.Array | int
+    ) -> jax.Array:
+        """The gradient averaged over all devices, as the inner optimizer takes it: cut as the state is."""
+        if not inside or scattered:
+            g = collectives.scatter_sum(g, beyond(leaf.dims, scattered if inside else ()))
+            g = collectives.total(g, [a for a in self._summed_over(leaf) if a not in axes_of_dims(leaf.dims)])
         if self.scale is not None:
             g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
         return (g / denominator).astype(wide(self.setup.config, leaf.dtype))

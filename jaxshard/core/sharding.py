@@ -152,7 +152,7 @@ def _layout(setup: Setup, params: Tree) -> Layout:
 @by_shapes
 def _dealt(setup: Setup, params: Tree) -> Layout:
     found = setup.layout(params)
-    if not setup.config.cuts.state or not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
+    if not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
         return found
     dims = whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, params))
     pairs = zip(found.params, dims, strict=True)

@@ -90,18 +90,18 @@ def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.A
 class Sharded:
     """One parameter inside the loss, in one of four forms.
 
-    * a shard, which `whole()` gathers (ZeRO-3): `is_shard`;
+    * a shard, cut by `held`, which `whole()` gathers (ZeRO-3);
     * a whole copy, whose gradient is reduce-scattered (ZeRO-2);
     * a whole copy, whose gradient is all-reduced over `sum_axes` (DDP);
     * a parameter whose gradient is not reduced here: `local` is None.
 
-    The loss is differentiated by `stand_in` in place of `local`.
+    The loss is differentiated by `stand_in` in place of `local`. Its gradient is cut by `dims`, if by any.
     """
 
     local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
     stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
     dims: Dims = dataclasses.field(metadata={"static": True})
-    is_shard: bool = dataclasses.field(metadata={"static": True})
+    held: Dims = dataclasses.field(metadata={"static": True})
     sum_axes: Names = dataclasses.field(default=(), metadata={"static": True})
 
     def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
@@ -127,10 +127,20 @@ class Sharded:
             assert self.stand_in is not None
             return collectives.whole_with_grad_apart(self.stand_in)
         if self.stand_in is None:
-            return collectives.gather(self.local, self.dims) if self.is_shard else self.local
+            return collectives.gather(self.local, self.held)
         if self.sum_axes:
             return collectives.whole_with_summed_grad(self.local, self.stand_in, self.sum_axes)
-        return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.is_shard)
+        return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.held)
+
+    @property
+    def looked_up_by(self) -> Dims:
+        """How the table that lookups exchange rows of is cut; by nothing where they cannot."""
+        return lookup_dims(self.dims, self.held)
+
+
+def lookup_dims(dims: Dims, held: Dims) -> Dims:
+    """How a table is cut whose rows are exchanged: as its gradient is, if it is whole, or cut as that is."""
+    return dims if held in ((), dims) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +181,8 @@ class AtFirstUse:
         assert s.local is not None
         local = self._cast(s.local)
         if s.stand_in is None:
-            return exchanged(local, ids, how, s.dims, s.is_shard)
-        return looked_up(local, s.stand_in, ids, how, s.dims, s.is_shard)
+            return exchanged(local, ids, how, s.dims, bool(s.held))
+        return looked_up(local, s.stand_in, ids, how, s.dims, bool(s.held))
 
 
 Value: TypeAlias = jax.Array | Sharded | AtFirstUse

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxshard.base.axes import beyond
 from jaxshard.base.jaxprs import core
 from jaxshard.base.tree import have_same_shapes, is_traced, matched, shapes_of
 from jaxshard.base.types import Tree
@@ -123,8 +124,12 @@ def _sends_updates(setup: Setup, found: Layout) -> bool:
     If params are cut differently from their updates, moving updates spares an optimizer that does not read params from
     having them moved there.
     """
-    elsewhere = setup.config.cuts.params and any(leaf.home for leaf in found.params)
-    return elsewhere or platform_of(setup.mesh) == "tpu"
+    return _gathers_by_constraint(setup, found) or platform_of(setup.mesh) == "tpu"
+
+
+def _gathers_by_constraint(setup: Setup, found: Layout) -> bool:
+    """Whether XLA moves the result to where the params live: these are cut, and some are cut differently there."""
+    return setup.config.cuts.params and any(leaf.home for leaf in found.params)
 
 
 def _selects_whole(setup: Setup) -> bool:
@@ -167,12 +172,12 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
 
     `old`: params that the result replaces, whose memory it may take.
     """
-    if setup.config.cuts.params:
+    if _gathers_by_constraint(setup, found):
         return collectives.on(tree, setup.mesh, found.home_specs, found.param_specs)
-    if not setup.config.cuts.state:
+    froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.params.spec for leaf in found.params]
+    dims = [beyond(leaf.home_dims if leaf.home else leaf.dims, leaf.params.dims) for leaf in found.params]
+    if not any(dims):
         return tree
-    froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.spec for leaf in found.params]
-    dims = [leaf.home_dims if leaf.home else leaf.dims for leaf in found.params]
     leaves, treedef = jax.tree.flatten(tree)
     over = None
     if old is not None and platform_of(setup.mesh) == "gpu":

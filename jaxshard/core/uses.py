@@ -12,12 +12,18 @@ from jaxshard.core import lookup
 from jaxshard.core.unshard import LOOKUP_MARK, MARK, deferred
 
 
-def why_not_lazy(jaxpr: Jaxpr, index: int, dims: Dims, *, once: bool = False) -> str | None:
+def why_not_lazy(
+    jaxpr: Jaxpr, index: int, dims: Dims, *, looked_up_by: Dims | None = None, once: bool = False
+) -> str | None:
     """None if input `index` of the traced loss goes to marks and lookups alone, else its first other use, in words.
 
-    `once`: its gradient is to be reduced once, so it may go to one mark only, and to none in a loop over other things.
+    Args:
+      jaxpr, index: the loss, and the parameter's place among its inputs.
+      dims: how its gradient is cut.
+      looked_up_by: how a table is cut whose rows are exchanged; None: by `dims`.
+      once: its gradient is to be reduced once, so it may go to one mark only, and to none in a loop over other things.
     """
-    return _Search(dims, once).why_not(jaxpr, index, in_loop=False)
+    return _Search(dims, dims if looked_up_by is None else looked_up_by, once).why_not(jaxpr, index, in_loop=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,7 @@ class _Search:
     """Looks for other uses of a parameter cut by `dims`. (A lookup in a loop would exchange rows at every step.)"""
 
     dims: Dims
+    looked_up_by: Dims
     once: bool
 
     def why_not(self, jaxpr: Jaxpr, index: int, *, in_loop: bool) -> str | None:
@@ -41,7 +48,7 @@ class _Search:
 
     def _of_use(self, jaxpr: OpenJaxpr, eqn: Equation, position: int, in_loop: bool) -> str | None:
         name = eqn.primitive.name
-        if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, self.dims, asked=False)):
+        if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, self.looked_up_by, asked=False)):
             return None
         if (part := deferred(eqn)) is not None:
             return part.why_not_lazy(position, eqn.invars[position].aval.ndim, self.dims)

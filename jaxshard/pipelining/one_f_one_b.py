@@ -289,7 +289,7 @@ def _held(value: Tree) -> Tree:
 
 
 def _is_shard(value: Tree) -> bool:
-    return isinstance(value, unshard.Sharded) and value.is_shard
+    return isinstance(value, unshard.Sharded) and bool(value.held)
 
 
 def _joined(template: Tree, diff: Tree, held: Tree) -> Tree:

@@ -135,10 +135,7 @@ def _leaf(cells: Sequence[str], ways: Sequence[int]) -> tuple[list[str], Markup,
 
 def _ways(layout: Layout) -> list[list[int]]:
     """For each of the layout's rows, the number of parts of each dim."""
-    cuts, sizes = layout.config.cuts, layout.sizes
-    params = [(leaf, layout.spec(leaf, cut=cuts.params)) for leaf in layout.params]
-    state = [(leaf, layout.spec(leaf, cut=cuts.state)) for leaf in layout.state]
-    return [_parts(len(leaf.shape), spec, sizes) for leaf, spec in (*params, *state)]
+    return [_parts(len(leaf.shape), spec, layout.sizes) for _, leaf, spec in layout.at_rest]
 
 
 def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:

@@ -216,10 +216,10 @@ class _Traced:
 
     def _at_rest(self) -> dict[str, int]:
         """Bytes on each device, by kind; gradients while they are summed."""
-        layout, cuts, held = self.layout, self.layout.config.cuts, self.layout.bytes_per_device
+        layout, held = self.layout, self.layout.bytes_per_device
         grads = 0
         for leaf in layout.params:
-            shape = local_shape(leaf.shape, layout.spec(leaf, cut=cuts.accumulators), layout.sizes)
+            shape = local_shape(leaf.shape, leaf.grads.spec, layout.sizes)
             grads += math.prod(shape) * np.dtype(like(layout.config.reduce_dtype, leaf.dtype)).itemsize
         batch = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(self.batch))
         rows = batch // self.setup.num_batch_shards
