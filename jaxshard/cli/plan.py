@@ -44,7 +44,7 @@ Nothing is compiled or allocated, and no accelerator is needed; --compile asks t
 else come from CONFIG.toml and options, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing does, 2 bad
 input."""
 
-_Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "own"]
+_Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "own"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ def building(config: Config) -> Build:
 def sharded_as(config: Config, candidate: Candidate) -> Config:
     """The configuration with another strategy and mesh."""
     chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None}
-    chosen |= candidate.sizes
+    chosen |= {**candidate.sizes, "state_axes": candidate.state_axes}
     chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
     chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
@@ -213,7 +213,8 @@ def own(config: Config, target: Target) -> Candidate:
         ) from None
     zero = sharding.zero if sharding.strategy == "hybrid" else None
     strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
-    return Candidate(strategy, **dict(mesh.shape), zero=zero, microbatches=sharding.microbatches)
+    axes = {"microbatches": sharding.microbatches, "state_axes": sharding.state_axes}
+    return Candidate(strategy, **dict(mesh.shape), zero=zero, **axes)
 
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:
@@ -222,7 +223,7 @@ def candidates(given: Arguments, target: Target) -> list[Candidate]:
     if not given.strategies:
         mine = own(given, target)
         return all_data if mine in all_data else [*all_data, mine]
-    named = {c.strategy: c for c in all_data} | {"own": own(given, target)}
+    named = {"hfsdp" if c.state_axes else c.strategy: c for c in all_data} | {"own": own(given, target)}
     missing = [name for name in given.strategies if name not in named]
     if missing:
         raise ValueError(

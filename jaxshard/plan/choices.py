@@ -42,6 +42,7 @@ class Candidate:
       data, tensor, pipeline, replica: devices along each axis of the mesh.
       zero: the ZeRO level of "hybrid".
       microbatches: parts of each device's rows.
+      state_axes: the axes that the state is cut over; () for the strategy's own.
     """
 
     strategy: str
@@ -51,6 +52,7 @@ class Candidate:
     replica: int = 1
     zero: int | None = None
     microbatches: int = 1
+    state_axes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,6 +61,7 @@ class Candidate:
         axes = ("replica", "data", "tensor", "pipeline")
         cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
         sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
+        sizes += f", state over {' x '.join(self.state_axes)}" if self.state_axes else ""
         return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
 
     @property
@@ -79,14 +82,18 @@ class Candidate:
 
 
 def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
-    """The data-parallel strategies on all devices; hsdp with a replica on each domain, where there are several."""
+    """The data-parallel strategies on all devices; where there are several domains, hsdp with a replica on each.
+
+    Its state is cut within each replica, or over all devices.
+    """
     found = [
         Candidate(strategy, data=target.num_devices, microbatches=microbatches)
         for strategy in ("ddp", "zero1", "zero2", "zero3")
     ]
     domains = target.num_domains
     if domains > 1 and target.num_devices % domains == 0:
-        found.append(Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches))
+        hsdp = Candidate("hsdp", target.num_devices // domains, replica=domains, microbatches=microbatches)
+        found += [hsdp, dataclasses.replace(hsdp, state_axes=("data", "replica"))]
     return found
 
 

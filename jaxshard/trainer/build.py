@@ -227,6 +227,7 @@ def make_strategy(
     sharding = config.sharding
     options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
     options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
+    options |= {"state_axes": sharding.state_axes} if sharding.state_axes else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 

@@ -117,6 +117,9 @@ class ShardingConfig:
     """Size of the mesh axis that shards are cut over; -1 takes the devices that are left."""
     replica: int = 1
     """Size of the mesh axis that shards are repeated over (for hsdp at least 2)."""
+    state_axes: tuple[str, ...] = ()
+    """Mesh axes that the optimizer's state is cut over, if not those of the strategy: data replica, with hsdp, cuts it
+    over all devices, and parameters within each replica."""
     tensor: int = 1
     """Size of the mesh axis whose devices share each layer (tensor_parallel, hybrid)."""
     pipeline: int = 1

@@ -25,7 +25,7 @@ import jaxshard
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
 
 CASES = matrix.cases()
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hybrid"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "hybrid"]
 MESHES = {"8 data": {}, "4 data x 2 tensor": {"tensor": 2}}
 THREE = "2 pipeline x 2 data x 2 tensor"
 WHERES = [(s, mesh) for s in STRATEGIES[:-1] for mesh in MESHES] + [("hybrid", THREE)]
@@ -40,9 +40,11 @@ def sharded(case, strategy, mesh):
     if strategy == "hybrid":
         mesh = jaxshard.make_mesh(pipeline=2, tensor=2)
         return jaxshard.hybrid(case.make(), mesh, matrix.HYBRID_SPECS, zero=3, min_shard_size=1)
-    sizes = MESHES[mesh] | ({"replica": 2} if strategy == "hsdp" else {})
-    specs = {"specs": matrix.SPECS} if "tensor" in sizes else {}
-    return getattr(jaxshard, strategy)(case.make(), jaxshard.make_mesh(**sizes), min_shard_size=1, **specs)
+    sizes = MESHES[mesh] | ({"replica": 2} if strategy in ("hsdp", "hfsdp") else {})
+    options = {"specs": matrix.SPECS} if "tensor" in sizes else {}
+    options |= {"state_axes": ("data", "replica")} if strategy == "hfsdp" else {}
+    strategy = "hsdp" if strategy == "hfsdp" else strategy
+    return getattr(jaxshard, strategy)(case.make(), jaxshard.make_mesh(**sizes), min_shard_size=1, **options)
 
 
 def on_the_mesh(names, strategy, mesh, dtype, **options):
@@ -328,7 +330,7 @@ def test_the_state_of_monitor_changes_its_structure():
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
 def test_every_optimizer(group):
-    found = {strategy: cells(GROUPS[group], strategy, "8 data", np.float64) for strategy in ("zero2", "zero3")}
+    found = {strategy: cells(GROUPS[group], strategy, "8 data", np.float64) for strategy in ("zero2", "zero3", "hfsdp")}
     assert not {strategy: bad for strategy, cells in found.items() if (bad := wrong(cells))}
 
 
@@ -402,7 +404,7 @@ Every gradient transformation of optax {optax} trains {steps} steps, with other 
 strategy. Distances are those of params, state and losses from jitted optax on one device, leaf by leaf
 (|a - b| / |b|). There are three meshes: 8 data; 4 data x 2 tensor, with some leaves cut over tensor; and, for hybrid
 with ZeRO-3, 2 pipeline x 2 data x 2 tensor, with some leaves cut over one model axis and some over both. hsdp has 2
-replicas. `make nightly` writes this page; jax {jax}.
+replicas; hfsdp is hsdp with its state cut over these, too. `make nightly` writes this page; jax {jax}.
 
 * A strategy's column has the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
 * "float32" has the largest distance over all strategies and meshes, divided by a control's. The control is the

@@ -20,9 +20,10 @@ def test_the_typed_options_are_the_fields_of_the_config():
     assert Options.__annotations__.keys() == fields.keys() - {"strategy", "zero"}
     assert CommonOptions.__annotations__.keys() == Options.__annotations__.keys() - {"specs"}
     hints = typing.get_type_hints(Options)
-    axes = {"data_axes", "replica_axes", "auto_axes"}
-    assert all(hints[name] == fields[name] for name in hints.keys() - axes)
+    axes, own = {"data_axes", "replica_axes", "auto_axes"}, {"params_axes", "grads_axes", "state_axes"}
+    assert all(hints[name] == fields[name] for name in hints.keys() - axes - own)
     assert all(hints[name] == fields[name] | str for name in axes)
+    assert all(hints[name] | None == fields[name] | str for name in own)  # None: the strategy's own choice
 
 
 def test_every_field_but_the_strategy_has_a_default():
