@@ -11,6 +11,7 @@ Shapes: T devices on the axis, D features, F features cut T ways, V the vocabula
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxshard.core import collectives
 __all__ = [
     "axis_size",
     "column_parallel",
+    "expert_parallel",
     "join_sequence",
     "per_device",
     "row_parallel",
@@ -188,6 +190,94 @@ def vocab_parallel_linear_cross_entropy(
     x = _entered(who, x, sequence, axis)
     axes = tuple(collectives.varying(x) | collectives.varying(kernel) | collectives.varying(targets))
     return _losses_by_chunks(chunk, axis, collectives.vary(x, axes), collectives.vary(kernel, axes), targets)
+
+
+def expert_parallel(
+    fn: Callable[[Any, jax.Array], jax.Array],
+    experts: Any,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *,
+    axis: str,
+    capacity: int | None = None,
+) -> jax.Array:
+    """A mixture of experts: each token goes to its experts, on whatever device these are, and comes back.
+
+    `axis` splits the batch, as "data" does, or one more of the `data_axes`. `specs` cut the experts over it:
+    [("experts/", P("data"))]. Their gradients are then neither summed nor cut over it. Tokens go there and back by an
+    all-to-all each (Lepikhin et al. 2020, GShard, section 3.2).
+
+    Each row gives each expert at most `capacity` tokens: first choices before second ones, then in order. Further
+    tokens get 0 from this expert. So what is dropped depends on the row alone, not on the mesh.
+
+    Args:
+      fn: one expert: (its params, tokens (T, D)) -> (T, F).
+      experts: params of all experts, stacked on the first dim, E; on each of N devices E/N of them.
+      x: (B, L, D), rows of tokens.
+      ids: (B, L, K), the experts of each token, from 0 to E - 1, each at most once.
+      weights: (B, L, K), what multiplies each expert's result.
+      capacity: tokens of a row for an expert; None: L, so that none is dropped, at the cost of E/K times the products.
+
+    Returns:
+      (B, L, F), the weighted sum over each token's experts.
+
+    Raises:
+      ValueError: shapes do not fit, or `capacity` is below 1.
+
+    >>> x, ids = jnp.ones((1, 3, 2)), jnp.array([[[0], [1], [1]]])
+    >>> scale = jnp.array([10.0, 20.0])
+    >>> once = jnp.ones((1, 3, 1))
+    >>> expert_parallel(jnp.multiply, scale, x, ids, once, axis="data", capacity=1)[0, :, 0].tolist()
+    [10.0, 20.0, 0.0]
+    """
+    num, mine = axis_size(axis), _num_stacked(experts)
+    if x.ndim != 3 or ids.shape[:2] != x.shape[:2] or ids.ndim != 3 or weights.shape != ids.shape:
+        raise ValueError(
+            f"expert_parallel: x {x.shape}, ids {ids.shape}, weights {weights.shape} must be (B, L, D), (B, L, K) and "
+            "(B, L, K)"
+        )
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"expert_parallel: capacity {capacity} must be 1 or more; None drops no token")
+    most = min(capacity or x.shape[1], x.shape[1])
+    slots = jax.vmap(functools.partial(_slots, num_experts=num * mine, capacity=most))(ids)
+    sent = jax.vmap(functools.partial(_put, num_slots=num * mine * most))(x, slots)
+    sent = sent.reshape(x.shape[0], num * mine, most, x.shape[2])
+    here = lax.all_to_all(sent, axis, split_axis=1, concat_axis=0, tiled=True) if num > 1 else sent
+    tokens = jnp.moveaxis(here, 1, 0)
+    made = jax.vmap(fn)(experts, tokens.reshape(mine, -1, x.shape[2]))
+    made = jnp.moveaxis(made.reshape(*tokens.shape[:-1], made.shape[-1]), 0, 1)
+    back = lax.all_to_all(made, axis, split_axis=0, concat_axis=1, tiled=True) if num > 1 else made
+    return jax.vmap(_taken)(back.reshape(x.shape[0], num * mine * most, -1), slots, weights)
+
+
+def _num_stacked(experts: Any) -> int:
+    sizes = {x.shape[:1] for x in jax.tree.leaves(experts)}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(f"expert_parallel: experts must be stacked on one first dim, got {sorted(sizes)}")
+    return sizes.pop()[0]
+
+
+def _slots(ids: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """(L, K) -> (L, K), the place of each token among those that its row sends; past the last where it is dropped."""
+    by_choice = ids.T.reshape(-1)
+    one_hot = jax.nn.one_hot(by_choice, num_experts, dtype=jnp.int32)
+    place = jnp.sum((jnp.cumsum(one_hot, 0) - 1) * one_hot, -1)
+    slots = jnp.where(place < capacity, by_choice * capacity + place, num_experts * capacity)
+    return slots.reshape(ids.T.shape).T
+
+
+def _put(x: jax.Array, slots: jax.Array, num_slots: int) -> jax.Array:
+    """(L, D), (L, K) -> (slots, D), each token at its places; 0 where there is none."""
+    empty = jnp.zeros((num_slots, x.shape[-1]), x.dtype)
+    repeated = jnp.broadcast_to(x[:, None], (*slots.shape, x.shape[-1]))
+    return empty.at[slots].add(repeated, mode="drop")
+
+
+def _taken(made: jax.Array, slots: jax.Array, weights: jax.Array) -> jax.Array:
+    """(slots, F), (L, K), (L, K) -> (L, F)."""
+    each = made.at[slots].get(mode="fill", fill_value=0)
+    return jnp.sum(each * weights[..., None].astype(made.dtype), -2)
 
 
 def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:

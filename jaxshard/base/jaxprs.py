@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.primitives import CALLS, INLINED, LOOPS, NO_GRADIENT, SAME_NUMBERS
+from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, INLINED, LOOPS, NO_GRADIENT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 
 
@@ -102,11 +102,14 @@ def sizes_of(jaxpr: Jaxpr) -> frozenset[int]:
 
 def axes_named(jaxpr: Jaxpr) -> set[str]:
     """The mesh axes that a program's collectives, and its questions for a device's index, name."""
-    found: list[Any] = []
-    for eqn in equations(jaxpr):
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        found += named if isinstance(named, tuple | list) else [named]
-    return {axis for axis in found if isinstance(axis, str)}
+    return {axis for eqn in equations(jaxpr) for axis in _named_by(eqn)}
+
+
+def _named_by(eqn: Equation) -> list[str]:
+    """The mesh axes that an equation names."""
+    named: Any = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    listed: list[Any] = list(named) if isinstance(named, tuple | list) else [named]
+    return [axis for axis in listed if isinstance(axis, str)]
 
 
 def depends(jaxpr: Jaxpr, differs: list[bool], summed: frozenset[str] | None = None) -> list[bool]:
@@ -131,19 +134,20 @@ def _eqn_depends(eqn: Equation, found: list[bool], summed: frozenset[str] | None
     return [any(found) or name == "axis_index"] * len(eqn.outvars)
 
 
-def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
+def varies_smoothly(jaxpr: Jaxpr, wrt: Sequence[bool], *, but_along: str | None = None) -> list[bool]:
     """For each output, whether it may have a gradient with respect to an input that is marked in `wrt`.
 
-    Comparisons, whole numbers and `stop_gradient` have none.
+    Comparisons, whole numbers and `stop_gradient` have none. What a collective along the mesh axis `but_along` makes
+    counts as having none, too.
     """
     jaxpr = open_jaxpr(jaxpr)
     env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, wrt, strict=True))
     for eqn in jaxpr.eqns:
         found = [not is_literal(v) and env[v] for v in eqn.invars]
         name = eqn.primitive.name
-        outs = [any(found) and name not in NO_GRADIENT] * len(eqn.outvars)
+        outs = [any(found) and name not in NO_GRADIENT and not _moves_along(eqn, but_along)] * len(eqn.outvars)
         if any(found) and name in (*CALLS, *LOOPS):
-            outs = _vary_smoothly(eqn, found)
+            outs = _vary_smoothly(eqn, found, but_along)
         smooth = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
         env |= {v: out and yes for v, out, yes in zip(eqn.outvars, outs, smooth, strict=True)}
     return [not is_literal(v) and env[v] for v in jaxpr.outvars]
@@ -157,18 +161,27 @@ def variables_that_vary_smoothly(jaxpr: OpenJaxpr, wrt: Sequence[bool]) -> set[V
     return {v for v, smooth in zip(variables, varies_smoothly(whole, [*wrt]), strict=True) if smooth}
 
 
-def _vary_smoothly(eqn: Equation, found: list[bool]) -> list[bool]:
+def _moves_along(eqn: Equation, axis: str | None) -> bool:
+    """Whether an equation is a collective along this mesh axis."""
+    return axis is not None and eqn.primitive.name in COLLECTIVE_KINDS and axis in _named_by(eqn)
+
+
+def _vary_smoothly(eqn: Equation, found: list[bool], but_along: str | None) -> list[bool]:
     """As `varies_smoothly`, for what a call, a branch or a loop returns."""
+
+    def walk(jaxpr: Jaxpr, wrt: Sequence[bool]) -> list[bool]:
+        return varies_smoothly(jaxpr, wrt, but_along=but_along)
+
     name = eqn.primitive.name
     if name in CALLS or name == "cond":
-        return _of_called(varies_smoothly, eqn, found)
+        return _of_called(walk, eqn, found)
     if name == "scan":
         (first, num_carry), body = scan_split(eqn), inner_jaxpr(eqn)
     else:
         skipped, first, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"], eqn.params["body_jaxpr"]
         found, num_carry = found[skipped:], len(eqn.outvars)
     while True:  # each round adds to what varies, or is the last
-        outs = varies_smoothly(body, found)
+        outs = walk(body, found)
         carry = [a or b for a, b in zip(found[first : first + num_carry], outs[:num_carry], strict=True)]
         if carry == found[first : first + num_carry]:
             return [*carry, *outs[num_carry:]]

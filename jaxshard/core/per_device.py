@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.axes import Dims, axes_of, axes_of_dims, beyond
-from jaxshard.base.jaxprs import open_jaxpr
+from jaxshard.base.jaxprs import open_jaxpr, varies_smoothly
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, Tree, TreeDef
 from jaxshard.core import backward, collectives, uses
@@ -63,6 +63,7 @@ class DeviceLoss:
         self.scattered = [leaf.grads.dims for leaf in self.leaves]
         self.inside = [bool(dims) for dims in self.scattered]
         self.program = self._trace(jax.tree.structure(params))
+        self._check_own_axes()
         jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
         if once and self._reduces_once():
             self.inside = [self._is_large(leaf) for leaf in self.leaves]
@@ -99,6 +100,21 @@ class DeviceLoss:
         )
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
         return Program.trace(self.options, treedef, whole, batch, args, self.scale)
+
+    def _check_own_axes(self) -> None:
+        """Raises a ValueError if rows meet a parameter that `specs` cut over their own axis, and do not move along it.
+
+        Each device would train on the parts of such a parameter that its own rows meet.
+        """
+        for i, leaf in enumerate(self.leaves):
+            for axis in sorted(axes_of(leaf.spec) & {*self.setup.split_axes}):
+                wrt = [j == i for j in range(len(open_jaxpr(self.program.jaxpr).invars))]
+                if varies_smoothly(self.program.jaxpr, wrt, but_along=axis)[0]:
+                    raise ValueError(
+                        f"specs: {leaf.path} has {leaf.spec}, and {axis!r} splits the batch, too: what the loss makes "
+                        "of it must go along that axis (jaxshard.tensor.expert_parallel sends it; a penalty needs "
+                        f"jax.lax.psum(x, {axis!r})). Or leave {axis!r} out of specs: the strategy cuts over it itself"
+                    )
 
     def _reduces_once(self) -> bool:
         """Whether gradients that are summed whole are reduced once all the same where autodiff makes them.

@@ -110,11 +110,6 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, co
             raise ValueError(
                 f"specs: {path} names the axis {axis!r}; the mesh has {tuple(sizes)}{nearest(axis, sizes)}"
             )
-        if axis in (*config.data_axes, *config.replica_axes):
-            raise ValueError(
-                f"specs: {path} has {spec}, but {axis!r} is the strategy's own: it cuts by it where it should; "
-                "name only the model's axes (tensor, pipeline)"
-            )
     if len(set(used)) < len(used):
         raise ValueError(f"specs: {path} has {spec}, which uses an axis twice; use each axis once")
     if len(spec) > len(shape):
