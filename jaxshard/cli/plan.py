@@ -189,7 +189,7 @@ def building(config: Config) -> Build:
 def sharded_as(config: Config, candidate: Candidate) -> Config:
     """The configuration with another strategy and mesh."""
     chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None}
-    chosen |= {**candidate.sizes, "state_axes": candidate.state_axes}
+    chosen |= {**candidate.sizes, "state_over": "+".join(candidate.state_axes) or "data"}
     chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
     chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
@@ -213,8 +213,9 @@ def own(config: Config, target: Target) -> Candidate:
         ) from None
     zero = sharding.zero if sharding.strategy == "hybrid" else None
     strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
-    axes = {"microbatches": sharding.microbatches, "state_axes": sharding.state_axes}
-    return Candidate(strategy, **dict(mesh.shape), zero=zero, **axes)
+    state_axes = ("data", "replica") if sharding.state_over == "data+replica" else ()
+    sizes = dict(mesh.shape)
+    return Candidate(strategy, **sizes, zero=zero, microbatches=sharding.microbatches, state_axes=state_axes)
 
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:

@@ -173,7 +173,8 @@ class LossFunction:
         """
         found, notes = self.setup.with_state(params), self.notes(params, batch, *args)
         noted = zip(found.params, notes.reasons, notes.inside, notes.looked_up, strict=True)
-        gathers = {each[0].names: _how_gathered(*each) for each in noted}
+        at_once = self.setup.config.regather == "step" and self.options.differentiate
+        gathers = {each[0].names: _how_gathered(*each, at_once=at_once) for each in noted}
         return dataclasses.replace(found, gathers=gathers, loss_rows=str(notes.program.verdict))
 
     def notes(self, params: Tree, batch: Tree, *args: Tree) -> Notes:
@@ -271,9 +272,11 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
         )
 
 
-def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool) -> str:
+def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool, *, at_once: bool) -> str:
     if not inside:
         return "never moved but for its gradient" if not leaf.params.dims else ""
+    if at_once and leaf.params.dims:
+        return "gathered once per step"
     if looked_up:
         rows = "its rows exchanged where the loss looks them up"
         return rows if leaf.params.dims else "its rows' gradients exchanged"

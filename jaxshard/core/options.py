@@ -69,6 +69,10 @@ class CommonOptions(TypedDict, total=False):
     data axes or replica axes, params' among gradients', these among state's. hsdp(..., state_axes=("data", "replica"))
     cuts the state over all devices, params and the sums of gradients within each replica."""
 
+    regather: Literal["use", "step"]
+    """Where params are cut, when a device gathers them: "use", the default, wherever the loss uses them, in each
+    microbatch, forwards and backwards; "step", once per step, and it holds them whole until the gradients are made."""
+
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
 
@@ -118,6 +122,7 @@ class Config:
     params_axes: tuple[str, ...] | None = None
     grads_axes: tuple[str, ...] | None = None
     state_axes: tuple[str, ...] | None = None
+    regather: Literal["use", "step"] = "use"
     min_shard_size: int = 2**11
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
@@ -301,6 +306,10 @@ def _check_numbers(config: Config) -> None:
             f'{config.strategy}: rows={config.rows!r:.80} is unknown; give "mixed" for a loss that is meant to mix '
             'the rows of a device, or leave it out ("apart")'
         )
+    if config.regather not in ("use", "step"):
+        raise ValueError(f'{config.strategy}: regather={config.regather!r:.80} is unknown; give "step" or "use"')
+    if config.regather == "step" and not config.cuts.params:
+        raise ValueError(f'{config.strategy}: regather="step" is for params that are cut (zero3, hsdp); leave it out')
     if not is_whole(config.min_shard_size, 0):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"

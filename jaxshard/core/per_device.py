@@ -60,6 +60,10 @@ class DeviceLoss:
             self.shards = [collectives.vary(x, self.setup.split_axes) for x in self.shards]
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
+        self.held = [leaf.params.dims for leaf in self.leaves]
+        if options.differentiate and self.setup.config.regather == "step":
+            self.shards = [collectives.gather(x, dims) for x, dims in zip(self.shards, self.held, strict=True)]
+            self.held = [()] * len(self.leaves)
         self.scattered = [leaf.grads.dims for leaf in self.leaves]
         self.inside = [bool(dims) for dims in self.scattered]
         self.program = self._trace(jax.tree.structure(params))
@@ -68,7 +72,7 @@ class DeviceLoss:
         if once and self._reduces_once():
             self.inside = [self._is_large(leaf) for leaf in self.leaves]
             self.scattered = [leaf.dims for leaf in self.leaves]
-        tables = [lookup_dims(d, leaf.params.dims) for d, leaf in zip(self.scattered, self.leaves, strict=True)]
+        tables = [lookup_dims(*each) for each in zip(self.scattered, self.held, strict=True)]
         self.reasons = [
             uses.why_not_lazy(jaxpr, i, dims, looked_up_by=table, once=once)
             for i, (dims, table) in enumerate(zip(self.scattered, tables, strict=True))
@@ -134,12 +138,12 @@ class DeviceLoss:
 
     def _differentiated(self) -> list[jax.Array]:
         """The arrays that the loss is differentiated by: zeros in place of what is reduced inside, else the leaves."""
-        each = zip(self.shards, self.leaves, self.inside, self.scattered, strict=True)
-        return [self._stand_in(x, leaf, dims) if inside else x for x, leaf, inside, dims in each]
+        each = zip(self.shards, self.leaves, self.held, self.inside, self.scattered, strict=True)
+        return [self._stand_in(x, leaf, held, dims) if inside else x for x, leaf, held, inside, dims in each]
 
-    def _stand_in(self, x: jax.Array, leaf: Leaf, dims: Dims) -> jax.Array:
+    def _stand_in(self, x: jax.Array, leaf: Leaf, held: Dims, dims: Dims) -> jax.Array:
         shape = list(x.shape)
-        for dim, axes in beyond(dims, leaf.params.dims):
+        for dim, axes in beyond(dims, held):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
         summed = () if dims else self._summed_over(leaf)  # where its gradient is made, with that type
         axes = collectives.varying(x).difference(summed)
@@ -152,13 +156,14 @@ class DeviceLoss:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
         differentiate, alone = self.options.differentiate, not self.setup.split_axes
 
-        def value(x: jax.Array, d: jax.Array, leaf: Leaf, inside: bool, dims: Dims) -> Value:
+        def value(x: jax.Array, d: jax.Array, leaf: Leaf, held: Dims, inside: bool, dims: Dims) -> Value:
             if not inside:
                 return Sharded(None, d, (), ()) if differentiate and not alone else d
             summed = () if dims else self._summed_over(leaf)
-            return Sharded(x, d if differentiate else None, dims, leaf.params.dims, summed)
+            return Sharded(x, d if differentiate else None, dims, held, summed)
 
-        return [value(*each) for each in zip(shards, diff, self.leaves, self.inside, self.scattered, strict=True)]
+        each = zip(shards, diff, self.leaves, self.held, self.inside, self.scattered, strict=True)
+        return [value(*one) for one in each]
 
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
         """(loss, weight, aux) of one microbatch."""
@@ -245,15 +250,15 @@ class DeviceLoss:
         On GPU they are tied to the sums of the microbatches before: XLA would gather what a microbatch needs first (and
         its output layer) beside the microbatch before, at 224 MB of 1208 MB (`benchmarks/NOTES.md`).
         """
-        if not self.setup.config.cuts.params:
+        cut = [x for x, dims in zip(self.shards, self.held, strict=True) if dims]
+        if not cut:
             return self.shards, sums
-        cut = [x for x, leaf in zip(self.shards, self.leaves, strict=True) if leaf.params.dims]
         tied = [lax.optimization_barrier((x, index))[0] for x in cut]
         if backward.is_ordered() and not backward.on_tpu():
             held = backward.held_together([*tied, *sums])
             tied, sums = held[: len(cut)], held[len(cut) :]
         bound = iter(tied)
-        return [next(bound) if leaf.params.dims else x for x, leaf in zip(self.shards, self.leaves, strict=True)], sums
+        return [next(bound) if dims else x for x, dims in zip(self.shards, self.held, strict=True)], sums
 
     def _finish(
         self, g: jax.Array, leaf: Leaf, inside: bool, scattered: Dims, denominator: jax.Array | int

@@ -110,8 +110,9 @@ def building(
     of_step = {k: options.pop(k) for k in ("has_aux", "weighted", "fold_keys", "extra", "max_skips") if k in options}
 
     def build(candidate: Candidate, mesh: AnyMesh) -> Built:
-        level = {} if candidate.zero is None else {"zero": candidate.zero}
-        opt = getattr(strategies, candidate.strategy)(inner, mesh, **level, **options)
+        own = options | ({} if candidate.zero is None else {"zero": candidate.zero})
+        own |= {"state_axes": candidate.state_axes} if candidate.state_axes else {}
+        opt = getattr(strategies, candidate.strategy)(inner, mesh, **own)
         step = train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
         return (step, params, batch, *args)
 

@@ -227,8 +227,10 @@ def make_strategy(
     sharding = config.sharding
     options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
     options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
-    options |= {"state_axes": sharding.state_axes} if sharding.state_axes else {}
+    options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
+    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
+    options |= {"regather": sharding.regather} if cuts_params else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
 

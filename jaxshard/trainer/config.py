@@ -117,9 +117,12 @@ class ShardingConfig:
     """Size of the mesh axis that shards are cut over; -1 takes the devices that are left."""
     replica: int = 1
     """Size of the mesh axis that shards are repeated over (for hsdp at least 2)."""
-    state_axes: tuple[str, ...] = ()
-    """Mesh axes that the optimizer's state is cut over, if not those of the strategy: data replica, with hsdp, cuts it
+    state_over: Literal["data", "data+replica"] = "data"
+    """Mesh axes that the optimizer's state is cut over, where the strategy cuts it: with hsdp, data+replica cuts it
     over all devices, and parameters within each replica."""
+    regather: Literal["use", "step"] = "use"
+    """When parameters that are cut are gathered: where they are used, forwards and backwards, or once per step, which
+    sends less and holds them whole."""
     tensor: int = 1
     """Size of the mesh axis whose devices share each layer (tensor_parallel, hybrid)."""
     pipeline: int = 1

@@ -61,6 +61,10 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
     _require(values, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
     _require(values, "train.hang_seconds", lambda value: value == 0 or value >= 1, "0, or at least 1")
+    cuts_params = values["sharding.strategy"] in ("zero3", "fsdp", "hsdp") or (
+        values["sharding.strategy"] == "hybrid" and values["sharding.zero"] == 3
+    )
+    _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, "use: parameters are not cut")
     hsdp = values["sharding.strategy"] == "hsdp"
     _require(values, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
 

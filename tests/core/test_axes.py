@@ -32,6 +32,8 @@ SETTINGS = {
     "zero1, state over the replicas": ("zero1", {"state_axes": ["replica"]}),
     "ddp, state cut": ("ddp", {"state_axes": "data"}),
     "hybrid 3, state over both": ("hybrid", {"zero": 3, "state_axes": BOTH}),
+    "zero3, gathered once": ("zero3", {**ALL, "regather": "step"}),
+    "hsdp, state over both, gathered once": ("hsdp", {"state_axes": BOTH, "regather": "step"}),
 }
 INNER = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
@@ -133,6 +135,20 @@ def test_params_within_the_node_send_over_the_node_once_per_step():
     assert everywhere == {"replica x data": pytest.approx(7 / 8 * (3 * size["w"] + 2 * size["head"]), rel=0.01)}
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_params_gathered_once_per_step(microbatches):
+    """One gather, whatever the microbatches; gradients are scattered in each."""
+    found, size = wire("zero3", microbatches, **ALL, regather="step")
+    assert found == {"replica x data": pytest.approx(7 / 8 * (1 + microbatches) * sum(size.values()), rel=0.01)}
+
+
+def test_the_layout_says_that_params_are_gathered_once():
+    opt = make("zero3, gathered once", "sgd")
+    ours = jaxshard.value_and_grad(model_loss, opt)
+    said = ours.layout(hostile_params(np.float32), batches(1)[0]).gathers
+    assert said["blocks", "up"] == "gathered once per step"
+
+
 def test_state_is_cut_over_all_devices():
     opt = jaxshard.hsdp(optax.adam(1e-3), jaxshard.make_mesh(replica=2), state_axes=BOTH)
     params = params_of(128)
@@ -183,6 +199,14 @@ def test_axes_that_do_not_nest(strategy, options, words):
     with pytest.raises(ValueError, match="^" + strategy) as caught:
         getattr(jaxshard, strategy)(optax.sgd(0.1), mesh, **options)
     assert words in str(caught.value)
+
+
+def test_regather_is_for_params_that_are_cut():
+    mesh = jaxshard.mesh.abstract_mesh(8)
+    with pytest.raises(ValueError, match='zero2: regather="step" is for params that are cut'):
+        jaxshard.zero2(optax.sgd(0.1), mesh, regather="step")
+    with pytest.raises(ValueError, match='zero3: regather=\'once\' is unknown; give "step" or "use"'):
+        jaxshard.zero3(optax.sgd(0.1), mesh, regather="once")
 
 
 def test_an_axis_is_a_name():

@@ -435,7 +435,8 @@ def test_the_command_shows_all_strategies_and_writes_their_figures(capsys, tmp_p
     status, out, _ = run_plan(capsys, *TINY, "--machine", "h100:2x8", "--json", str(file))
     assert status == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["candidate"]["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert [row["candidate"]["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp"]
+    assert rows[5]["at_rest"]["state"] < 0.52 * rows[4]["at_rest"]["state"]  # cut over both replicas, too
     assert all(row["candidate"]["strategy"] in out for row in rows)
     assert all(row["largest_batch"] > 16 for row in rows)
 
@@ -619,8 +620,11 @@ def test_the_lighter_ones_are_tried_where_all_are_too_large_at_rest():
 def test_nodes_are_domains(capsys, tmp_path):
     file = tmp_path / "plan.json"
     run_plan(capsys, *TINY, "--machine", "h100:2x4", "--json", str(file))
-    (hsdp,) = [r for r in json.loads(file.read_text())["rows"] if r["candidate"]["strategy"] == "hsdp"]
+    hsdp, over_both = [r for r in json.loads(file.read_text())["rows"] if r["candidate"]["strategy"] == "hsdp"]
     assert (hsdp["candidate"]["replica"], hsdp["candidate"]["data"]) == (2, 4)
+    assert over_both["candidate"] == {**hsdp["candidate"], "state_axes": ["data", "replica"]}
+    run_plan(capsys, *TINY, "--machine", "h100:2x4", "--json", str(file), "--strategies", "hfsdp")
+    assert [r["candidate"] for r in json.loads(file.read_text())["rows"]] == [over_both["candidate"]]
 
 
 def test_a_loop_over_rows_is_rescaled():
