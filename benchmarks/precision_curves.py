@@ -43,6 +43,8 @@ from jaxshard.trainer.config import (
 PRECISIONS = {
     "bf16, f32 masters": PrecisionConfig(params="bfloat16", masters=True),
     "bf16, f32 masters, bf16 moments": PrecisionConfig(params="bfloat16", masters=True, moments="bfloat16"),
+    "f32, 8-bit moments": PrecisionConfig(moments="int8"),
+    "bf16, f32 masters, 8-bit moments": PrecisionConfig(params="bfloat16", masters=True, moments="int8"),
     "bf16, stochastic rounding": PrecisionConfig(params="bfloat16", stochastic_rounding=True),
     "bf16, stochastic, bf16 moments": PrecisionConfig(params="bfloat16", stochastic_rounding=True, moments="bfloat16"),
     "fp16, f32 masters, loss scale": PrecisionConfig(params="float16", masters=True, loss_scale=True),

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, INLINED, LOOPS, NO_GRADIENT, SAME_NUMBERS
+from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, INLINED, KEEPS_SIGN, LOOPS, NO_GRADIENT, SAME_NUMBERS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 
 
@@ -108,7 +108,7 @@ def axes_named(jaxpr: Jaxpr) -> set[str]:
 def _named_by(eqn: Equation) -> list[str]:
     """The mesh axes that an equation names."""
     named: Any = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    listed: list[Any] = list(named) if isinstance(named, tuple | list) else [named]
+    listed = cast("Sequence[object]", named if isinstance(named, tuple | list) else [named])
     return [axis for axis in listed if isinstance(axis, str)]
 
 
@@ -231,3 +231,34 @@ def _eqn_hands_on(eqn: Equation, found: list[bool]) -> list[bool]:
     if name in SAME_NUMBERS:
         return found if len(found) == len(eqn.outvars) else [any(found)]
     return [name == "select_n" and any(found[1:])] * len(eqn.outvars)
+
+
+def never_negative(jaxpr: Jaxpr, known: Sequence[bool]) -> list[bool]:
+    """For each output, whether it cannot be below 0, given which inputs cannot; False where nobody knows."""
+    jaxpr = open_jaxpr(jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, known, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [_is_positive(v) if is_literal(v) else env[v] for v in eqn.invars]
+        env |= dict(zip(eqn.outvars, _eqn_never_negative(eqn, found), strict=True))
+    return [_is_positive(v) if is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def _is_positive(v: Var) -> bool:
+    value = getattr(v, "val", -1)
+    return jnp.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended) and bool(value >= 0)
+
+
+def _eqn_never_negative(eqn: Equation, found: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name in CALLS:
+        return never_negative(inner_jaxpr(eqn), found)
+    squared = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    even = name == "integer_pow" and eqn.params["y"] % 2 == 0
+    if name in ("square", "abs", "exp", "exp2") or squared or even:
+        return [True] * len(eqn.outvars)
+    if name == "max":
+        return [any(found)]
+    if name == "select_n":
+        return [all(found[1:])]
+    keeps = name in SAME_NUMBERS or name in KEEPS_SIGN or name == "integer_pow"
+    return [keeps and all(found)] * len(eqn.outvars)

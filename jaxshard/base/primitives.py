@@ -63,6 +63,14 @@ KEEPS_FILL = _names("broadcast_in_dim reshape rev slice squeeze transpose")
 FILL_IF_ANY = _names("reduce_and reduce_max reduce_min reduce_or")
 """Reduce equal numbers to that number."""
 
+KEEPS_SIGN = _names(
+    """
+    add add_any mul div min sqrt rsqrt pow broadcast_in_dim transpose slice concatenate dot_general reduce_sum
+    reduce_max reduce_min cumsum name stop_gradient sharding_constraint
+    """
+)
+"""Make no number below 0 of numbers that are not."""
+
 ALL_REDUCES = _names("psum psum_invariant pmax pmin")
 """Give all devices along their `axes` one result, whatever each of them had."""
 

@@ -139,6 +139,17 @@ def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:
     return dataclasses.replace(stack, cut=cut, dims=dims, ways=leaf.ways, reason=reason, awkward=leaf.awkward)
 
 
+def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
+    """`other`, which has a number for each block of `leaf`, cut where that is, as far as its dims divide."""
+    entries = (leaf.home or leaf.cut)[: len(other.shape)]
+    pairs = zip(other.shape, entries, strict=False)
+    kept = [e if size % math.prod(sizes[axis] for axis in axes_in(e)) == 0 else None for size, e in pairs]
+    dims = {dim: axes for dim, axes in leaf.home_dims or leaf.dims if kept[dim + len(leaf.shape)] is not None}
+    ways = math.prod(sizes[axis] for axes in dims.values() for axis in axes)
+    where = in_words(tuple(dims.items()), len(leaf.shape)) or "whole"
+    return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=ways, reason=where)
+
+
 def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config, platform: str) -> Leaf:
     """Gives each device whole matrices of this leaf's state: cuts only the batch dims of its matrix operations.
 
@@ -226,7 +237,7 @@ def _badness(
         if lanes is None:
             ranks.append(_rank_by_order(dim, shape))
         else:
-            wanted = min(lanes, 128) if _is_table(shape) else lanes  # rows of a table are exchanged, not scattered
+            wanted = min(lanes, 128) if is_table(shape) else lanes  # rows of a table are exchanged, not scattered
             ranks.append(_rank_by_tiles(dim - len(shape), len(shape), shard, wanted))
     return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
@@ -235,10 +246,11 @@ def _rank_by_order(dim: int, shape: tuple[int, ...]) -> int:
     """How good a dim is to cut where memory is gathered in order: 0 is best."""
     if len(shape) >= 3 and dim == 0 and shape[0] <= _MOST_LAYERS:
         return len(shape)
-    return 1 - dim if _is_table(shape) else dim
+    return 1 - dim if is_table(shape) else dim
 
 
-def _is_table(shape: tuple[int, ...]) -> bool:
+def is_table(shape: tuple[int, ...]) -> bool:
+    """Whether it is a matrix of at least six times as many rows as columns: an embedding."""
     return len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]
 
 

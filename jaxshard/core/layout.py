@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import canonical
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
-from jaxshard.core.cutting import Leaf, cut_leaf, cut_like, in_words
+from jaxshard.core.cutting import Leaf, cut_beside, cut_leaf, cut_like, in_words
 from jaxshard.core.options import Config
+from jaxshard.core.precision import SCALES
 from jaxshard.core.specs import model_specs
 
 
@@ -184,6 +185,9 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = owner.dtype
     found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
+    if owner and names[: len(SCALES)] == SCALES:
+        found = cut_beside(owner, dataclasses.replace(found, dtype=leaf.dtype), params.sizes)
+        return dataclasses.replace(found, reason=f"blocks of {owner.path}: {found.reason}")
     found = dataclasses.replace(found, dtype=leaf.dtype)
     if extra_dims > 0 and who.startswith("a stack") and owner and owner.dims:
         found = cut_like(owner, found)

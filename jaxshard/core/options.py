@@ -85,8 +85,9 @@ class CommonOptions(TypedDict, total=False):
     rounded. If a parameter is changed between steps (loaded, pruned), its master changes with it."""
 
     moment_dtype: DType | None
-    """jnp.bfloat16 stores moments in bfloat16, rounded stochastically; the inner optimizer computes in its own dtype.
-    Moments are state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""
+    """jnp.bfloat16 stores moments in bfloat16, "int8" in 8-bit codes with a scale for each block of 128, but for small
+    leaves and tables; both are rounded stochastically, and the inner optimizer computes in its own dtype. Moments are
+    state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""
 
     stochastic_rounding: bool
     """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""
@@ -179,8 +180,9 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
     options = dict(options)
     for name in options.keys() & _AXES_OPTIONS:
         options[name] = _axis_names(strategy, name, options[name])
-    if options.get("moment_dtype") == "bfloat16":
-        options["moment_dtype"] = jnp.bfloat16
+    for name, dtype in (("bfloat16", jnp.bfloat16), ("int8", jnp.int8)):
+        if options.get("moment_dtype") == name:
+            options["moment_dtype"] = dtype
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)
@@ -319,10 +321,10 @@ def _check_numbers(config: Config) -> None:
             raise ValueError(
                 f"{config.strategy}: {name} {dtype!r} must be a floating dtype of 16 bits or more, such as jnp.float32"
             )
-    if config.moment_dtype is not None and config.moment_dtype != jnp.bfloat16:
+    if config.moment_dtype is not None and config.moment_dtype not in (jnp.bfloat16, jnp.int8):
         raise ValueError(
-            f"{config.strategy}: moment_dtype {config.moment_dtype!r} must be jnp.bfloat16, the one narrow dtype with "
-            "the range that second moments need; or leave it out"
+            f"{config.strategy}: moment_dtype {config.moment_dtype!r} must be jnp.bfloat16, which has the range that "
+            'second moments need, or "int8", for codes that have it; or leave it out'
         )
     if config.stochastic_rounding and config.master_dtype is not None:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Narrow params, wide arithmetic: masters, stochastic rounding, bf16 moments, loss scaling.
+"""Narrow params, wide arithmetic: masters, stochastic rounding, moments in bf16 or 8 bits, loss scaling.
 
 The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard.base.jaxprs import depends, hands_on
-from jaxshard.base.tree import Names, matched, named_leaves, owner_of, path_of, shape_of
-from jaxshard.base.types import DType, Tree
+from jaxshard.base.jaxprs import depends, hands_on, never_negative
+from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
+from jaxshard.base.types import DType, Jaxpr, Tree
+from jaxshard.core import eight_bits
+from jaxshard.core.cutting import is_table
 from jaxshard.core.options import Config
 from jaxshard.inner.trace import Traced, first_state, first_update
 from jaxshard.inner.update import fast, update
@@ -23,13 +25,15 @@ class ShardedState(NamedTuple):
     """The state of an optimizer whose options need more than plain optax's state, which is `inner`.
 
     `extra` has an entry for each need: "master", the masters (with `master_dtype`); "rounding", the number of updates
-    so far, which seeds the next update's roundings (with `stochastic_rounding` or `moment_dtype`); and "loss_scale",
-    the state of `LossScale` (with `loss_scale`).
+    so far, which seeds the next update's roundings (with `stochastic_rounding` or `moment_dtype`); "scale", the scales
+    of moments in 8 bits, by their path in `inner`; and "loss_scale", the state of `LossScale` (with `loss_scale`).
     """
 
     inner: Tree
     extra: dict[str, Tree]
 
+
+SCALES = ("extra", "scale")  # where a `ShardedState` has scales
 
 # Which dtype where.
 
@@ -48,6 +52,7 @@ def wide(config: Config, dtype: DType) -> DType:
     return like(config.master_dtype, dtype)
 
 
+_LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
@@ -108,8 +113,9 @@ def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> T
     if config.loss_scale is not None:
         extra["loss_scale"] = config.loss_scale.start()
     if config.moment_dtype is not None:
-        dtypes = _stored_dtypes(inner, wider, config)
-        state = jax.tree.map(lambda x, dtype: x if jnp.result_type(x) == dtype else x.astype(dtype), state, dtypes)
+        dtypes = dict(named_leaves(_stored_dtypes(inner, wider, config)))
+        state, scales = _narrowed(state, dtypes, lambda x: x.astype(jnp.bfloat16), bits=None)
+        extra |= {"scale": _nested(scales)} if scales else {}
     return ShardedState(state, extra) if extra else state
 
 
@@ -136,16 +142,42 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Co
         )
     copies = [a or b for a, b in zip(copies, _handed_on(updated, shapes), strict=True)]
     owners = {names: tuple(leaf.shape) for names, leaf in named_leaves(shapes)}
-    dtypes = [
-        config.moment_dtype if not copy and _is_moment(names, leaf, owners) else leaf.dtype
+    in_codes = config.moment_dtype == jnp.int8
+    moments = [
+        not copy and _is_moment(names, leaf, owners) and not (in_codes and _keeps_digits(leaf))
         for (names, leaf), copy in zip(named_leaves(state), copies, strict=True)
     ]
-    if all(dtype == leaf.dtype for dtype, leaf in zip(dtypes, jax.tree.leaves(state), strict=True)):
+    if not any(moments):
+        large = f" of {_LEAST_FOR_EIGHT_BITS} elements or more that are no tables" if in_codes else ""
         raise ValueError(
-            f"moment_dtype: this optimizer's state has no float32 moments, only {_leaves_in_words(state)}; leave the "
-            "option out"
+            f"moment_dtype: this optimizer's state has no float32 moments{large}, only {_leaves_in_words(state)}; "
+            "leave the option out"
         )
+    unsigned = _never_negative(updated, shapes, jaxpr, moments) if in_codes else [False] * len(moments)
+    each = zip(jax.tree.leaves(state), moments, unsigned, strict=True)
+    codes = {False: config.moment_dtype, True: jnp.dtype(jnp.uint8)}
+    dtypes = [codes[positive] if moment else leaf.dtype for leaf, moment, positive in each]
     return jax.tree.unflatten(jax.tree.structure(state), dtypes)
+
+
+def _keeps_digits(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a moment stays in float32 where others take 8 bits: it is small, or a table's, whose rows are rarely seen
+    (Dettmers et al. 2022, sections 2.3 and 3)."""
+    return leaf.size < _LEAST_FOR_EIGHT_BITS or is_table(tuple(leaf.shape))
+
+
+def _never_negative(updated: Traced, params: Tree, init: Jaxpr, moments: Sequence[bool]) -> list[bool]:
+    """For each leaf of the state, whether it is a moment that is never below 0."""
+    names, after = ([names for names, _ in named_leaves(state)] for state in (updated.before, updated.after))
+    grads, rest = [False] * len(jax.tree.leaves(fast(params))), [False] * len(jax.tree.leaves(params))
+    at_start = never_negative(init, rest)
+    now = [a and b for a, b in zip(moments, at_start, strict=True)]
+    found: list[bool] = []
+    while now != found:  # each round takes some away, or is the last
+        found = now
+        outs = dict(zip(after, never_negative(updated.jaxpr, [*grads, *found, *rest])[-len(after) :], strict=True))
+        now = [yes and outs.get(name, False) for yes, name in zip(found, names, strict=True)]
+    return found
 
 
 def _handed_on(updated: Traced, params: Tree) -> list[bool]:
@@ -198,7 +230,9 @@ def step(
             wider = jax.tree.map(_master_of, added["master"], params, wider)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
     rounder = Rounder(added["rounding"]) if "rounding" in added else None
-    updates, inner_state = _stored(inner, config, grads, state.inner, wider, extra, rounder)
+    updates, inner_state, scales = _stored(inner, config, grads, state, wider, extra, rounder)
+    if scales:
+        added["scale"] = _nested(scales)
     new = None
     if params is not None and config.widens:
         wider = optax.apply_updates(wider, updates)
@@ -218,36 +252,86 @@ def _stored(
     inner: optax.GradientTransformation,
     config: Config,
     grads: Tree,
-    state: Tree,
+    state: ShardedState,
     params: Tree,
     extra: Mapping[str, Tree],
     rounder: "Rounder | None",
-) -> Tree:
-    """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state)."""
+) -> tuple[Tree, Tree, dict[Names, jax.Array]]:
+    """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state, scales)."""
     if config.moment_dtype is None or rounder is None:
-        return update(inner, grads, state, params, extra)
-    computed = as_computed(inner, config, grads if params is None else params, state)
+        return *update(inner, grads, state.inner, params, extra), {}
+    scales = dict(named_leaves(state.extra.get("scale", {})))
+    computed = as_computed(inner, config, grads if params is None else params, state.inner, scales)
     updates, new = update(inner, grads, computed, params, extra)
-    return updates, as_stored(new, computed, state, rounder)
+    return updates, *_narrowed(new, stored_narrower(computed, state.inner), rounder, rounder.bits)
 
 
-def as_computed(inner: optax.GradientTransformation, config: Config, params: Tree, state: Tree) -> Tree:
-    """The inner state (arrays or shapes) in the dtypes in which the optimizer computes: narrow moments are widened."""
+def as_computed(
+    inner: optax.GradientTransformation,
+    config: Config,
+    params: Tree,
+    state: Tree,
+    scales: Mapping[Names, jax.Array] | None = None,
+) -> Tree:
+    """The inner state in the dtypes in which the optimizer computes: narrow moments are widened.
+
+    `scales`: those of moments in 8 bits, by path; None: the state has no values, but shapes.
+    """
     if config.moment_dtype is None:
         return state
+    narrow, plain = _NARROW[jnp.dtype(config.moment_dtype)], dict(named_leaves(first_state(inner, params).state))
 
-    def widen(x: Tree, plain: Tree) -> Tree:
-        return _cast(x, plain.dtype) if x.dtype == config.moment_dtype else x
+    def widened(names: Names, x: Tree) -> Tree:
+        if names not in plain or x.dtype not in narrow or x.dtype == plain[names].dtype:
+            return x
+        return _cast(eight_bits.decode(x, scales[names]) if scales and names in scales else x, plain[names].dtype)
 
-    return matched(widen, state, first_state(inner, params).state)
+    leaves = [widened(names, x) for names, x in named_leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def as_stored(new: Tree, computed: Tree, state: Tree, narrow: Callable[[Tree], Tree]) -> Tree:
-    """`new`, an inner state after an update, with `narrow` applied to what is stored narrower than it is computed."""
-    differs = jax.tree.map(lambda x, stored: x.dtype != stored.dtype, computed, state)
-    names_of_narrow = {names for names, yes in named_leaves(differs) if yes}
-    leaves = [narrow(x) if names in names_of_narrow else x for names, x in named_leaves(new)]
-    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+_NARROW = {
+    jnp.dtype(jnp.bfloat16): (jnp.dtype(jnp.bfloat16),),
+    jnp.dtype(jnp.int8): (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)),
+}
+
+
+def stored_narrower(computed: Tree, state: Tree) -> dict[Names, DType]:
+    """By path, the dtype of what `state` has narrower than it is computed."""
+    pairs = zip(named_leaves(computed), jax.tree.leaves(state), strict=True)
+    return {names: stored.dtype for (names, x), stored in pairs if x.dtype != stored.dtype}
+
+
+def _narrowed(
+    state: Tree,
+    dtypes: Mapping[Names, DType],
+    rounded: Callable[[jax.Array], jax.Array],
+    bits: eight_bits.Bits | None,
+) -> tuple[Tree, dict[Names, jax.Array]]:
+    """An inner state as it is stored, and the scales of what is stored in 8 bits."""
+    leaves: list[Tree] = []
+    scales: dict[Names, jax.Array] = {}
+    for names, x in named_leaves(state):
+        dtype = dtypes.get(names, jnp.result_type(x))
+        if dtype == jnp.result_type(x):
+            leaves.append(x)
+        elif dtype == jnp.bfloat16:
+            leaves.append(rounded(x))
+        else:
+            codes, scales[names] = eight_bits.encode(x, dtype, bits)
+            leaves.append(codes)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), scales
+
+
+def _nested(leaves: Mapping[Names, jax.Array]) -> dict[str, Tree]:
+    """Nested dicts in which each leaf has its path."""
+    found: dict[str, Tree] = {}
+    for names, leaf in leaves.items():
+        inside = found
+        for name in names[:-1]:
+            inside = inside.setdefault(name, {})
+        inside[names[-1]] = leaf
+    return found
 
 
 def _cast(x: Tree, dtype: DType) -> Tree:
@@ -269,12 +353,19 @@ class Rounder:
     def __init__(self, count: jax.Array):
         self._key, self._calls = jax.random.fold_in(jax.random.key(0), count), 0
 
+    def _next_key(self) -> jax.Array:
+        self._calls += 1
+        return jax.random.fold_in(self._key, self._calls - 1)
+
+    def bits(self, shape: tuple[int, ...]) -> jax.Array:
+        """Random numbers with 20 bits each."""
+        return jax.random.bits(self._next_key(), shape, jnp.uint32) >> 12
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """(...) float32 -> (...) bfloat16."""
-        key, self._calls = jax.random.fold_in(self._key, self._calls), self._calls + 1
         x = x.astype(jnp.float32)
         bits = lax.bitcast_convert_type(x, jnp.uint32)
-        bits = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+        bits = bits + jax.random.bits(self._next_key(), x.shape, jnp.uint16).astype(jnp.uint32)
         down = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
         return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
 

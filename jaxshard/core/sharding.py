@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import shape_of
+from jaxshard.base.tree import named_leaves, shape_of
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.core import precision
 from jaxshard.core.cutting import deal_leaf
@@ -209,9 +209,9 @@ def _settled(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Settled:
     found = traced and settled(setup.inner, precision.widened(setup.config, params), traced)
     if not traced or not found:
         return Settled(state, [])
-    dtype = setup.config.moment_dtype
-    new = precision.as_stored(found.state, traced.before, _inner_of(state), lambda x: x.update(dtype=dtype))
-    new = jax.tree.map(shape_of, new)
+    narrow = precision.stored_narrower(traced.before, _inner_of(state))
+    leaves = [shape_of(x).update(dtype=narrow.get(names, x.dtype)) for names, x in named_leaves(found.state)]
+    new = jax.tree.unflatten(jax.tree.structure(found.state), leaves)
     return found._replace(state=state._replace(inner=new) if isinstance(state, ShardedState) else new)
 
 

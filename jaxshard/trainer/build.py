@@ -251,7 +251,7 @@ def precision_options(config: PrecisionConfig) -> dict[str, Any]:
     """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
     return (
         ({"master_dtype": jnp.float32} if config.masters else {})
-        | ({"moment_dtype": jnp.bfloat16} if config.moments == "bfloat16" else {})
+        | ({"moment_dtype": config.moments} if config.moments != "float32" else {})
         | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
         | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
         | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})

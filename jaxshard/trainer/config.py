@@ -92,8 +92,9 @@ class PrecisionConfig:
     """Type of the parameters and their gradients."""
     masters: bool = False
     """Keep float32 masters in the state; narrower parameters are rounded from them."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Type in which AdamW's moments are kept (bfloat16: rounded stochastically); it computes with them in float32."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Type in which AdamW's moments are kept (bfloat16: rounded stochastically; int8: in 8-bit codes, too, with a scale
+    for each block of 128, but for small leaves and tables); it computes with them in float32."""
     reduce: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type in which gradients are summed over microbatches and devices; by default the parameters'."""
     stochastic_rounding: bool = False
