@@ -86,6 +86,8 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Each element's scale."""
     for dim, part in enumerate(_block(shape)):
-        if part > 1:
-            scales = jnp.repeat(scales, part, axis=dim, total_repeat_length=scales.shape[dim] * part)
-    return scales[tuple(slice(size) for size in shape)]
+        if part > 1:  # by these operations, which XLA partitions without moving anything
+            before, after = scales.shape[: dim + 1], scales.shape[dim + 1 :]
+            repeated = jnp.broadcast_to(jnp.expand_dims(scales, dim + 1), (*before, part, *after))
+            scales = repeated.reshape(*before[:-1], before[-1] * part, *after)
+    return scales if scales.shape == shape else scales[tuple(slice(size) for size in shape)]
