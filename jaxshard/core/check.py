@@ -253,6 +253,7 @@ def _on_one_device(setup: Setup) -> Setup:
     mesh = check_has_devices("check", setup.mesh)
     one = np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     config = Config("ddp", data_axes=setup.config.data_axes, reduce_dtype=setup.config.reduce_dtype, rows="mixed")
+    config = dataclasses.replace(config, frozen=setup.config.frozen)
     return Setup(setup.inner, Mesh(one, mesh.axis_names, axis_types=mesh.axis_types), config)
 
 

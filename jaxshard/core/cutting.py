@@ -47,6 +47,7 @@ class Leaf:
     awkward: bool = False  # large enough to cut, but no dims divide by all N devices
     home: P | None = None  # the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
+    frozen: bool = False
     at_home: str = ""  # a note on its update, for the table of `Layout`
 
     @property
@@ -129,6 +130,15 @@ def _cut_further(
     parts = tuple(size // math.prod(sizes[axis] for axis in found.get(dim, ())) for dim, size in enumerate(shape))
     best, _ = _best_cut(parts, free, tuple(more.items()), tiles)
     return {dim: (*found.get(dim, ()), *best.get(dim, ())) for dim in found.keys() | best.keys()}
+
+
+def frozen_leaf(leaf: Leaf) -> Leaf:
+    """The same leaf, which has no gradient and no state: only its params are cut."""
+    reason = "frozen" if not leaf.params.dims else f"{in_words(leaf.params.dims, len(leaf.shape))}; frozen"
+    own = Place(leaf.spec, ())
+    return dataclasses.replace(
+        leaf, cut=leaf.spec, dims=(), grads=own, ways=1, reason=reason, awkward=False, frozen=True
+    )
 
 
 def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:

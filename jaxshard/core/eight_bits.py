@@ -18,7 +18,7 @@ _DROPPED_BITS = 23 - _FRACTION_BITS  # of a float32
 _ONE = 127 << _FRACTION_BITS  # 1.0, without the bits that are dropped
 
 Bits = Callable[[tuple[int, ...]], jax.Array]
-"""Random numbers of a shape, each with 20 bits."""
+"""Makes random uint32 numbers of a shape, from 0 to 2**20."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

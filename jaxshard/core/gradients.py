@@ -187,7 +187,9 @@ class LossFunction:
     def _traced(self, params: Tree, batch: Tree, *args: Tree, notes: Notes | None = None) -> Tree:
         found = self.measure(params, batch, args, notes=notes)
         value = (found.loss, found.aux) if self.options.has_aux else found.loss
-        return (value, found.grads) if self.options.differentiate else value
+        if not self.options.differentiate:
+            return value
+        return value, self.setup.with_frozen(found.grads, params, lambda _: jnp.zeros(()))
 
     def measure(
         self,
@@ -229,7 +231,7 @@ class LossFunction:
             _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
-            grads = jax.tree.unflatten(jax.tree.structure(params), grads)
+            grads = jax.tree.unflatten(jax.tree.structure(setup.trained(params)), grads)
         return Measured(loss, _put_together(found_out.program, averaged, rows), weight, grads)
 
 
@@ -273,6 +275,9 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
 
 
 def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool, *, at_once: bool) -> str:
+    if leaf.frozen:
+        where = "where unshard is" if reason is None else f"at its first use: {reason}"
+        return f"gathered {where}" if inside else "never moved"
     if not inside:
         return "never moved but for its gradient" if not leaf.params.dims else ""
     if at_once and leaf.params.dims:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import canonical
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
-from jaxshard.core.cutting import Leaf, cut_beside, cut_leaf, cut_like, in_words
+from jaxshard.core import frozen
+from jaxshard.core.cutting import Leaf, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.core.options import Config
 from jaxshard.core.precision import SCALES
 from jaxshard.core.specs import model_specs
@@ -67,8 +68,8 @@ class Layout:
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
-        """The PartitionSpecs of reduced gradients."""
-        return self.param_leaves(leaf.cut for leaf in self.params)
+        """The PartitionSpecs of reduced gradients; a `MaskedNode` for what is frozen."""
+        return self.param_leaves(frozen.nothing() if leaf.frozen else leaf.cut for leaf in self.params)
 
     @functools.cached_property
     def home_specs(self) -> Tree:
@@ -91,7 +92,7 @@ class Layout:
         """Bytes at rest on each device: params, grads (as the inner optimizer gets them) and state."""
         return {
             "params": sum(leaf.bytes(leaf.params.spec, self.sizes) for leaf in self.params),
-            "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params),
+            "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params if not leaf.frozen),
             "state": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state),
         }
 
@@ -114,6 +115,8 @@ class Layout:
 
     def _why(self, kind: str, leaf: Leaf) -> str:
         """Why a leaf of params or state is cut as it is."""
+        if leaf.frozen:
+            return leaf.reason
         if not getattr(self.config.cuts, kind):
             return f"{self.config.strategy} keeps {kind} {'whole' if not leaf.spec else 'uncut over data'}"
         if kind == "params" and leaf.params.dims and leaf.params.dims != leaf.dims:
@@ -137,13 +140,16 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
       TypeError: a leaf is not floating (or complex).
       ValueError: see `model_specs`.
     """
-    check_floating(params)
+    which = frozen.flags(config.frozen, params)
+    check_floating(params, which)
     specs = model_specs(config, params, sizes)
-    leaves = tuple(
+    leaves = [
         cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config, platform)
         for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
-    )
-    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=specs.unused)
+    ]
+    leaves = tuple(frozen_leaf(leaf) if yes else leaf for leaf, yes in zip(leaves, which, strict=True))
+    unused = specs.unused or frozen.unused(config.frozen, params)
+    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=unused)
 
 
 def layout_state(params: Layout, state: Tree) -> Layout:
@@ -160,9 +166,9 @@ def layout_state(params: Layout, state: Tree) -> Layout:
     of `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters
     and moments are cut where their bfloat16 parameter is.
     """
-    owners = {leaf.names: leaf for leaf in params.params}
+    owners = {leaf.names: leaf for leaf in params.params if not leaf.frozen}
     twins: dict[tuple[int, ...], set[Leaf]] = {}
-    for leaf in params.params:
+    for leaf in owners.values():
         twins.setdefault(leaf.shape, set()).add(leaf)
     leaves: list[Leaf] = []
     for names, leaf in named_leaves(state):
@@ -198,19 +204,21 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     return dataclasses.replace(found, reason=who + found.reason + note)
 
 
-def check_floating(params: Tree) -> None:
-    """Raises a TypeError for a leaf that is no array, or whose dtype has no gradient."""
-    for names, leaf in named_leaves(params):
+def check_floating(params: Tree, which: Sequence[bool]) -> None:
+    """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
+    for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
             cure = ""
             if callable(leaf):
                 cure = "; give a model's arrays alone, as by equinox.partition(model, equinox.is_inexact_array)"
             raise TypeError(f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array{cure}")
+        if is_frozen:
+            continue
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"params: {path_of(names)} has dtype {dtype}, which has no gradient; keep it out of the params "
-                "(pass it as a further argument of the loss), or cast it to a floating dtype"
+                f"params: {path_of(names)} has dtype {dtype}, which has no gradient; freeze it (frozen=), keep it out "
+                "of the params (pass it as a further argument of the loss), or cast it to a floating dtype"
             )
         if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
             raise TypeError(

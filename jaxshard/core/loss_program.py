@@ -81,8 +81,9 @@ class Program:
         batch: Tree,
         args: tuple[Tree, ...],
         scale: Scale,
+        frozen: Sequence[bool],
     ) -> "Program":
-        """Traces the loss of whole params (a list of shapes), a microbatch and further arguments.
+        """Traces the loss of whole params (a list of shapes, some of them frozen), a microbatch and further arguments.
 
         Raises:
           TypeError: `loss_fn` returns another form than the options say, or values that cannot be averaged.
@@ -97,7 +98,11 @@ class Program:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except (TypeError, ValueError) as error:
             raise _noted(_explained(error, options), batch, args, options) from error
-        roles = ["param"] * len(whole) + ["batch"] * len(jax.tree.leaves(batch)) + _roles_of(args, options)
+        roles = (
+            ["frozen" if yes else "param" for yes in frozen]
+            + ["batch"] * len(jax.tree.leaves(batch))
+            + _roles_of(args, options)
+        )
         roles += ["scale"] * (scale is not None)
         _check_whole(jaxpr, shapes, options)
         if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxshard.base import jaxprs
@@ -31,7 +32,8 @@ class _Methods:
     def update(
         self, updates: Params, state: optax.OptState, params: Params | None = None, **extra: Tree
     ) -> tuple[Params, optax.OptState]:
-        setup = self.setup
+        setup, whole = self.setup, updates if params is None else params
+        updates, params = setup.trained(updates), None if params is None else setup.trained(params)
         if params is not None:
             check_same_structure("update: the gradients", fast(updates), fast(params), "parameter")
         elif setup.config.widens:
@@ -44,9 +46,16 @@ class _Methods:
         for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
             check_alive(f"update: {what}", tree)
         if states.is_local(setup):
-            return local_update(setup, updates, state, params, extra)
-        states.check_state("update", setup, state, updates if params is None else params)
-        return advance(setup, updates, state, params, extra, want="updates")
+            updates, state = local_update(setup, updates, state, params, extra)
+        else:
+            states.check_state("update", setup, state, updates if params is None else params)
+            updates, state = advance(setup, updates, state, params, extra, want="updates")
+        return setup.with_frozen(updates, whole, _no_change), state
+
+
+def _no_change(frozen: Tree) -> jax.Array:
+    """The update of a frozen leaf, which `optax.apply_updates` adds to it."""
+    return jnp.zeros((), frozen.dtype)
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):

@@ -73,6 +73,10 @@ class CommonOptions(TypedDict, total=False):
     """Where params are cut, when a device gathers them: "use", the default, wherever the loss uses them, in each
     microbatch, forwards and backwards; "step", once per step, and it holds them whole until the gradients are made."""
 
+    frozen: Tree | Sequence[str] | None
+    """Params that are not trained, of any dtype: regular expressions on the '/'-joined path, or a tree, or prefix, of
+    bools. They have no gradient and no state; they are cut, gathered and saved as others are. Their updates are 0."""
+
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
 
@@ -124,6 +128,7 @@ class Config:
     grads_axes: tuple[str, ...] | None = None
     state_axes: tuple[str, ...] | None = None
     regather: Literal["use", "step"] = "use"
+    frozen: Tree | Sequence[str] | None = dataclasses.field(default=None, hash=False)
     min_shard_size: int = 2**11
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
@@ -183,6 +188,8 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
     for name, dtype in (("bfloat16", jnp.bfloat16), ("int8", jnp.int8)):
         if options.get("moment_dtype") == name:
             options["moment_dtype"] = dtype
+    if isinstance(options.get("frozen"), str):
+        options["frozen"] = (options["frozen"],)
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxshard.base.axes import Dims, axes_of, axes_of_dims, beyond
 from jaxshard.base.jaxprs import open_jaxpr, varies_smoothly
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, sum_dtype
-from jaxshard.base.types import DType, Tree, TreeDef
+from jaxshard.base.types import DType, T, Tree, TreeDef
 from jaxshard.core import backward, collectives, uses
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
@@ -64,17 +64,19 @@ class DeviceLoss:
         if options.differentiate and self.setup.config.regather == "step":
             self.shards = [collectives.gather(x, dims) for x, dims in zip(self.shards, self.held, strict=True)]
             self.held = [()] * len(self.leaves)
-        self.scattered = [leaf.grads.dims for leaf in self.leaves]
+        self.scattered = [
+            held if leaf.frozen else leaf.grads.dims for leaf, held in zip(self.leaves, self.held, strict=True)
+        ]
         self.inside = [bool(dims) for dims in self.scattered]
         self.program = self._trace(jax.tree.structure(params))
         self._check_own_axes()
         jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
         if once and self._reduces_once():
-            self.inside = [self._is_large(leaf) for leaf in self.leaves]
+            self.inside = [self._is_large(leaf) and not leaf.frozen for leaf in self.leaves]
             self.scattered = [leaf.dims for leaf in self.leaves]
         tables = [lookup_dims(*each) for each in zip(self.scattered, self.held, strict=True)]
         self.reasons = [
-            uses.why_not_lazy(jaxpr, i, dims, looked_up_by=table, once=once)
+            uses.why_not_lazy(jaxpr, i, dims, looked_up_by=table, once=once and not self.leaves[i].frozen)
             for i, (dims, table) in enumerate(zip(self.scattered, tables, strict=True))
         ]
         notes.reasons, notes.inside, notes.program = self.reasons, self.inside, self.program
@@ -93,8 +95,12 @@ class DeviceLoss:
             return value, rows, ()
         grads, outs = self._accumulated()
         value, rows, denominator = self._reduced(*outs)
-        each = zip(grads, self.leaves, self.inside, self.scattered, strict=True)
-        return value, rows, tuple(self._finish(*one, denominator) for one in each)
+        each = zip(self._trained(self.leaves), self._trained(self.inside), self._trained(self.scattered), strict=True)
+        return value, rows, tuple(self._finish(g, *one, denominator) for g, one in zip(grads, each, strict=True))
+
+    def _trained(self, values: Sequence[T]) -> list[T]:
+        """Of values, one for each parameter, those for parameters that are not frozen."""
+        return [x for x, leaf in zip(values, self.leaves, strict=True) if not leaf.frozen]
 
     # The loss.
 
@@ -103,7 +109,8 @@ class DeviceLoss:
             lambda: [_without_gradient(x) for x in self._values(self.shards, self._differentiated())]
         )
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
-        return Program.trace(self.options, treedef, whole, batch, args, self.scale)
+        frozen = [leaf.frozen for leaf in self.leaves]
+        return Program.trace(self.options, treedef, whole, batch, args, self.scale, frozen)
 
     def _check_own_axes(self) -> None:
         """Raises a ValueError if rows meet a parameter that `specs` cut over their own axis, and do not move along it.
@@ -139,7 +146,11 @@ class DeviceLoss:
     def _differentiated(self) -> list[jax.Array]:
         """The arrays that the loss is differentiated by: zeros in place of what is reduced inside, else the leaves."""
         each = zip(self.shards, self.leaves, self.held, self.inside, self.scattered, strict=True)
-        return [self._stand_in(x, leaf, held, dims) if inside else x for x, leaf, held, inside, dims in each]
+        return [
+            self._stand_in(x, leaf, held, dims) if inside else x
+            for x, leaf, held, inside, dims in each
+            if not leaf.frozen
+        ]
 
     def _stand_in(self, x: jax.Array, leaf: Leaf, held: Dims, dims: Dims) -> jax.Array:
         shape = list(x.shape)
@@ -156,13 +167,18 @@ class DeviceLoss:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
         differentiate, alone = self.options.differentiate, not self.setup.split_axes
 
-        def value(x: jax.Array, d: jax.Array, leaf: Leaf, held: Dims, inside: bool, dims: Dims) -> Value:
+        rest = iter(diff)
+
+        def value(x: jax.Array, leaf: Leaf, held: Dims, inside: bool, dims: Dims) -> Value:
+            if leaf.frozen:
+                return Sharded(x, None, dims, held) if held else x
+            d = next(rest)
             if not inside:
                 return Sharded(None, d, (), ()) if differentiate and not alone else d
             summed = () if dims else self._summed_over(leaf)
             return Sharded(x, d if differentiate else None, dims, held, summed)
 
-        each = zip(shards, diff, self.leaves, self.held, self.inside, self.scattered, strict=True)
+        each = zip(shards, self.leaves, self.held, self.inside, self.scattered, strict=True)
         return [value(*one) for one in each]
 
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
@@ -220,7 +236,8 @@ class DeviceLoss:
             return outs[0] if self.scale is None else outs[0] * self.scale, outs
 
         grads, outs = jax.grad(loss_of, has_aux=True)(diff)
-        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, self.leaves, strict=True)], outs
+        leaves = self._trained(self.leaves)
+        return [g.astype(self._sum_dtype(leaf)) for g, leaf in zip(grads, leaves, strict=True)], outs
 
     def _accumulated(self) -> tuple[list[jax.Array], Tree]:
         """Gradients summed over microbatches, and each microbatch's (loss, weight, aux), stacked."""
@@ -234,9 +251,8 @@ class DeviceLoss:
             index, batch = indexed
             shards, sums = self._bound_to(index, sums)
             grads, outs = self._grad(shards, diff, batch, index)
-            return [
-                s + self._scattered_here(g, leaf) for s, g, leaf in zip(sums, grads, self.leaves, strict=True)
-            ], outs
+            each = zip(sums, grads, self._trained(self.leaves), strict=True)
+            return [s + self._scattered_here(g, leaf) for s, g, leaf in each], outs
 
         return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
 

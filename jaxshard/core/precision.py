@@ -358,8 +358,8 @@ class Rounder:
         return jax.random.fold_in(self._key, self._calls - 1)
 
     def bits(self, shape: tuple[int, ...]) -> jax.Array:
-        """Random numbers with 20 bits each."""
-        return jax.random.bits(self._next_key(), shape, jnp.uint32) >> 12
+        """Random numbers from 0 to 2**20, in the middle of 2**16 equal parts."""
+        return (jax.random.bits(self._next_key(), shape, jnp.uint16).astype(jnp.uint32) << 4) + 8
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(...) float32 -> (...) bfloat16."""

@@ -2,16 +2,18 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.memo import by_shapes
 from jaxshard.base.tree import named_leaves, shape_of
 from jaxshard.base.types import AnyMesh, T, Tree
-from jaxshard.core import precision
+from jaxshard.core import frozen, precision
 from jaxshard.core.cutting import deal_leaf
 from jaxshard.core.layout import Layout, Shardings, layout_params, layout_state
 from jaxshard.core.options import Config
@@ -61,6 +63,20 @@ class Setup:
         """The number of parts into which a batch is split."""
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
+    def frozen(self, params: Tree) -> list[bool]:
+        """For each leaf of the params, whether it is frozen."""
+        return frozen.flags(self.config.frozen, params)
+
+    def trained(self, params: Tree) -> Tree:
+        """The params (or a tree like them) with `optax.MaskedNode`s in place of what is frozen."""
+        return frozen.trained(self.frozen(params), params) if self.config.frozen is not None else params
+
+    def with_frozen(self, tree: Tree, params: Tree, fill: Callable[[Tree], Tree]) -> Tree:
+        """A tree like `params`, of a tree of the trained ones, and what `fill` makes of each frozen one."""
+        if self.config.frozen is None:
+            return tree
+        return frozen.with_frozen(self.frozen(params), tree, params, fill)
+
     def layout(self, params: Tree) -> Layout:
         """Where params and gradients live."""
         return _layout(self, params)
@@ -96,7 +112,7 @@ class Setup:
 
     def plain_init(self, params: Tree) -> Tree:
         """The state before it is sharded: `inner.init`, and the state that options add to it."""
-        return precision.init(self.inner, params, self.config)
+        return precision.init(self.inner, self.trained(params), self.config)
 
     def abstract_state(self, params: Tree) -> Tree:
         """The shapes of the state that `init` makes; an init that reads values of its params is run for them.
@@ -154,9 +170,11 @@ def _dealt(setup: Setup, params: Tree) -> Layout:
     found = setup.layout(params)
     if not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
         return found
-    dims = whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, params))
-    pairs = zip(found.params, dims, strict=True)
-    dealt = tuple(deal_leaf(leaf, batch, setup.sizes, setup.config, found.platform) for leaf, batch in pairs)
+    dims = iter(whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, setup.trained(params))))
+    dealt = tuple(
+        leaf if leaf.frozen else deal_leaf(leaf, next(dims), setup.sizes, setup.config, found.platform)
+        for leaf in found.params
+    )
     return dataclasses.replace(found, params=dealt)
 
 
@@ -169,7 +187,8 @@ def _with_state(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Layout:
 @by_shapes
 def _shardings(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Shardings:
     found = setup.with_state(*params_and_state)
-    return Shardings(*setup.named((found.param_specs, found.grad_specs, found.state_specs)))
+    grad_specs = setup.with_frozen(found.grad_specs, params_and_state[0], lambda _: P())
+    return Shardings(*setup.named((found.param_specs, grad_specs, found.state_specs)))
 
 
 @by_shapes
@@ -180,18 +199,23 @@ def _param_shardings(setup: Setup, params: Tree) -> Tree:
 @by_shapes
 def _start(setup: Setup, params: Tree) -> Start:
     setup.layout(params)  # refuses a leaf that is no floating array
+    params = setup.trained(params)
     precision.check_params(setup.config, params)
     start = first_state(setup.inner, precision.widened(setup.config, params))
     if start.why:
         return start
-    state = jax.eval_shape(setup.plain_init, params) if precision.extends(setup.config) else start.state
+    state = (
+        jax.eval_shape(lambda p: precision.init(setup.inner, p, setup.config), params)
+        if precision.extends(setup.config)
+        else start.state
+    )
     return start._replace(state=jax.tree.map(shape_of, state))
 
 
 @by_shapes
 def _update_of(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Traced | None:
     params, state = params_and_state
-    params = precision.widened(setup.config, params)
+    params = precision.widened(setup.config, setup.trained(params))
     computed = precision.as_computed(setup.inner, setup.config, params, _inner_of(state))
     return update_of(setup.inner, params, computed)
 
@@ -206,7 +230,7 @@ def _fragile(setup: Setup, params_and_state: tuple[Tree, Tree]) -> frozenset[str
 def _settled(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Settled:
     params, state = params_and_state
     traced = _update_of(setup, params_and_state)
-    found = traced and settled(setup.inner, precision.widened(setup.config, params), traced)
+    found = traced and settled(setup.inner, precision.widened(setup.config, setup.trained(params)), traced)
     if not traced or not found:
         return Settled(state, [])
     narrow = precision.stored_narrower(traced.before, _inner_of(state))

@@ -208,7 +208,7 @@ class TrainStep:
             donate_argnums=self._donated(shapes, settled.state),
             compiler_options=self.compiler_options,
         )
-        names = [path_of(names) for names, _ in named_leaves(params)]
+        names = [path_of(names) for names, _ in named_leaves(setup.trained(params))]
         return _Program(run, wanted, before, batch, names)
 
     def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
@@ -236,7 +236,10 @@ class TrainStep:
             ok = finite if ok is None else ok & finite
         asked = self.extra(params, batch) if self.extra else {}
         offered = {"value": found.loss, "grad": fast(found.grads)}
-        params, after = advance(setup, found.grads, state, params, offered | asked, want="params", ok=ok)
+        trained, after = advance(
+            setup, found.grads, state, setup.trained(params), offered | asked, want="params", ok=ok
+        )
+        params = setup.with_frozen(trained, params, lambda x: x)
         skipped = jnp.bool_(False) if ok is None else ~ok
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
         if scaling is not None:

@@ -15,9 +15,9 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -39,9 +39,9 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -63,9 +63,9 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -87,9 +87,9 @@ def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -114,9 +114,9 @@ def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[O
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes and the replica axes, of Auto or of Explicit axes, or an `AbstractMesh`.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -142,9 +142,9 @@ def tensor_parallel(
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -171,9 +171,9 @@ def pipeline_parallel(
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -205,9 +205,9 @@ def hybrid(
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
       zero: the level of ZeRO over the data axes.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, min_shard_size,
-        reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows; `jaxshard.Options`
-        says what each does.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        `jaxshard.Options` says what each does.
 
     Returns:
       A `ShardedOptimizer`.

@@ -219,6 +219,8 @@ class _Traced:
         layout, held = self.layout, self.layout.bytes_per_device
         grads = 0
         for leaf in layout.params:
+            if leaf.frozen:
+                continue
             shape = local_shape(leaf.shape, leaf.grads.spec, layout.sizes)
             grads += math.prod(shape) * np.dtype(like(layout.config.reduce_dtype, leaf.dtype)).itemsize
         batch = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(self.batch))
