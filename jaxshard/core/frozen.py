@@ -49,6 +49,16 @@ def unused(frozen: Tree | Sequence[str] | None, params: Tree) -> str:
     return f"frozen: the rule {missed!r} matches no parameter; mend or drop it. The nearest paths: {near}"
 
 
+def in_words(which: Sequence[bool], params: Tree) -> str:
+    """A note on an optimizer that cannot start."""
+    paths = [path_of(names) for (names, _), yes in zip(named_leaves(params), which, strict=True) if yes]
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return (
+        f"frozen: the optimizer gets no {', '.join(paths[:5])}{more}, but an optax.MaskedNode in the place of each; if "
+        "it asks for one of them, do not freeze that, or let the optimizer do without"
+    )
+
+
 def _search(rule: str, path: str) -> bool:
     try:
         return re.search(rule, path) is not None

@@ -140,7 +140,9 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
       TypeError: a leaf is not floating (or complex).
       ValueError: see `model_specs`.
     """
-    which = frozen.flags(config.frozen, params)
+    which, unused = frozen.flags(config.frozen, params), frozen.unused(config.frozen, params)
+    if unused and not all(jnp.issubdtype(getattr(x, "dtype", float), jnp.inexact) for _, x in named_leaves(params)):
+        raise ValueError(unused)
     check_floating(params, which)
     specs = model_specs(config, params, sizes)
     leaves = [
@@ -148,8 +150,7 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
         for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
     ]
     leaves = tuple(frozen_leaf(leaf) if yes else leaf for leaf, yes in zip(leaves, which, strict=True))
-    unused = specs.unused or frozen.unused(config.frozen, params)
-    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=unused)
+    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=specs.unused or unused)
 
 
 def layout_state(params: Layout, state: Tree) -> Layout:

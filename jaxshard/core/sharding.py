@@ -199,9 +199,14 @@ def _param_shardings(setup: Setup, params: Tree) -> Tree:
 @by_shapes
 def _start(setup: Setup, params: Tree) -> Start:
     setup.layout(params)  # refuses a leaf that is no floating array
-    params = setup.trained(params)
+    whole, params = params, setup.trained(params)
     precision.check_params(setup.config, params)
-    start = first_state(setup.inner, precision.widened(setup.config, params))
+    try:
+        start = first_state(setup.inner, precision.widened(setup.config, params))
+    except Exception as error:  # of any type: it is the user's own code
+        if setup.config.frozen is not None:
+            error.add_note(frozen.in_words(setup.frozen(whole), whole))
+        raise
     if start.why:
         return start
     state = (
