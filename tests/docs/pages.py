@@ -118,6 +118,19 @@ def multihost(blocks, names):
     assert names["mesh"].size == 8
 
 
+def before_memory(names):
+    simulate()
+    del names
+
+
+def memory(blocks, names):
+    for block in blocks:
+        run(block)
+    base = names["placed"]["base"]["w"]
+    assert base.dtype == "int8"
+    assert base.addressable_shards[0].data.size == base.size // 8
+
+
 def other(blocks, names):
     """A page that promises nothing more than that its blocks run."""
     for block in blocks:
@@ -128,6 +141,7 @@ BEFORE = {
     "README.md": before_readme,
     "docs/checkpoints.md": before_checkpoints,
     "docs/multihost.md": before_multihost,
+    "docs/memory.md": before_memory,
 }
 AFTER = {
     "README.md": readme,
@@ -135,6 +149,7 @@ AFTER = {
     "docs/plan.md": plan,
     "docs/checkpoints.md": checkpoints,
     "docs/multihost.md": multihost,
+    "docs/memory.md": memory,
 }
 
 if __name__ == "__main__":
