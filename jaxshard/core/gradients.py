@@ -159,10 +159,11 @@ class LossFunction:
         except TypeError as error:
             if not any(words in str(error) for words in ("custom_vjp function", "'Unhashable'")):
                 raise
+            who = "value_and_grad" if self.options.differentiate else "evaluate"
             raise TypeError(
-                "value_and_grad: forward mode (jax.jvp, jacfwd, hessian, linearize) does not go through rules for the "
-                "backward pass, by which gradients are reduced (and through none of the loss's own, by "
-                "jax.custom_vjp). Differentiate once more in reverse, inside jax.jit: a Hessian times v is "
+                f"{who}: forward mode (jax.jvp, jacfwd, hessian, linearize) does not go through rules for the backward "
+                "pass, by which gradients are reduced (and through none of the loss's own, by jax.custom_vjp). "
+                "Differentiate once more in reverse, inside jax.jit: a Hessian times v is "
                 "jax.grad(lambda p: optax.tree.vdot(grads_fn(p, batch)[1], v))(params)"
             ) from error
 

@@ -344,7 +344,7 @@ def test_losses_of_strangers_by_the_rules_for_tpus(monkeypatch, loss, strategy):
 
 def test_a_parameter_that_is_cast_later_keeps_its_bits():
     values = np.array([[1.5, -0.0, 0.0], [np.inf, -np.inf, np.nan]], np.float32)
-    later = jax.jit(lambda x: Sharded(x, None, (), False).cast_later().whole())(values)
+    later = jax.jit(lambda x: Sharded(x, None, (), ()).cast_later().whole())(values)
     np.testing.assert_array_equal(np.asarray(later).view(np.uint32), values.view(np.uint32))
 
 
