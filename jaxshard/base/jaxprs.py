@@ -7,7 +7,16 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, INLINED, KEEPS_SIGN, LOOPS, NO_GRADIENT, SAME_NUMBERS
+from jaxshard.base.primitives import (
+    ADDS,
+    CALLS,
+    COLLECTIVE_KINDS,
+    INLINED,
+    KEEPS_SIGN,
+    LOOPS,
+    NO_GRADIENT,
+    SAME_NUMBERS,
+)
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 
 
@@ -252,6 +261,9 @@ def _eqn_never_negative(eqn: Equation, found: list[bool]) -> list[bool]:
     name = eqn.primitive.name
     if name in CALLS:
         return never_negative(inner_jaxpr(eqn), found)
+    if name == "cond":
+        branches = [never_negative(branch, found[1:]) for branch in eqn.params["branches"]]
+        return [all(column) for column in zip(*branches, strict=True)]
     squared = name == "mul" and eqn.invars[0] is eqn.invars[1]
     even = name == "integer_pow" and eqn.params["y"] % 2 == 0
     if name in ("square", "abs", "exp", "exp2") or squared or even:
@@ -262,3 +274,63 @@ def _eqn_never_negative(eqn: Equation, found: list[bool]) -> list[bool]:
         return [all(found[1:])]
     keeps = name in SAME_NUMBERS or name in KEEPS_SIGN or name == "integer_pow"
     return [keeps and all(found)] * len(eqn.outvars)
+
+
+def linear(jaxpr: Jaxpr, degrees: Sequence[int]) -> list[int]:
+    """For each output, whether it does not depend on some inputs (0), is linear in them (1), or neither is known (2).
+
+    Args:
+      degrees: 1 for these inputs, 0 for others. Single numbers count as 0, whatever they depend on: a norm that scales.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    env = dict.fromkeys(jaxpr.constvars, 0) | dict(zip(jaxpr.invars, degrees, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [0 if is_literal(v) else env[v] for v in eqn.invars]
+        outs = zip(eqn.outvars, _eqn_linear(eqn, found), strict=True)
+        env |= {v: degree if getattr(v.aval, "ndim", 0) else 0 for v, degree in outs}
+    return [0 if is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def _eqn_linear(eqn: Equation, found: list[int]) -> list[int]:
+    name = eqn.primitive.name
+    if name in CALLS:
+        return linear(inner_jaxpr(eqn), found)
+    if name == "cond":
+        branches = [linear(branch, found[1:]) for branch in eqn.params["branches"]]
+        return [max(column) for column in zip(*branches, strict=True)]
+    most = max(found, default=0)
+    itself = name == "integer_pow" and eqn.params["y"] == 1
+    if most == 0 or itself or name in ADDS or name in SAME_NUMBERS:
+        return [most] * len(eqn.outvars)
+    if name == "select_n":
+        return [max(found[1:])]
+    if name in ("clamp", "max", "min", "sign"):  # a gradient that is clipped is one still
+        return [most]
+    if name in ("mul", "dot_general"):
+        return [min(sum(found), 2)]
+    return [most if name == "div" and found[1] == 0 else 2] * len(eqn.outvars)
+
+
+def subtracts(jaxpr: Jaxpr, of: Sequence[bool], others: Sequence[bool]) -> bool:
+    """Whether a program takes the difference of what it makes of inputs `of` and of what it makes of `others`."""
+    return _subtracts(jaxpr, [(a, b) for a, b in zip(of, others, strict=True)])[1]
+
+
+def _subtracts(jaxpr: Jaxpr, marks: Sequence[tuple[bool, bool]]) -> tuple[list[tuple[bool, bool]], bool]:
+    jaxpr, any_found, nothing = open_jaxpr(jaxpr), False, (False, False)
+    env = dict.fromkeys(jaxpr.constvars, nothing) | dict(zip(jaxpr.invars, marks, strict=True))
+    for eqn in jaxpr.eqns:
+        found = [nothing if is_literal(v) else env[v] for v in eqn.invars]
+        merged = (any(a for a, _ in found), any(b for _, b in found))
+        outs = [merged] * len(eqn.outvars)
+        if eqn.primitive.name in CALLS:
+            outs, inside = _subtracts(inner_jaxpr(eqn), found)
+            any_found = any_found or inside
+        elif eqn.primitive.name == "cond":
+            each = [_subtracts(branch, found[1:]) for branch in eqn.params["branches"]]
+            any_found = any_found or any(inside for _, inside in each)
+        elif eqn.primitive.name == "sub":
+            (a, b), (c, d) = found
+            any_found = any_found or (a and d and not c) or (c and b and not a)
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+    return [nothing if is_literal(v) else env[v] for v in jaxpr.outvars], any_found

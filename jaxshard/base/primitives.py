@@ -63,6 +63,14 @@ KEEPS_FILL = _names("broadcast_in_dim reshape rev slice squeeze transpose")
 FILL_IF_ANY = _names("reduce_and reduce_max reduce_min reduce_or")
 """Reduce equal numbers to that number."""
 
+ADDS = _names(
+    """
+    add add_any sub neg real imag broadcast_in_dim transpose slice concatenate reduce_sum name stop_gradient
+    sharding_constraint pad rev
+    """
+)
+"""Are linear in all operands together."""
+
 KEEPS_SIGN = _names(
     """
     add add_any mul div min sqrt rsqrt pow broadcast_in_dim transpose slice concatenate dot_general reduce_sum

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import jax
+import numpy as np
 import optax
 
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of, structure, unflatten
@@ -41,6 +42,10 @@ def is_rules(frozen: Tree) -> TypeGuard[Sequence[str]]:
 def unused(frozen: Tree | Sequence[str] | None, params: Tree) -> str:
     """The error message for a rule that matches no parameter, or an empty text."""
     paths = ["/".join(names) for names, _ in named_leaves(params)]
+    if frozen is not None and not is_rules(frozen):
+        names = [names for names, _ in named_leaves(params)]
+        extra = next((given for given in _given(frozen) if not any(n[: len(given)] == given for n in names)), None)
+        return "" if extra is None else f"frozen: {path_of(extra)} is no parameter; drop it, or mend its path"
     rules = frozen if is_rules(frozen) else ()
     missed = next((rule for rule in rules if not any(_search(rule, path) for path in paths)), None)
     if missed is None:
@@ -69,12 +74,12 @@ def _search(rule: str, path: str) -> bool:
 def _given(frozen: Tree) -> dict[Names, bool]:
     given: dict[Names, bool] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(frozen)[0]:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise TypeError(
                 f"frozen: {path_of(names_of(path))} is {value!r:.80}; give True or False for each parameter, or a list "
                 "of regular expressions"
             )
-        given[names_of(path)] = value
+        given[names_of(path)] = bool(value)
     return given
 
 

@@ -70,6 +70,7 @@ class DeviceLoss:
         self.inside = [bool(dims) for dims in self.scattered]
         self.program = self._trace(jax.tree.structure(params))
         self._check_own_axes()
+        self._check_frozen()
         jaxpr, once = self.program.jaxpr, not self.setup.config.cuts.accumulators
         if once and self._reduces_once():
             self.inside = [self._is_large(leaf) and not leaf.frozen for leaf in self.leaves]
@@ -126,6 +127,18 @@ class DeviceLoss:
                         "of it must go along that axis (jaxshard.tensor.expert_parallel sends it; a penalty needs "
                         f"jax.lax.psum(x, {axis!r})). Or leave {axis!r} out of specs: the strategy cuts over it itself"
                     )
+
+    def _check_frozen(self) -> None:
+        """Raises a ValueError for frozen params of which a schedule with a backward pass of its own would fail."""
+        if not self.options.differentiate or not uses.defers(self.program.jaxpr):
+            return
+        for leaf, held in zip(self.leaves, self.held, strict=True):
+            if leaf.frozen and (held or leaf.dtype.itemsize < 2 or not jnp.issubdtype(leaf.dtype, jnp.inexact)):
+                raise ValueError(
+                    f"frozen: {leaf.path} ({leaf.dtype}{', cut' if held else ''}) cannot be in a pipeline whose "
+                    'schedule has a backward pass of its own: give jaxshard.pipeline(schedule="gpipe"), or a base in '
+                    "bfloat16 or float32 that ZeRO does not cut (zero=2)"
+                )
 
     def _reduces_once(self) -> bool:
         """Whether gradients that are summed whole are reduced once all the same where autodiff makes them.

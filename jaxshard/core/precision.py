@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard.base.jaxprs import depends, hands_on, never_negative
+from jaxshard.base.jaxprs import depends, hands_on, linear, never_negative, subtracts
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
 from jaxshard.base.types import DType, Jaxpr, Tree
 from jaxshard.core import eight_bits
@@ -53,6 +53,7 @@ def wide(config: Config, dtype: DType) -> DType:
 
 
 _LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
+_FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen to be never negative"
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
@@ -147,13 +148,20 @@ def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Co
         not copy and _is_moment(names, leaf, owners) and not (in_codes and _keeps_digits(leaf))
         for (names, leaf), copy in zip(named_leaves(state), copies, strict=True)
     ]
+    unsigned = [False] * len(moments)
+    if in_codes:
+        positive = _never_negative(updated, shapes, jaxpr, moments)
+        signed = [a and not b for a, b in zip(_linear(updated, shapes, moments), positive, strict=True)]
+        unsigned = positive
+        if _subtracts(updated, shapes, positive, moments):  # a variance needs the digits of both
+            unsigned = signed = [False] * len(moments)
+        moments = [a or b for a, b in zip(unsigned, signed, strict=True)]
     if not any(moments):
-        large = f" of {_LEAST_FOR_EIGHT_BITS} elements or more that are no tables" if in_codes else ""
+        kind = f" that 8 bits could hold ({_FOR_EIGHT_BITS})" if in_codes else ""
         raise ValueError(
-            f"moment_dtype: this optimizer's state has no float32 moments{large}, only {_leaves_in_words(state)}; "
+            f"moment_dtype: this optimizer's state has no float32 moments{kind}, only {_leaves_in_words(state)}; "
             "leave the option out"
         )
-    unsigned = _never_negative(updated, shapes, jaxpr, moments) if in_codes else [False] * len(moments)
     each = zip(jax.tree.leaves(state), moments, unsigned, strict=True)
     codes = {False: config.moment_dtype, True: jnp.dtype(jnp.uint8)}
     dtypes = [codes[positive] if moment else leaf.dtype for leaf, moment, positive in each]
@@ -164,6 +172,24 @@ def _keeps_digits(leaf: jax.ShapeDtypeStruct) -> bool:
     """Whether a moment stays in float32 where others take 8 bits: it is small, or a table's, whose rows are rarely seen
     (Dettmers et al. 2022, sections 2.3 and 3)."""
     return leaf.size < _LEAST_FOR_EIGHT_BITS or is_table(tuple(leaf.shape))
+
+
+def _linear(updated: Traced, params: Tree, moments: Sequence[bool]) -> list[bool]:
+    """For each leaf of the state, whether it is a moment that is a mean of gradients: linear in these and in itself.
+
+    What else has a sign may be a second moment of which nobody knows that it has none, and 0 for it is no small error.
+    """
+    names, after = ([names for names, _ in named_leaves(state)] for state in (updated.before, updated.after))
+    grads, rest = [1] * len(jax.tree.leaves(fast(params))), [0] * len(jax.tree.leaves(params))
+    found = linear(updated.jaxpr, [*grads, *map(int, moments), *rest])[-len(after) :]
+    degrees = dict(zip(after, found, strict=True))
+    return [yes and degrees.get(name, 2) == 1 for yes, name in zip(moments, names, strict=True)]
+
+
+def _subtracts(updated: Traced, params: Tree, unsigned: Sequence[bool], moments: Sequence[bool]) -> bool:
+    """Whether the update takes a difference of a moment without sign and another moment."""
+    grads, rest = [False] * len(jax.tree.leaves(fast(params))), [False] * len(jax.tree.leaves(params))
+    return subtracts(updated.jaxpr, [*grads, *unsigned, *rest], [*grads, *moments, *rest])
 
 
 def _never_negative(updated: Traced, params: Tree, init: Jaxpr, moments: Sequence[bool]) -> list[bool]:

@@ -23,6 +23,7 @@ from jaxshard.base.tree import (
 )
 from jaxshard.base.types import Params, T, Tree
 from jaxshard.core import collectives
+from jaxshard.core.frozen import trained as without_frozen
 from jaxshard.core.layout import Layout, warn_if_awkward
 from jaxshard.core.precision import ShardedState
 from jaxshard.core.sharding import Setup
@@ -61,7 +62,8 @@ def init(setup: Setup, params: Tree) -> Tree:
         plain = with_whole_operands(plain, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     make = collectives.globally(plain, setup.mesh, found.state_specs)
     if is_traced(params):
-        return make(collectives.moved(params, setup.mesh, found.param_specs, found.grad_specs))
+        which, trained = setup.frozen(params), setup.trained(params)
+        return make(collectives.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
     _check_before_init(setup, params, found)
     params = collectives.at(params, setup.mesh, found.param_specs)
     state = jax.jit(make, out_shardings=shardings)(params)
@@ -136,6 +138,8 @@ def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
     reads values), nothing is refused.
     """
     expected = setup.expected_states(params)
+    if expected:
+        _check_codes(who, state, expected)
     if not expected or any(fits(state, one) for one in expected):
         return
     extended = isinstance(expected[0], ShardedState)
@@ -144,6 +148,11 @@ def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
             f"{who}: the state is plain optax's, and {', '.join(map(repr, expected[0].extra))} belong beside it, as "
             "options of this strategy ask: give jaxshard.ShardedState(state, opt.init(params).extra)"
         )
+    if not extended and isinstance(state, ShardedState) and "scale" in state.extra:
+        raise ValueError(
+            f"{who}: its moments are in 8 bits, and no option of this strategy asks for that: give moment_dtype="
+            '"int8", or start the moments anew by opt.init(params)'
+        )
     if not extended and isinstance(state, ShardedState):
         raise ValueError(
             f"{who}: the state has {', '.join(map(repr, state.extra))} beside plain optax's, and no option of this "
@@ -151,6 +160,23 @@ def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
         )
     if not _goes_on(setup, state, params, expected):
         refuse(f"{who}: the state", state, nearest(state, expected))
+
+
+_CODES = (jnp.int8, jnp.uint8)
+
+
+def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
+    """Raises a ValueError for moments in 8 bits where others are expected, or the other way round: no cast helps."""
+    want = nearest(state, expected)
+    if structure(want) != structure(state):
+        return
+    for (names, leaf), other in zip(named_leaves(state), jax.tree.leaves(want), strict=True):
+        if dtype_of(leaf) != other.dtype and (dtype_of(leaf) in _CODES or other.dtype in _CODES):
+            raise ValueError(
+                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it {other.dtype}: moments in "
+                "8 bits have scales beside them, so no cast makes one of the other; start them anew by "
+                "opt.init(params), or keep the options that the state was made under"
+            )
 
 
 def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:

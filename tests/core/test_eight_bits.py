@@ -163,8 +163,11 @@ TX = {
     "momentum": (lambda: optax.sgd(1e-2, momentum=0.9), ["int8"]),
     "lion": (lambda: optax.lion(1e-3), ["int8"]),
     "amsgrad": (lambda: optax.amsgrad(1e-3), ["int8", "uint8", "uint8"]),
-    "yogi": (lambda: optax.yogi(1e-3), ["int8", "int8"]),  # its second moment is a sum with signs
-    "injected": (lambda: optax.inject_hyperparams(optax.adam)(1e-2), ["int8", "int8"]),  # b2 is an argument
+    "yogi": (lambda: optax.yogi(1e-3), ["int8", "float32"]),  # its second moment is a sum with signs
+    "injected": (lambda: optax.inject_hyperparams(optax.adam)(1e-2), ["int8", "float32"]),  # b2 is an argument
+    "steps": (lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), ["int8", "uint8", "int8"]),
+    "if finite": (lambda: optax.apply_if_finite(optax.adam(1e-2), 2), ["int8", "uint8"]),
+    "clipped": (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), ["int8", "uint8"]),
     "chain": (lambda: optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)), ["int8", "uint8"]),
 }
 
@@ -183,11 +186,47 @@ def test_a_moment_without_sign_is_known_by_its_update(name):
     assert np.all(np.isfinite(updates["w"]))
 
 
+def test_a_variance_keeps_the_digits_of_both():
+    with pytest.raises(ValueError, match="no float32 moments that 8 bits could hold"):
+        make("zero2", optax.rmsprop(1e-3, centered=True)).init(params())
+
+
+WRAPPERS = {
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "steps": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 2),
+    "prodigy": lambda: optax.contrib.prodigy(0.1),
+    "yogi": lambda: optax.yogi(1e-3),
+    "adam": lambda: optax.adam(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_gradients_that_differ_in_size_within_a_block(name):
+    """A second moment rounded to 0 would take weights to 20 and more."""
+    sizes, target = np.logspace(0, -3, 128).astype("f"), np.random.default_rng(0).normal(size=(64, 128)).astype("f")
+
+    def loss(p, batch):
+        return jnp.mean(jnp.sum((batch["x"] @ (p["w"] - target)) ** 2 * sizes, -1))
+
+    def largest(**options):
+        opt = jaxshard.zero2(WRAPPERS[name](), jaxshard.make_mesh(), **options)
+        step = jaxshard.train_step(loss, opt)
+        p = opt.place({"w": np.zeros((64, 128), "f")})
+        state = opt.init(p)
+        for i in range(40):
+            batch = {"x": np.random.default_rng(i).normal(size=(16, 64)).astype("f")}
+            p, state, _ = step(p, state, batch)
+        return float(jnp.max(jnp.abs(p["w"])))
+
+    assert largest(moment_dtype="int8") < 1.6 * largest()
+
+
 # Bad input.
 
 
 def test_nothing_large_is_refused():
-    with pytest.raises(ValueError, match=r"moments of 4096 elements or more that are no tables, only .*mu/b"):
+    with pytest.raises(ValueError, match=r"moments that 8 bits could hold \(4096 elements .*, only .*mu/b"):
         make("zero2", optax.adam(1e-2)).init({"b": np.ones(64, "f"), "t": np.ones((4096, 8), "f")})
 
 
@@ -201,6 +240,17 @@ def test_a_state_in_float32_is_refused():
     p = opt.place(params())
     with pytest.raises(ValueError, match="ShardedState"):
         opt.update(p, optax.adam(1e-2).init(p), p)
+
+
+def test_no_cast_makes_one_state_of_the_other():
+    ours, plain = make("zero2", optax.adam(1e-2)), jaxshard.zero2(optax.adam(1e-2), jaxshard.make_mesh())
+    p, state = ours.place(params()), ours.init(params())
+    with pytest.raises(ValueError, match='give moment_dtype="int8", or start the moments anew'):
+        plain.update(p, state, p)
+    with pytest.raises(ValueError, match="no cast makes one of the other"):
+        plain.update(p, state.inner, p)
+    with pytest.raises(ValueError, match="no cast makes one of the other"):
+        ours.update(p, jaxshard.ShardedState(plain.init(p), state.extra), p)
 
 
 # A linear code.

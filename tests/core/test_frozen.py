@@ -165,6 +165,59 @@ def test_masters_and_eight_bit_moments_are_of_the_trained_ones():
     assert {x.dtype.name for x in jax.tree.leaves(state.inner) if x.size > 4096} == {"int8", "uint8"}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_init_may_be_traced(strategy):
+    opt = make(strategy)
+    want = jax.tree.map(lambda x: (x.shape, x.dtype), opt.init(params()))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(opt.init, params())) == want
+    made = jax.jit(opt.init)(params())
+    assert jax.tree.map(lambda x: x.sharding.spec, made) == jax.tree.map(lambda x: x.sharding.spec, opt.init(params()))
+
+
+def pipelined(schedule):
+    def stage(blocks, x, index):
+        def layer(x, block):
+            w, s = jaxshard.unshard((block["w"], block["s"]))
+            return x + jnp.tanh(x @ w) * s, None
+
+        return lax.scan(layer, x, blocks)[0]
+
+    def loss(p, b):
+        first, last = lambda sh, b, i: b["x"] @ sh["e"], lambda sh, x, b, i: jnp.mean((x - b["y"]) ** 2)
+        return jaxshard.pipeline(
+            stage, first, last, p["blocks"], {"e": p["e"]}, b, num_microbatches=2, schedule=schedule
+        )
+
+    return loss
+
+
+@pytest.mark.parametrize(("schedule", "zero", "refused"), [("gpipe", 3, False), ("1f1b", 2, False), ("1f1b", 3, True)])
+def test_in_a_pipeline(x64, schedule, zero, refused):
+    rng = np.random.default_rng(0)
+    whole = {"blocks": {"w": rng.normal(size=(4, 8, 8)) / 3, "s": rng.normal(size=(4, 8))}, "e": np.eye(8)}
+    batch = {"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 8))}
+    mesh = jaxshard.make_mesh(pipeline=2, devices=jax.devices()[:4])
+    specs = [("blocks", jax.P("pipeline"))]
+    opt = jaxshard.hybrid(optax.sgd(0.1), mesh, specs, zero=zero, frozen=["/s"], min_shard_size=2)
+    p = opt.place(whole)
+    step = jaxshard.train_step(pipelined(schedule), opt)
+    if refused:
+        with pytest.raises(ValueError, match=r'frozen: blocks/s .*cut.*schedule="gpipe"'):
+            step(p, opt.init(p), batch)
+        return
+    got, _, _ = step(p, opt.init(p), batch)
+
+    def plain(w, e):
+        x = batch["x"] @ e
+        for i in range(4):
+            x = x + jnp.tanh(x @ w[i]) * whole["blocks"]["s"][i]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    dw, de = jax.grad(plain, (0, 1))(whole["blocks"]["w"], whole["e"])
+    np.testing.assert_array_equal(got["blocks"]["s"], whole["blocks"]["s"])
+    assert_close([got["blocks"]["w"], got["e"]], [whole["blocks"]["w"] - 0.1 * dw, whole["e"] - 0.1 * de], 1e-12)
+
+
 # What lies where, and what is sent.
 
 
@@ -210,6 +263,7 @@ def test_a_checkpoint_has_them(x64, tmp_path):
     [
         (["bas/"], ValueError, r"the rule 'bas/' matches no parameter.*nearest paths: \['base/"),
         (["("], ValueError, "no regular expression"),
+        ({"base": True, "lora": False, "out": False, "z": True}, ValueError, "frozen: z is no parameter"),
         ({"base": True}, ValueError, "nothing is said of the parameter lora/a"),
         ({"base": 1, "lora": False, "out": False}, TypeError, "base is 1; give True or False"),
         (None, TypeError, "base/w has dtype int8, which has no gradient; freeze it"),
