@@ -48,6 +48,7 @@ class Leaf:
     home: P | None = None  # the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
     frozen: bool = False
+    matrices: tuple[int, ...] | None = None  # the dims over which its matrices are batched in the update, if it has any
     at_home: str = ""  # a note on its update, for the table of `Layout`
 
     @property
@@ -169,6 +170,7 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     Args:
       batch_dims: the dims over which its update is batched; None: it enters no matrix operation, and stays as it is.
     """
+    leaf = dataclasses.replace(leaf, matrices=batch_dims)
     if batch_dims is None or not leaf.dims:
         return leaf
     taken = {axis for entry in leaf.spec for axis in axes_in(entry)}
@@ -177,8 +179,7 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     tiles = _tiles(leaf.dtype, config, platform)
     best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), tiles)
     if ways < math.prod(data_sizes.values()):
-        why = f"no stack of matrices that {'x'.join(data_sizes)} divides: they are multiplied across devices"
-        return dataclasses.replace(leaf, at_home=why)
+        return dataclasses.replace(leaf, at_home="its matrices go to owners for the update")
     home, home_dims = _described(leaf, best)
     return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
 

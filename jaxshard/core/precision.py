@@ -18,7 +18,7 @@ from jaxshard.core import eight_bits
 from jaxshard.core.cutting import is_table
 from jaxshard.core.options import Config
 from jaxshard.inner.trace import Traced, first_state, first_update
-from jaxshard.inner.update import fast, update
+from jaxshard.inner.update import Update, fast, update
 
 
 class ShardedState(NamedTuple):
@@ -239,14 +239,17 @@ def step(
     state: Tree,
     params: Tree,
     extra: Mapping[str, Tree],
+    run: Update = update,
 ) -> tuple[Tree, Tree, Tree]:
     """Returns (updates, new params, state) of one step; new params are None if the params are not widened.
+
+    `run` runs the inner optimizer's update.
 
     With masters, the step updates the masters, and the new params are the masters rounded, bit for bit. An element of
     the params that is not its master rounded was changed by someone else, and replaces its master.
     """
     if not isinstance(state, ShardedState):
-        updates, state = update(inner, grads, state, params, extra)
+        updates, state = run(inner, grads, state, params, extra)
         return updates, None, state
     added = dict(state.extra)
     wider = params
@@ -256,7 +259,7 @@ def step(
             wider = jax.tree.map(_master_of, added["master"], params, wider)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
     rounder = Rounder(added["rounding"]) if "rounding" in added else None
-    updates, inner_state, scales = _stored(inner, config, grads, state, wider, extra, rounder)
+    updates, inner_state, scales = _stored(inner, config, grads, state, wider, extra, rounder, run)
     if scales:
         added["scale"] = _nested(scales)
     new = None
@@ -282,13 +285,14 @@ def _stored(
     params: Tree,
     extra: Mapping[str, Tree],
     rounder: "Rounder | None",
+    run: Update,
 ) -> tuple[Tree, Tree, dict[Names, jax.Array]]:
     """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state, scales)."""
     if config.moment_dtype is None or rounder is None:
-        return *update(inner, grads, state.inner, params, extra), {}
+        return *run(inner, grads, state.inner, params, extra), {}
     scales = dict(named_leaves(state.extra.get("scale", {})))
     computed = as_computed(inner, config, grads if params is None else params, state.inner, scales)
-    updates, new = update(inner, grads, computed, params, extra)
+    updates, new = run(inner, grads, computed, params, extra)
     return updates, *_narrowed(new, stored_narrower(computed, state.inner), rounder, rounder.bits)
 
 

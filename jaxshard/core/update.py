@@ -14,12 +14,13 @@ from jax import lax
 
 from jaxshard.base.axes import beyond
 from jaxshard.base.jaxprs import core
-from jaxshard.base.tree import have_same_shapes, is_traced, matched, shapes_of
+from jaxshard.base.tree import have_same_shapes, is_traced, matched, named_leaves, shapes_of
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
 from jaxshard.core.layout import Layout
+from jaxshard.core.owners import Dealing
 from jaxshard.core.sharding import Setup
-from jaxshard.inner.update import fast
+from jaxshard.inner.update import Update, fast, update
 from jaxshard.inner.whole_operands import with_whole_operands
 from jaxshard.mesh import platform_of
 
@@ -51,7 +52,8 @@ def advance(
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     stays = not fragile and set(extra) <= {"value", "grad"} and not _names_axes((found.home_specs, new_state_specs))
-    step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays), extra)
+    run = update if fragile else _by_owners(setup, found, new_state_specs)
+    step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, run=run), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
@@ -64,6 +66,19 @@ def advance(
     return out if new and not _selects_whole(setup) else _unless(ok, out, params), state
 
 
+def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
+    """The inner optimizer's update, its matrix work by owners, if there is any that has no home yet."""
+    leaves = [leaf for leaf in found.params if not leaf.frozen]
+    owned = tuple(leaf.matrices is not None and leaf.home is None for leaf in leaves)
+    axes = tuple(axis for axis in setup.config.cut_axes.state if setup.sizes[axis] > 1)
+    if not axes or not any(owned):
+        return update
+    inner = state_specs.inner if isinstance(state_specs, precision.ShardedState) else state_specs
+    homes = tuple(leaf.home or leaf.cut for leaf in leaves)
+    stacks = tuple(leaf.shape[0] if 0 in (leaf.matrices or ()) else 0 for leaf in leaves)
+    return Dealing(setup.mesh, axes, homes, homes, dict(named_leaves(inner)), owned, stacks).update
+
+
 def shard_step(
     setup: Setup,
     grads: Tree,
@@ -74,15 +89,16 @@ def shard_step(
     *,
     new: bool,
     stays: bool = False,
+    run: Update = update,
 ) -> tuple[Tree, Tree]:
     """One update before anything is gathered; returns (updates, or with `new` the new params; the new state).
 
     Where `ok` is False nothing changes. Params are selected here, or after the gather. `ok=None`: the step is always
-    taken. `stays`: nothing moves between devices, as nothing is cut.
+    taken. `stays`: nothing moves between devices, as nothing is cut. `run` runs the inner optimizer's update.
     """
 
     def taken() -> tuple[Tree, Tree]:
-        updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra)
+        updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra, run)
         if new and params_after is None:
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after

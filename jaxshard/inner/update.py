@@ -1,7 +1,8 @@
 """Calls the inner optimizer's `update` as plain optax does."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ import optax
 
 from jaxshard.base.tree import check_same_structure, named_leaves, path_of, structure
 from jaxshard.base.types import Tree
+
+Update: TypeAlias = Callable[
+    [optax.GradientTransformation, Tree, Tree, Tree, Mapping[str, Tree]], tuple[Tree, Tree]
+]  # what `update` is: (inner, gradients, state, params, further arguments) -> (updates, state)
 
 _OFFERED = ("value", "grad")  # `train_step` gives these to every optimizer that takes them
 

@@ -1,0 +1,348 @@
+"""Finds, in a traced update, what matrix operations compute of one leaf alone: a unit of work, which one device can do.
+
+Muon, Shampoo and SOAP treat each leaf by itself, but for a few numbers (a global norm). All that lies between the first
+and the last matrix operation on a leaf is its unit. What comes before and after is element-wise, or couples leaves, and
+stays in the global view.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import axes_in, canonical
+from jaxshard.base.jaxprs import core, equations, inner_jaxpr, is_literal, open_jaxpr, run_equations, unnamed
+from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA, LOOPS, POINTWISE
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
+
+_Component: TypeAlias = int  # the place of the one gradient that a value has to do with, or one of these two:
+_FREE, _SHARED = -1, -2  # it has to do with none, or with several
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one device can compute: `program` makes the values of `outs` from those of `ins`.
+
+    Attributes:
+      leaf: the index of the gradient in it.
+      phase: units of one phase do not depend on each other.
+      specs, out_specs: where `ins` lie, and `outs` should.
+      replaces: the equations that it stands for, by their places.
+    """
+
+    leaf: int
+    phase: int
+    program: Jaxpr
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
+    specs: tuple[P, ...]
+    out_specs: tuple[P, ...]
+    replaces: frozenset[int]
+
+
+def flat(program: Jaxpr) -> Jaxpr:
+    """The program with its calls written out."""
+
+    def run(*values: jax.Array) -> list[jax.Array]:
+        return _written_out(program, values)
+
+    return jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(program).invars))
+
+
+def _written_out(program: Jaxpr, values: Iterable[jax.Array]) -> list[jax.Array]:
+    jaxpr = open_jaxpr(program)
+    env: dict[Var, Tree] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    plain: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in CALLS:
+            plain.append(eqn)
+            continue
+        run_equations(jaxpr, plain, env)
+        plain = []
+        outs = _written_out(inner_jaxpr(eqn), [v.val if is_literal(v) else env[v] for v in eqn.invars])
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+    run_equations(jaxpr, plain, env)
+    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def units(
+    program: Jaxpr, num_grads: int, specs: Sequence[P | None], out_specs: Sequence[P | None] | None = None
+) -> list[Unit]:
+    """The units of an update, in the order of their first equations.
+
+    Args:
+      program: a flat program without constants; its first inputs are the gradients.
+      specs, out_specs: where its inputs lie, and its outputs should.
+    """
+    if not any(map(_is_heavy, open_jaxpr(program).eqns)):
+        return []
+    return _Finder(open_jaxpr(program), num_grads, specs, out_specs).found()
+
+
+def _is_heavy(eqn: Equation) -> bool:
+    """Whether it is, or has in it, a product of two matrices, or linear algebra."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return bool(eqn.outvars[0].aval.ndim) and all(v.aval.ndim >= 2 for v in eqn.invars)
+    if name in LOOPS:
+        return any(map(_is_heavy, (e for e in _inside(eqn) if e.primitive.name not in LOOPS)))
+    return name in LINEAR_ALGEBRA
+
+
+def _inside(eqn: Equation) -> Iterable[Equation]:
+    for key in ("jaxpr", "branches", "cond_jaxpr", "body_jaxpr"):
+        value = eqn.params.get(key, ())
+        for one in value if isinstance(value, tuple | list) else [value]:
+            yield from equations(one)
+
+
+def _is_big(v: Var) -> bool:
+    return math.prod(getattr(v.aval, "shape", ())) > 1
+
+
+class _Finder:
+    """Finds the units of one program; indices are places of equations."""
+
+    def __init__(
+        self, jaxpr: OpenJaxpr, num_grads: int, specs: Sequence[P | None], out_specs: Sequence[P | None] | None
+    ):
+        self.jaxpr, self.eqns = jaxpr, list(jaxpr.eqns)
+        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.users: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in eqn.invars:
+                if not is_literal(v):
+                    self.users.setdefault(v, []).append(i)
+        self.results = {v for v in jaxpr.outvars if not is_literal(v)}
+        self.component_of, self.component = self._components(num_grads)
+        self.phase, self.forwards = self._phases()
+        self.spec = self._specs(specs)
+        self.asked = dict(zip(jaxpr.outvars, out_specs or (), strict=False)) if out_specs else {}
+        self.asked = {v: spec for v, spec in self.asked.items() if not is_literal(v) and spec is not None}
+        self.by_shape = self._by_shape()
+
+    def found(self) -> list[Unit]:
+        cores: dict[tuple[int, int], set[int]] = {}
+        for i in self._between():
+            if self.component[i] >= 0:
+                cores.setdefault((self.component[i], self.phase[i]), set()).add(i)
+        taken = frozenset[int]().union(*cores.values())
+        made = [self._unit(*key, inside, taken - inside) for key, inside in cores.items()]
+        return sorted((unit for unit in made if unit is not None), key=lambda unit: min(unit.replaces))
+
+    # What belongs together.
+
+    def _components(self, num_grads: int) -> tuple[dict[Var, _Component], list[_Component]]:
+        """The component of each big value, and of each equation.
+
+        A component is named by the gradient that its arrays are made of. What is made of none of them (a power of the
+        state, before it meets the gradient) belongs to the one component that reads it.
+        """
+        grads = {v: frozenset([i]) for i, v in enumerate(self.jaxpr.invars[:num_grads]) if _is_big(v)}
+        of: dict[Var, frozenset[int]] = dict(grads)  # the gradients in it; of a number, in what it was made of
+        constant: set[Var] = set()
+        for eqn in self.eqns:
+            read = [v for v in eqn.invars if not is_literal(v)]
+            big = [v for v in read if _is_big(v)]
+            every, arrays = (frozenset[int]().union(*(of.get(v, ()) for v in some)) for some in (read, big))
+            of |= {v: (arrays or every) if _is_big(v) and big else every for v in eqn.outvars}
+            constant |= set(eqn.outvars if all(v in constant for v in read) else ())
+        readers: dict[Var, frozenset[int]] = {}
+        eqns: list[_Component] = []
+        for eqn in reversed(self.eqns):
+            made = frozenset[int]().union(*(of[v] for v in eqn.outvars))
+            found = made or frozenset[int]().union(*(readers.get(v, ()) for v in eqn.outvars))
+            for v in () if made and not any(map(_is_big, eqn.outvars)) else eqn.invars:
+                if not is_literal(v):
+                    readers[v] = readers.get(v, frozenset()) | found
+            eqns.append(_FREE if not found or eqn.outvars[0] in constant else _alone(found))
+        eqns.reverse()
+        variables = [*self.jaxpr.invars, *self.maker]
+        whose = {v: of.get(v) or readers.get(v) or frozenset[int]() for v in variables if _is_big(v)}
+        return {v: _alone(ids) if ids else _FREE for v, ids in whose.items()}, eqns
+
+    def _makers(self, i: int) -> list[int]:
+        return [self.maker[v] for v in self.eqns[i].invars if not is_literal(v) and v in self.maker]
+
+    def _phases(self) -> tuple[list[int], list[bool]]:
+        """The phase of each equation, and whether a matrix operation of its component and phase comes before it."""
+        phase, after_any, after = list[int](), list[bool](), list[bool]()
+        for i, eqn in enumerate(self.eqns):
+            makers, own, heavy = self._makers(i), self.component[i], _is_heavy(eqn)
+            phase.append(max((phase[m] + (self.component[m] != own and after_any[m]) for m in makers), default=0))
+            after_any.append(heavy or any(after_any[m] for m in makers))
+            here = [m for m in makers if self.component[m] == own and phase[m] == phase[i]]
+            after.append(heavy or any(after[m] for m in here))
+        return phase, after
+
+    def _between(self) -> list[int]:
+        """The equations between the first and the last matrix operation of their component and phase."""
+        before = [_is_heavy(eqn) for eqn in self.eqns]
+        for i in reversed(range(len(self.eqns))):
+            for m in self._makers(i) if before[i] else ():
+                if (self.component[m], self.phase[m]) == (self.component[i], self.phase[i]):
+                    before[m] = True
+        return [i for i in range(len(self.eqns)) if before[i] and self.forwards[i]]
+
+    # Where values lie.
+
+    def _specs(self, specs: Sequence[P | None]) -> dict[Var, P | None]:
+        """Where big values lie, None where nobody knows."""
+        found: dict[Var, P | None] = dict(zip(self.jaxpr.invars, specs, strict=True))
+        for eqn in self.eqns:
+            name, big = eqn.primitive.name, [v for v in eqn.invars if not is_literal(v) and _is_big(v)]
+            spec = None
+            if big and name in POINTWISE:
+                spec = max((one for v in big if (one := found.get(v)) is not None), key=_num_axes, default=None)
+            elif big and name == "transpose" and (one := found.get(big[0])) is not None:
+                entries = [*one, *[None] * (big[0].aval.ndim - len(one))]
+                spec = canonical(entries[d] for d in eqn.params["permutation"])
+            found |= dict.fromkeys(eqn.outvars, spec)
+        return found
+
+    def _by_shape(self) -> dict[tuple[_Component, tuple[int, ...]], P]:
+        """Where arguments of a component lie, by their shapes."""
+        found: dict[tuple[_Component, tuple[int, ...]], P] = {}
+        for v in self.jaxpr.invars:
+            spec, key = self.spec.get(v), (self.component_of.get(v, _FREE), tuple(getattr(v.aval, "shape", ())))
+            if spec is not None and (key not in found or _num_axes(spec) > _num_axes(found[key])):
+                found[key] = spec
+        return found
+
+    # One unit.
+
+    def _unit(self, own: _Component, phase: int, inside: set[int], others: set[int] | frozenset[int]) -> Unit | None:
+        inside = self._with_readers(own, phase, set(inside), others)
+        copied = self._made_again(own, inside, others)
+        places = sorted(inside | copied)
+        eqns = [self.eqns[i] for i in places]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        ins = tuple(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
+        outs = tuple(v for i in sorted(inside) for v in self.eqns[i].outvars if self._leaves(v, inside))
+        if any(self.maker.get(v, -1) in copied for v in outs) or not outs:
+            return None
+        specs = tuple(self._place(own, v) for v in ins)
+        piece = self.jaxpr.replace(
+            constvars=[],
+            invars=[*ins],
+            outvars=[*outs],
+            eqns=eqns,
+            debug_info=unnamed(self.jaxpr, len(ins), len(outs)),
+        )
+        return Unit(
+            own,
+            phase,
+            core().ClosedJaxpr(piece, ()),
+            ins,
+            outs,
+            specs,
+            tuple(self.asked.get(v, self._place(own, v)) for v in outs),
+            frozenset(inside),
+        )
+
+    def _place(self, own: _Component, v: Var) -> P:
+        if not _is_big(v):
+            return P()
+        known = self.spec.get(v)
+        return self.by_shape.get((own, tuple(v.aval.shape)), P()) if known is None else known
+
+    def _leaves(self, v: Var, inside: set[int]) -> bool:
+        """Whether a value is read outside of these equations."""
+        return v in self.results or any(user not in inside for user in self.users.get(v, ()))
+
+    def _with_readers(
+        self, own: _Component, phase: int, inside: set[int], others: set[int] | frozenset[int]
+    ) -> set[int]:
+        """With what reads a result as a whole (its transpose, its norm), up to what works element by element."""
+        while True:
+            added = {
+                user
+                for i in inside
+                for v in self.eqns[i].outvars
+                for user in self.users.get(v, ())
+                if user not in inside
+                and user not in others
+                and (self.component[user], self.phase[user]) == (own, phase)
+                and (self._reads_whole(user) or not self._is_placed(own, v))
+            }
+            if not added:
+                return inside
+            inside = self._closed(own, phase, inside | added)
+
+    def _reads_whole(self, i: int) -> bool:
+        eqn = self.eqns[i]
+        return eqn.primitive.name not in (*POINTWISE, "broadcast_in_dim") and any(
+            not is_literal(v) and _is_big(v) for v in eqn.invars
+        )
+
+    def _is_placed(self, own: _Component, v: Var) -> bool:
+        return not _is_big(v) or v in self.asked or (own, tuple(v.aval.shape)) in self.by_shape
+
+    def _closed(self, own: _Component, phase: int, inside: set[int]) -> set[int]:
+        """With every equation of this component and phase that lies on a path between two of these."""
+        mine = [i for i in range(len(self.eqns)) if (self.component[i], self.phase[i]) == (own, phase)]
+        after, before = set(inside), set(inside)
+        for i in mine:
+            if any(m in after for m in self._makers(i)):
+                after.add(i)
+        for i in reversed(mine):
+            if any(user in before for v in self.eqns[i].outvars for user in self.users.get(v, ())):
+                before.add(i)
+        return after & before
+
+    def _made_again(self, own: _Component, inside: set[int], others: set[int] | frozenset[int]) -> set[int]:
+        """What a unit makes itself: constants, spread numbers, and operands of which nobody knows where they lie."""
+        again: set[int] = set()
+        todo = [m for i in inside for m in self._inputs_to_make(i, own)]
+        while todo:
+            i = todo.pop()
+            if i in inside or i in again or i in others or self.forwards[i]:
+                continue
+            again.add(i)
+            todo += self._inputs_to_make(i, own)
+        return again
+
+    def _inputs_to_make(self, i: int, own: _Component) -> list[int]:
+        found: list[int] = []
+        for v in self.eqns[i].invars:
+            if is_literal(v) or v not in self.maker or not _is_big(v):
+                continue
+            maker = self.maker[v]
+            small = not any(not is_literal(one) and _is_big(one) for one in self.eqns[maker].invars)
+            unknown = self.spec.get(v) is None and self.component[maker] == own
+            if self.component[maker] == _FREE or small or unknown:
+                found.append(maker)
+        return found
+
+
+def _alone(ids: frozenset[int]) -> _Component:
+    return next(iter(ids)) if len(ids) == 1 else _SHARED
+
+
+def _num_axes(spec: P) -> int:
+    return sum(len(axes_in(entry)) for entry in spec)
+
+
+def batched(unit: Unit, one: Unit, size: int) -> bool:
+    """Whether `one`, traced with a first dim of 1, is `unit` for each of the `size` layers of its stack."""
+    pairs = [*zip(unit.ins, one.ins, strict=False), *zip(unit.outs, one.outs, strict=False)]
+    counts = (len(unit.ins), len(unit.outs)) == (len(one.ins), len(one.outs))
+    return counts and all(is_stack(a, b, size) or a.aval.shape == b.aval.shape for a, b in pairs)
+
+
+def is_stack(v: Var, one: Var, size: int) -> bool:
+    """Whether `v` has `size` layers of what `one` has one of."""
+    a, b = tuple(v.aval.shape), tuple(one.aval.shape)
+    return a != b and a[:1] == (size,) and b[:1] == (1,) and a[1:] == b[1:]
+
+
+def by_leaf(found: Sequence[Unit]) -> Mapping[int, list[Unit]]:
+    """The units of each leaf, in their order."""
+    leaves: dict[int, list[Unit]] = {}
+    for unit in found:
+        leaves.setdefault(unit.leaf, []).append(unit)
+    return leaves
