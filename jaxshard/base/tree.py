@@ -88,6 +88,16 @@ def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
     return next((owners[suffix] for suffix in suffixes if suffix in owners), None)
 
 
+def parent_of(names: Names, owners: Mapping[Names, T]) -> T | None:
+    """The owner of a longer path that goes on within it: ("0", "parts", "w", "2") is a part of ("w",).
+
+    >>> parent_of(("0", "parts", "w", "2"), {("w",): "the parameter"})
+    'the parameter'
+    """
+    stops = range(len(names) - 1, 1, -1)
+    return next((found for stop in stops if (found := owner_of(names[1:stop], owners)) is not None), None)
+
+
 def shape_of(x: Tree, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     """The shape of `x`, in the dtype that it has on a device: NumPy's float64 is float32 there, unless x64 is on."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)

@@ -184,6 +184,21 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
 
 
+def at_home(leaf: Leaf, shape: tuple[int, ...]) -> Place | None:
+    """Where an array of this shape lies beside a leaf that is dealt out by whole matrices: with those it belongs to.
+
+    That is the leaf's own home for its shape; a stack of other matrices (Shampoo's factors) is cut along the same dims.
+    None for any other array.
+    """
+    if shape == leaf.shape:
+        return Place(leaf.home or leaf.cut, leaf.home_dims)
+    found = {dim + len(leaf.shape): axes for dim, axes in leaf.home_dims}
+    if not all(dim < len(shape) and shape[dim] == leaf.shape[dim] for dim in range(max(found, default=-1) + 1)):
+        return None
+    entries = [found.get(dim) for dim in range(len(shape))]
+    return Place(canonical(entries), tuple((dim - len(shape), axes) for dim, axes in sorted(found.items())))
+
+
 def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None)
 

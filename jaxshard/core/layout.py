@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import canonical
-from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, structure, unflatten
+from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
 from jaxshard.core import frozen
-from jaxshard.core.cutting import Leaf, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
+from jaxshard.core.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.core.options import Config
 from jaxshard.core.precision import SCALES
 from jaxshard.core.specs import model_specs
@@ -160,8 +160,8 @@ def layout_state(params: Layout, state: Tree) -> Layout:
 
     * its path ends in the parameter's path, and it has the parameter's shape;
     * its path ends so, and it stacks arrays of that shape (L-BFGS's memory): the spec then holds for its last dims;
-    * its path ends in no parameter's path (a state kept as a list), but it has the shape of some parameters, and these
-      are all cut alike.
+    * its path goes on within the parameter's path (a tuple for each parameter), or has none in it (a list) but it has
+      the shape of some parameters, and these are all cut alike.
 
     Other leaves (counts, factored moments) have no spec of the model's. The data axes then cut every leaf by the rule
     of `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters
@@ -176,7 +176,8 @@ def layout_state(params: Layout, state: Tree) -> Layout:
         alike = twins.get(tuple(leaf.shape), set[Leaf]()) if leaf.shape else set[Leaf]()
         agreed = len({(twin.cut, twin.home) for twin in alike}) == 1
         twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
-        leaves.append(_state_leaf(names, leaf, owner_of(names, owners) or twin, params))
+        owner = owner_of(names, owners) or parent_of(names, owners) or twin
+        leaves.append(_state_leaf(names, leaf, owner, params))
     return dataclasses.replace(params, state_treedef=structure(state), state=tuple(leaves))
 
 
@@ -198,9 +199,8 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     found = dataclasses.replace(found, dtype=leaf.dtype)
     if extra_dims > 0 and who.startswith("a stack") and owner and owner.dims:
         found = cut_like(owner, found)
-    if owner and shape == owner.shape and owner.home is not None and found.dims:
-        reason = in_words(owner.home_dims, len(shape))
-        found = dataclasses.replace(found, cut=owner.home, dims=owner.home_dims, reason=reason)
+    if owner and owner.home is not None and found.dims and (home := at_home(owner, shape)) is not None:
+        found = dataclasses.replace(found, cut=home.spec, dims=home.dims, reason=in_words(home.dims, len(shape)))
     note = f"; {owner.at_home}" if owner and shape == owner.shape and owner.at_home else ""
     return dataclasses.replace(found, reason=who + found.reason + note)
 

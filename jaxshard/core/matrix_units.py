@@ -7,16 +7,15 @@ stays in the global view.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in, canonical
-from jaxshard.base.jaxprs import core, equations, inner_jaxpr, is_literal, open_jaxpr, run_equations, unnamed
-from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA, LOOPS, POINTWISE
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
+from jaxshard.base.jaxprs import core, equations, is_literal, open_jaxpr, unnamed
+from jaxshard.base.primitives import LINEAR_ALGEBRA, LOOPS, POINTWISE
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 
 _Component: TypeAlias = int  # the place of the one gradient that a value has to do with, or one of these two:
 _FREE, _SHARED = -1, -2  # it has to do with none, or with several
@@ -41,32 +40,6 @@ class Unit:
     specs: tuple[P, ...]
     out_specs: tuple[P, ...]
     replaces: frozenset[int]
-
-
-def flat(program: Jaxpr) -> Jaxpr:
-    """The program with its calls written out."""
-
-    def run(*values: jax.Array) -> list[jax.Array]:
-        return _written_out(program, values)
-
-    return jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(program).invars))
-
-
-def _written_out(program: Jaxpr, values: Iterable[jax.Array]) -> list[jax.Array]:
-    jaxpr = open_jaxpr(program)
-    env: dict[Var, Tree] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
-    env |= dict(zip(jaxpr.invars, values, strict=True))
-    plain: list[Equation] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in CALLS:
-            plain.append(eqn)
-            continue
-        run_equations(jaxpr, plain, env)
-        plain = []
-        outs = _written_out(inner_jaxpr(eqn), [v.val if is_literal(v) else env[v] for v in eqn.invars])
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    run_equations(jaxpr, plain, env)
-    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
 
 
 def units(
@@ -101,7 +74,8 @@ def _inside(eqn: Equation) -> Iterable[Equation]:
 
 
 def _is_big(v: Var) -> bool:
-    return math.prod(getattr(v.aval, "shape", ())) > 1
+    """Whether it is no single number; an array of one element counts, as a stack may have one layer."""
+    return len(getattr(v.aval, "shape", ())) > 0
 
 
 class _Finder:
@@ -295,28 +269,53 @@ class _Finder:
         return after & before
 
     def _made_again(self, own: _Component, inside: set[int], others: set[int] | frozenset[int]) -> set[int]:
-        """What a unit makes itself: constants, spread numbers, and operands of which nobody knows where they lie."""
+        """What a unit makes itself: constants, spread numbers, operands of which nobody knows where they lie, and what
+        is made of one array, where that is less to send."""
         again: set[int] = set()
-        todo = [m for i in inside for m in self._inputs_to_make(i, own)]
-        while todo:
-            i = todo.pop()
-            if i in inside or i in again or i in others or self.forwards[i]:
-                continue
-            again.add(i)
-            todo += self._inputs_to_make(i, own)
-        return again
+        while True:
+            ins = self._reads(inside | again)
+            found = {self.maker[v] for v in ins if v in self.maker and self._must_be_made(own, v)}
+            found = {i for i in found if i not in others and not self.forwards[i]}
+            if not found:
+                origins: dict[Var, list[tuple[Var, list[int]]]] = {}
+                for v in ins:
+                    origin, steps = self._origin(own, v)
+                    origins.setdefault(origin, []).append((v, steps))
+                for origin, some in origins.items():
+                    if _bytes(origin) < sum(_bytes(v) for v, _ in some):
+                        found |= {i for _, steps in some for i in steps}
+            if not found:
+                return again
+            again |= found
 
-    def _inputs_to_make(self, i: int, own: _Component) -> list[int]:
-        found: list[int] = []
-        for v in self.eqns[i].invars:
-            if is_literal(v) or v not in self.maker or not _is_big(v):
-                continue
-            maker = self.maker[v]
-            small = not any(not is_literal(one) and _is_big(one) for one in self.eqns[maker].invars)
-            unknown = self.spec.get(v) is None and self.component[maker] == own
-            if self.component[maker] == _FREE or small or unknown:
-                found.append(maker)
-        return found
+    def _reads(self, places: set[int]) -> list[Var]:
+        """The big values that these equations read, and do not make."""
+        eqns = [self.eqns[i] for i in sorted(places)]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = (v for eqn in eqns for v in eqn.invars if not is_literal(v) and _is_big(v) and v not in made)
+        return list(dict.fromkeys(read))
+
+    def _must_be_made(self, own: _Component, v: Var) -> bool:
+        maker = self.maker[v]
+        small = not any(not is_literal(one) and _is_big(one) for one in self.eqns[maker].invars)
+        unknown = self.spec.get(v) is None and self.component[maker] == own
+        return self.component[maker] == _FREE or small or unknown
+
+    def _origin(self, own: _Component, v: Var) -> tuple[Var, list[int]]:
+        """The array that a value is made of alone, by moves and element-wise operations; and these equations."""
+        steps: list[int] = []
+        while (i := self.maker.get(v)) is not None and self.component[i] == own and not self.forwards[i]:
+            eqn = self.eqns[i]
+            big = {one for one in eqn.invars if not is_literal(one) and _is_big(one)}
+            if len(big) != 1 or eqn.primitive.name not in (*POINTWISE, "transpose", "reshape", "squeeze"):
+                break
+            steps.append(i)
+            (v,) = big
+        return v, steps
+
+
+def _bytes(v: Var) -> int:
+    return math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 4)
 
 
 def _alone(ids: frozenset[int]) -> _Component:
@@ -325,24 +324,3 @@ def _alone(ids: frozenset[int]) -> _Component:
 
 def _num_axes(spec: P) -> int:
     return sum(len(axes_in(entry)) for entry in spec)
-
-
-def batched(unit: Unit, one: Unit, size: int) -> bool:
-    """Whether `one`, traced with a first dim of 1, is `unit` for each of the `size` layers of its stack."""
-    pairs = [*zip(unit.ins, one.ins, strict=False), *zip(unit.outs, one.outs, strict=False)]
-    counts = (len(unit.ins), len(unit.outs)) == (len(one.ins), len(one.outs))
-    return counts and all(is_stack(a, b, size) or a.aval.shape == b.aval.shape for a, b in pairs)
-
-
-def is_stack(v: Var, one: Var, size: int) -> bool:
-    """Whether `v` has `size` layers of what `one` has one of."""
-    a, b = tuple(v.aval.shape), tuple(one.aval.shape)
-    return a != b and a[:1] == (size,) and b[:1] == (1,) and a[1:] == b[1:]
-
-
-def by_leaf(found: Sequence[Unit]) -> Mapping[int, list[Unit]]:
-    """The units of each leaf, in their order."""
-    leaves: dict[int, list[Unit]] = {}
-    for unit in found:
-        leaves.setdefault(unit.leaf, []).append(unit)
-    return leaves

@@ -201,9 +201,8 @@ def _arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
         avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
     except (AttributeError, NotImplementedError):  # what an executable of another kind lacks
         return ()
-    is_unused = lambda x: x is None  # noqa: E731
-    return tuple(
-        sum(map(_shard_bytes, jax.tree.leaves(aval), jax.tree.leaves(sharding, is_leaf=is_unused)))
+    return tuple(  # a sharding is None for what the program does not use, and a tree may have Nones of its own
+        sum(map(_shard_bytes, jax.tree.leaves(aval), jax.tree.structure(aval).flatten_up_to(sharding)))
         for aval, sharding in zip(avals, shardings, strict=True)
     )
 

@@ -149,4 +149,4 @@ def test_the_table_says_so():
     params = make_params(8) | {"up": make_params(12)["up"]}
     table = str(jaxshard.zero2(tx_of(), jaxshard.make_mesh()).layout(params))
     assert "like down: dim 0 by data; whole matrices dealt out" in table
-    assert "like up: dim 1 by data; no stack of matrices that data divides: they are multiplied across devices" in table
+    assert "like up: dim 1 by data; its matrices go to owners for the update" in table

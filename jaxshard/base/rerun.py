@@ -1,0 +1,128 @@
+"""Runs a traced program again, equation by equation, with some of its equations entered, or done otherwise."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
+from jaxshard.base.primitives import CALLS, LOOPS
+from jaxshard.base.types import Equation, Jaxpr, Tree, Var
+
+Values: TypeAlias = Sequence[jax.Array]
+Instead: TypeAlias = Callable[[Equation, Values], list[jax.Array] | None]
+
+
+def rerun(
+    program: Jaxpr, values: Values, enters: Callable[[Equation], bool], instead: Instead = lambda *_: None
+) -> list[jax.Array]:
+    """The results of a program.
+
+    Args:
+      enters: whether an equation has work to do in it. The program that a call or control flow runs is then run again
+        in the same way: a call is written out, a loop or a branch is traced anew.
+      instead: the results of an equation that `enters` chose, from those of its operands; None: as above.
+    """
+    jaxpr = open_jaxpr(program)
+    env: dict[Var, Tree] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    plain: list[Equation] = []  # equations since the last one that was entered
+    for eqn in jaxpr.eqns:
+        if not enters(eqn):
+            plain.append(eqn)
+            continue
+        run_equations(jaxpr, plain, env)
+        plain = []
+        operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        outs = instead(eqn, operands) or _inside(eqn, operands, enters, instead)
+        if outs is None:
+            run_equations(jaxpr, [eqn], env)
+        else:
+            env |= dict(zip(eqn.outvars, outs, strict=True))
+    run_equations(jaxpr, plain, env)
+    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def flat(program: Jaxpr) -> Jaxpr:
+    """The program with its calls written out."""
+
+    def run(*values: jax.Array) -> list[jax.Array]:
+        return rerun(program, values, lambda eqn: eqn.primitive.name in (*CALLS, "custom_linear_solve"))
+
+    return jax.make_jaxpr(run)(*(_shape_of(v.aval) for v in open_jaxpr(program).invars))
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Its shape alone: a type may name a mesh, that of the place where it was traced."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def anew(program: Jaxpr, values: Values, changed: Mapping[int, Mapping[str, Any]] | None = None) -> list[jax.Array]:
+    """The results of a program that was traced elsewhere, perhaps on another mesh, which its types and parameters name.
+
+    Args:
+      changed: by the id of an equation, parameters that take the place of its own.
+    """
+
+    def instead(eqn: Equation, operands: Values) -> list[jax.Array] | None:
+        if eqn.primitive.name == "sharding_constraint":
+            return list(operands)
+        if eqn.primitive.name in (*CALLS, *LOOPS, "custom_linear_solve"):
+            return None
+        params = eqn.params | dict.fromkeys(_SHARDINGS & eqn.params.keys()) | dict((changed or {}).get(id(eqn), {}))
+        made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+        return list(made) if eqn.primitive.multiple_results else [made]
+
+    return rerun(program, values, lambda _: True, instead)
+
+
+_SHARDINGS = frozenset({"sharding", "out_sharding"})  # where a result lies, on the mesh that it was traced on
+
+
+def _inside(
+    eqn: Equation, values: Values, enters: Callable[[Equation], bool], instead: Instead
+) -> list[jax.Array] | None:
+    """The results of a call, or of control flow; None for any other operation."""
+    name, params = eqn.primitive.name, eqn.params
+
+    def run(program: Jaxpr, values: Values) -> list[jax.Array]:
+        return rerun(program, values, enters, instead)
+
+    if name in CALLS:
+        return run(inner_jaxpr(eqn), values)
+    if name == "custom_linear_solve":
+        lengths = params["const_lengths"]  # of the products, and of the two solvers, before the right-hand sides
+        products = lengths.matvec + lengths.vecmat
+        return run(params["jaxprs"].solve, [*values[products : products + lengths.solve], *values[sum(lengths) :]])
+    if name == "cond" and params.get("branches_platforms") is None:
+        branches = [lambda *args, one=one: run(one, args) for one in params["branches"]]
+        return lax.switch(values[0], branches, *values[1:])
+    if name == "while":
+        return _while(eqn, values, run)
+    if name == "scan":
+        return _scan(eqn, values, run)
+    return None
+
+
+def _while(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
+    return lax.while_loop(
+        lambda carry: run(eqn.params["cond_jaxpr"], [*of_cond, *carry])[0],
+        lambda carry: run(eqn.params["body_jaxpr"], [*of_body, *carry]),
+        list(values[num_cond + num_body :]),
+    )
+
+
+def _scan(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:
+    num_consts, num_carry = scan_split(eqn)
+
+    def body(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        outs = run(inner_jaxpr(eqn), [*values[:num_consts], *carry, *xs])
+        return outs[:num_carry], outs[num_carry:]
+
+    start, xs = list(values[num_consts : num_consts + num_carry]), list(values[num_consts + num_carry :])
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(body, start, xs, **how)
+    return [*carry, *stacked]
