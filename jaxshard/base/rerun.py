@@ -1,5 +1,6 @@
 """Runs a traced program again, equation by equation, with some of its equations entered, or done otherwise."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ Instead: TypeAlias = Callable[[Equation, Values], list[jax.Array] | None]
 
 
 def rerun(
-    program: Jaxpr, values: Values, enters: Callable[[Equation], bool], instead: Instead = lambda *_: None
+    program: Jaxpr, values: Values, enters: Callable[[Equation], bool], instead: Instead | None = None
 ) -> list[jax.Array]:
     """The results of a program.
 
@@ -35,7 +36,7 @@ def rerun(
         run_equations(jaxpr, plain, env)
         plain = []
         operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-        outs = instead(eqn, operands) or _inside(eqn, operands, enters, instead)
+        outs = (instead(eqn, operands) if instead else None) or _inside(eqn, operands, enters, instead)
         if outs is None:
             run_equations(jaxpr, [eqn], env)
         else:
@@ -50,7 +51,8 @@ def flat(program: Jaxpr) -> Jaxpr:
     def run(*values: jax.Array) -> list[jax.Array]:
         return rerun(program, values, lambda eqn: eqn.primitive.name in (*CALLS, "custom_linear_solve"))
 
-    return jax.make_jaxpr(run)(*(_shape_of(v.aval) for v in open_jaxpr(program).invars))
+    trace: Any = jax.make_jaxpr(run)  # pyright: ignore[reportUnknownMemberType]
+    return trace(*(_shape_of(v.aval) for v in open_jaxpr(program).invars))
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -81,7 +83,7 @@ _SHARDINGS = frozenset({"sharding", "out_sharding"})  # where a result lies, on 
 
 
 def _inside(
-    eqn: Equation, values: Values, enters: Callable[[Equation], bool], instead: Instead
+    eqn: Equation, values: Values, enters: Callable[[Equation], bool], instead: Instead | None
 ) -> list[jax.Array] | None:
     """The results of a call, or of control flow; None for any other operation."""
     name, params = eqn.primitive.name, eqn.params
@@ -96,13 +98,17 @@ def _inside(
         products = lengths.matvec + lengths.vecmat
         return run(params["jaxprs"].solve, [*values[products : products + lengths.solve], *values[sum(lengths) :]])
     if name == "cond" and params.get("branches_platforms") is None:
-        branches = [lambda *args, one=one: run(one, args) for one in params["branches"]]
-        return lax.switch(values[0], branches, *values[1:])
+        branches = [functools.partial(_branch, run, one) for one in params["branches"]]
+        return lax.switch(values[0], branches, *values[1:])  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if name == "while":
         return _while(eqn, values, run)
     if name == "scan":
         return _scan(eqn, values, run)
     return None
+
+
+def _branch(run: Callable[[Jaxpr, Values], list[jax.Array]], program: Jaxpr, *values: jax.Array) -> list[jax.Array]:
+    return run(program, values)
 
 
 def _while(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:

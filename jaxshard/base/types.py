@@ -45,6 +45,8 @@ class Primitive(Protocol):
 
     name: str
     bind: Any
+    multiple_results: bool
+    get_bind_params: Any
 
 
 class Equation(Protocol):

@@ -67,8 +67,7 @@ def _is_apart(unit: Unit, stacked: Sequence[bool], size: int) -> bool:
     labels: list[Label] = [rows if yes else array_label(v) for v, yes in zip(unit.ins, stacked, strict=False)]
     outs = Walk(Arithmetic(size, 1, None, frozenset), (), True).through(unit.program, labels)
     return all(
-        isinstance(label, PerRow) and label.parts == rows.parts and not label.order and not label.plus
-        for label in outs
+        isinstance(label, PerRow) and label.parts == rows.parts and not label.order and not label.plus for label in outs
     )
 
 
@@ -89,7 +88,11 @@ def _compare(x: Jaxpr, y: Jaxpr, sizes: tuple[int, int], changed: dict[int, Mapp
         for v, w in zip(a.invars, b.invars, strict=True):
             if is_literal(v) != is_literal(w) or (is_literal(v) and not same(v.val, w.val)):
                 raise _Unlike
-        found = {key: _param(value, b.params[key], sizes, changed) for key, value in a.params.items() if "sharding" not in key}
+        found = {
+            key: _param(value, b.params[key], sizes, changed)
+            for key, value in a.params.items()
+            if "sharding" not in key
+        }
         new = {key: value for key, value in found.items() if value is not a.params[key]}
         if new:
             changed[id(a)] = new

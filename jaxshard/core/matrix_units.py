@@ -95,8 +95,8 @@ class _Finder:
         self.component_of, self.component = self._components(num_grads)
         self.phase, self.forwards = self._phases()
         self.spec = self._specs(specs)
-        self.asked = dict(zip(jaxpr.outvars, out_specs or (), strict=False)) if out_specs else {}
-        self.asked = {v: spec for v, spec in self.asked.items() if not is_literal(v) and spec is not None}
+        asked = zip(jaxpr.outvars, out_specs or (), strict=False)
+        self.asked = {v: spec for v, spec in asked if not is_literal(v) and spec is not None}
         self.by_shape = self._by_shape()
 
     def found(self) -> list[Unit]:

@@ -29,7 +29,8 @@ Buffers: TypeAlias = dict[np.dtype, jax.Array]  # flat arrays by dtype, all of t
 class Kind(NamedTuple):
     """An operand or result of one unit: the shape of a device's part of it, where it lies, and its dtype.
 
-    `stacked`: a job has a stack of these on each device, one for each of its units. `value`: jobs share one that is not.
+    `stacked`: a job has a stack of these on each device, one for each of its units. One that is not stacked may be the
+    same `value` for several jobs.
     """
 
     part: tuple[int, ...]
@@ -84,7 +85,8 @@ class _Share(NamedTuple):
 
     def part(self, start: int, stop: int) -> "_Share":
         """Its units from `start` to `stop`."""
-        rows, whole = ({key: x[start:stop] for key, x in some.items()} for some in (self.rows, self.whole))
+        rows = {key: x[start:stop] for key, x in self.rows.items()}
+        whole = {k: x[start:stop] for k, x in self.whole.items()}
         return _Share(self.job, rows, whole, self.common)
 
 
@@ -113,7 +115,7 @@ class Rounds:
         rest = self._mixed([share for _, share, _ in left])
         for (places, _, done), last in zip(left, rest, strict=True):
             pieces = [*done, *([last] if last else [])]
-            outs = [jnp.concatenate(column) if len(column) > 1 else column[0] for column in zip(*pieces, strict=True)]
+            outs = [jnp.concatenate(column) for column in zip(*pieces, strict=True)]
             start = 0
             for i in places:
                 job, stop = self.jobs[i], start + self.jobs[i].num_units
@@ -213,7 +215,7 @@ class Rounds:
     # One unit, on its owner.
 
     def _one(self, share: _Share, given: tuple[Buffers, dict[int, jax.Array]]) -> tuple[Buffers, Buffers]:
-        """A unit's operands, as they came from all devices -> its results: by the device they go to; for all devices."""
+        """A unit's operands, from all devices -> its results: by the device they go to; those for all devices."""
         job, (sent, whole) = share.job, given
         whole = whole | share.common
         start, operands = dict.fromkeys(sent, 0), list[jax.Array]()
@@ -286,7 +288,9 @@ def _packed(jobs: Sequence[Job], operands: Sequence[Sequence[jax.Array]]) -> _Sh
         if not kind.is_cut and len({job.ins[k].value for job in jobs}) == 1 and not kind.stacked:
             common[k] = operands[0][k]
             continue
-        parts = jnp.concatenate([_for_units(some[k], job, job.ins[k]) for some, job in zip(operands, jobs, strict=True)])
+        parts = jnp.concatenate(
+            [_for_units(some[k], job, job.ins[k]) for some, job in zip(operands, jobs, strict=True)]
+        )
         if kind.is_cut:
             rows.setdefault(kind.dtype, []).append(parts.reshape(len(parts), -1))
         else:

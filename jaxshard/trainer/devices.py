@@ -58,10 +58,12 @@ def _simulate_cpus(wanted: int | None) -> None:
     )
     if wanted is None and chosen:
         return
+    number = min(wanted or _SIMULATED_DEVICES, MOST_SIMULATED)
     try:
-        jax.config.update("jax_num_cpu_devices", min(wanted or _SIMULATED_DEVICES, MOST_SIMULATED))
+        jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError:  # JAX runs already: it has the devices it has
         return
+    os.environ.setdefault("NPROC", str(2 * number))  # threads of XLA (see core/owners.py)
 
 
 def _join_processes(heartbeat_seconds: int) -> None:
