@@ -49,6 +49,7 @@ class Leaf:
     home_dims: Dims = ()
     frozen: bool = False
     matrices: tuple[int, ...] | None = None  # the dims over which its matrices are batched in the update, if it has any
+    memory: str = "device"  # or "host": where its parts lie at rest
     at_home: str = ""  # a note on its update, for the table of `Layout`
 
     @property

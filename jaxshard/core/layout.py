@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import canonical
 from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
-from jaxshard.core import frozen
+from jaxshard.core import frozen, host_memory
 from jaxshard.core.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.core.options import Config
 from jaxshard.core.precision import SCALES
@@ -93,8 +93,14 @@ class Layout:
         return {
             "params": sum(leaf.bytes(leaf.params.spec, self.sizes) for leaf in self.params),
             "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params if not leaf.frozen),
-            "state": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state),
+            "state": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state if leaf.memory == "device"),
+            **({"state on host": on_host} if (on_host := self.host_bytes) else {}),
         }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes at rest in the host's memory, for each device."""
+        return sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state if leaf.memory == "host")
 
     @property
     def at_rest(self) -> list[tuple[str, Leaf, P]]:
@@ -114,7 +120,9 @@ class Layout:
         return rows
 
     def _why(self, kind: str, leaf: Leaf) -> str:
-        """Why a leaf of params or state is cut as it is."""
+        """Why a leaf of params or state is cut as it is, and where it lies if not on devices."""
+        if leaf.memory == "host":
+            return f"{self._why(kind, dataclasses.replace(leaf, memory='device'))}; on the host"
         if leaf.frozen:
             return leaf.reason
         if not getattr(self.config.cuts, kind):
@@ -178,6 +186,8 @@ def layout_state(params: Layout, state: Tree) -> Layout:
         twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
         owner = owner_of(names, owners) or parent_of(names, owners) or twin
         leaves.append(_state_leaf(names, leaf, owner, params))
+    config = params.config
+    leaves = host_memory.placed(leaves, config.state_memory, config.min_shard_size, params.sizes)
     return dataclasses.replace(params, state_treedef=structure(state), state=tuple(leaves))
 
 

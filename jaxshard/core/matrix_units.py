@@ -8,7 +8,6 @@ stays in the global view.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +15,7 @@ from jaxshard.base.axes import axes_in, canonical
 from jaxshard.base.jaxprs import core, equations, is_literal, open_jaxpr, unnamed
 from jaxshard.base.primitives import LINEAR_ALGEBRA, LOOPS, POINTWISE
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
-
-_Component: TypeAlias = int  # the place of the one gradient that a value has to do with, or one of these two:
-_FREE, _SHARED = -1, -2  # it has to do with none, or with several
+from jaxshard.core.components import FREE, Component, Components, is_big
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,26 +70,13 @@ def _inside(eqn: Equation) -> Iterable[Equation]:
             yield from equations(one)
 
 
-def _is_big(v: Var) -> bool:
-    """Whether it is no single number; an array of one element counts, as a stack may have one layer."""
-    return len(getattr(v.aval, "shape", ())) > 0
-
-
-class _Finder:
+class _Finder(Components):
     """Finds the units of one program; indices are places of equations."""
 
     def __init__(
         self, jaxpr: OpenJaxpr, num_grads: int, specs: Sequence[P | None], out_specs: Sequence[P | None] | None
     ):
-        self.jaxpr, self.eqns = jaxpr, list(jaxpr.eqns)
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.users: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in eqn.invars:
-                if not is_literal(v):
-                    self.users.setdefault(v, []).append(i)
-        self.results = {v for v in jaxpr.outvars if not is_literal(v)}
-        self.component_of, self.component = self._components(num_grads)
+        super().__init__(jaxpr, num_grads)
         self.phase, self.forwards = self._phases()
         self.spec = self._specs(specs)
         asked = zip(jaxpr.outvars, out_specs or (), strict=False)
@@ -110,54 +94,20 @@ class _Finder:
 
     # What belongs together.
 
-    def _components(self, num_grads: int) -> tuple[dict[Var, _Component], list[_Component]]:
-        """The component of each big value, and of each equation.
-
-        A component is named by the gradient that its arrays are made of. What is made of none of them (a power of the
-        state, before it meets the gradient) belongs to the one component that reads it.
-        """
-        grads = {v: frozenset([i]) for i, v in enumerate(self.jaxpr.invars[:num_grads]) if _is_big(v)}
-        of: dict[Var, frozenset[int]] = dict(grads)  # the gradients in it; of a number, in what it was made of
-        constant: set[Var] = set()
-        for eqn in self.eqns:
-            read = [v for v in eqn.invars if not is_literal(v)]
-            big = [v for v in read if _is_big(v)]
-            every, arrays = (frozenset[int]().union(*(of.get(v, ()) for v in some)) for some in (read, big))
-            of |= {v: (arrays or every) if _is_big(v) and big else every for v in eqn.outvars}
-            constant |= set(eqn.outvars if all(v in constant for v in read) else ())
-        readers: dict[Var, frozenset[int]] = {}
-        eqns: list[_Component] = []
-        for eqn in reversed(self.eqns):
-            made = frozenset[int]().union(*(of[v] for v in eqn.outvars))
-            found = made or frozenset[int]().union(*(readers.get(v, ()) for v in eqn.outvars))
-            for v in () if made and not any(map(_is_big, eqn.outvars)) else eqn.invars:
-                if not is_literal(v):
-                    readers[v] = readers.get(v, frozenset()) | found
-            eqns.append(_FREE if not found or eqn.outvars[0] in constant else _alone(found))
-        eqns.reverse()
-        variables = [*self.jaxpr.invars, *self.maker]
-        whose = {v: of.get(v) or readers.get(v) or frozenset[int]() for v in variables if _is_big(v)}
-        return {v: _alone(ids) if ids else _FREE for v, ids in whose.items()}, eqns
-
-    def _makers(self, i: int) -> list[int]:
-        return [self.maker[v] for v in self.eqns[i].invars if not is_literal(v) and v in self.maker]
-
     def _phases(self) -> tuple[list[int], list[bool]]:
         """The phase of each equation, and whether a matrix operation of its component and phase comes before it."""
-        phase, after_any, after = list[int](), list[bool](), list[bool]()
-        for i, eqn in enumerate(self.eqns):
-            makers, own, heavy = self._makers(i), self.component[i], _is_heavy(eqn)
-            phase.append(max((phase[m] + (self.component[m] != own and after_any[m]) for m in makers), default=0))
-            after_any.append(heavy or any(after_any[m] for m in makers))
-            here = [m for m in makers if self.component[m] == own and phase[m] == phase[i]]
-            after.append(heavy or any(after[m] for m in here))
+        heavy = [_is_heavy(eqn) for eqn in self.eqns]
+        phase, after = self.phases(heavy), list[bool]()
+        for i, yes in enumerate(heavy):
+            here = [m for m in self.makers(i) if (self.component[m], phase[m]) == (self.component[i], phase[i])]
+            after.append(yes or any(after[m] for m in here))
         return phase, after
 
     def _between(self) -> list[int]:
         """The equations between the first and the last matrix operation of their component and phase."""
         before = [_is_heavy(eqn) for eqn in self.eqns]
         for i in reversed(range(len(self.eqns))):
-            for m in self._makers(i) if before[i] else ():
+            for m in self.makers(i) if before[i] else ():
                 if (self.component[m], self.phase[m]) == (self.component[i], self.phase[i]):
                     before[m] = True
         return [i for i in range(len(self.eqns)) if before[i] and self.forwards[i]]
@@ -168,7 +118,7 @@ class _Finder:
         """Where big values lie, None where nobody knows."""
         found: dict[Var, P | None] = dict(zip(self.jaxpr.invars, specs, strict=True))
         for eqn in self.eqns:
-            name, big = eqn.primitive.name, [v for v in eqn.invars if not is_literal(v) and _is_big(v)]
+            name, big = eqn.primitive.name, [v for v in eqn.invars if not is_literal(v) and is_big(v)]
             spec = None
             if big and name in POINTWISE:
                 spec = max((one for v in big if (one := found.get(v)) is not None), key=_num_axes, default=None)
@@ -178,18 +128,18 @@ class _Finder:
             found |= dict.fromkeys(eqn.outvars, spec)
         return found
 
-    def _by_shape(self) -> dict[tuple[_Component, tuple[int, ...]], P]:
+    def _by_shape(self) -> dict[tuple[Component, tuple[int, ...]], P]:
         """Where arguments of a component lie, by their shapes."""
-        found: dict[tuple[_Component, tuple[int, ...]], P] = {}
+        found: dict[tuple[Component, tuple[int, ...]], P] = {}
         for v in self.jaxpr.invars:
-            spec, key = self.spec.get(v), (self.component_of.get(v, _FREE), tuple(getattr(v.aval, "shape", ())))
+            spec, key = self.spec.get(v), (self.component_of.get(v, FREE), tuple(getattr(v.aval, "shape", ())))
             if spec is not None and (key not in found or _num_axes(spec) > _num_axes(found[key])):
                 found[key] = spec
         return found
 
     # One unit.
 
-    def _unit(self, own: _Component, phase: int, inside: set[int], others: set[int] | frozenset[int]) -> Unit | None:
+    def _unit(self, own: Component, phase: int, inside: set[int], others: set[int] | frozenset[int]) -> Unit | None:
         inside = self._with_readers(own, phase, set(inside), others)
         copied = self._made_again(own, inside, others)
         places = sorted(inside | copied)
@@ -218,8 +168,8 @@ class _Finder:
             frozenset(inside),
         )
 
-    def _place(self, own: _Component, v: Var) -> P:
-        if not _is_big(v):
+    def _place(self, own: Component, v: Var) -> P:
+        if not is_big(v):
             return P()
         known = self.spec.get(v)
         return self.by_shape.get((own, tuple(v.aval.shape)), P()) if known is None else known
@@ -229,7 +179,7 @@ class _Finder:
         return v in self.results or any(user not in inside for user in self.users.get(v, ()))
 
     def _with_readers(
-        self, own: _Component, phase: int, inside: set[int], others: set[int] | frozenset[int]
+        self, own: Component, phase: int, inside: set[int], others: set[int] | frozenset[int]
     ) -> set[int]:
         """With what reads a result as a whole (its transpose, its norm), up to what works element by element."""
         while True:
@@ -250,25 +200,25 @@ class _Finder:
     def _reads_whole(self, i: int) -> bool:
         eqn = self.eqns[i]
         return eqn.primitive.name not in (*POINTWISE, "broadcast_in_dim") and any(
-            not is_literal(v) and _is_big(v) for v in eqn.invars
+            not is_literal(v) and is_big(v) for v in eqn.invars
         )
 
-    def _is_placed(self, own: _Component, v: Var) -> bool:
-        return not _is_big(v) or v in self.asked or (own, tuple(v.aval.shape)) in self.by_shape
+    def _is_placed(self, own: Component, v: Var) -> bool:
+        return not is_big(v) or v in self.asked or (own, tuple(v.aval.shape)) in self.by_shape
 
-    def _closed(self, own: _Component, phase: int, inside: set[int]) -> set[int]:
+    def _closed(self, own: Component, phase: int, inside: set[int]) -> set[int]:
         """With every equation of this component and phase that lies on a path between two of these."""
         mine = [i for i in range(len(self.eqns)) if (self.component[i], self.phase[i]) == (own, phase)]
         after, before = set(inside), set(inside)
         for i in mine:
-            if any(m in after for m in self._makers(i)):
+            if any(m in after for m in self.makers(i)):
                 after.add(i)
         for i in reversed(mine):
             if any(user in before for v in self.eqns[i].outvars for user in self.users.get(v, ())):
                 before.add(i)
         return after & before
 
-    def _made_again(self, own: _Component, inside: set[int], others: set[int] | frozenset[int]) -> set[int]:
+    def _made_again(self, own: Component, inside: set[int], others: set[int] | frozenset[int]) -> set[int]:
         """What a unit makes itself: constants, spread numbers, operands of which nobody knows where they lie, and what
         is made of one array, where that is less to send."""
         again: set[int] = set()
@@ -292,21 +242,21 @@ class _Finder:
         """The big values that these equations read, and do not make."""
         eqns = [self.eqns[i] for i in sorted(places)]
         made = {v for eqn in eqns for v in eqn.outvars}
-        read = (v for eqn in eqns for v in eqn.invars if not is_literal(v) and _is_big(v) and v not in made)
+        read = (v for eqn in eqns for v in eqn.invars if not is_literal(v) and is_big(v) and v not in made)
         return list(dict.fromkeys(read))
 
-    def _must_be_made(self, own: _Component, v: Var) -> bool:
+    def _must_be_made(self, own: Component, v: Var) -> bool:
         maker = self.maker[v]
-        small = not any(not is_literal(one) and _is_big(one) for one in self.eqns[maker].invars)
+        small = not any(not is_literal(one) and is_big(one) for one in self.eqns[maker].invars)
         unknown = self.spec.get(v) is None and self.component[maker] == own
-        return self.component[maker] == _FREE or small or unknown
+        return self.component[maker] == FREE or small or unknown
 
-    def _origin(self, own: _Component, v: Var) -> tuple[Var, list[int]]:
+    def _origin(self, own: Component, v: Var) -> tuple[Var, list[int]]:
         """The array that a value is made of alone, by moves and element-wise operations; and these equations."""
         steps: list[int] = []
         while (i := self.maker.get(v)) is not None and self.component[i] == own and not self.forwards[i]:
             eqn = self.eqns[i]
-            big = {one for one in eqn.invars if not is_literal(one) and _is_big(one)}
+            big = {one for one in eqn.invars if not is_literal(one) and is_big(one)}
             if len(big) != 1 or eqn.primitive.name not in (*POINTWISE, "transpose", "reshape", "squeeze"):
                 break
             steps.append(i)
@@ -316,10 +266,6 @@ class _Finder:
 
 def _bytes(v: Var) -> int:
     return math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 4)
-
-
-def _alone(ids: frozenset[int]) -> _Component:
-    return next(iter(ids)) if len(ids) == 1 else _SHARED
 
 
 def _num_axes(spec: P) -> int:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import REPLICA_AXIS, axes_of
 from jaxshard.base.types import AnyMesh, DType, Tree, is_whole
 from jaxshard.base.units import nearest
+from jaxshard.core import memory_option
 from jaxshard.core.loss_scale import LossScale
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
@@ -93,6 +94,11 @@ class CommonOptions(TypedDict, total=False):
     leaves and tables; both are rounded stochastically, and the inner optimizer computes in its own dtype. Moments are
     state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""
 
+    state_memory: str | Sequence[tuple[str, str]]
+    """"host" keeps the arrays of the state, moments and masters, in the host's memory, "host:0.5" half of their bytes;
+    rules [(regex on the '/'-joined path in the state, "host" or "device"), ...] say which, first match wins. An update
+    streams them through the devices. "device", the default."""
+
     stochastic_rounding: bool
     """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""
 
@@ -133,6 +139,7 @@ class Config:
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
     moment_dtype: DType | None = None
+    state_memory: str | tuple[tuple[str, str], ...] = "device"
     stochastic_rounding: bool = False
     loss_scale: LossScale | None = None
     auto_axes: tuple[str, ...] = ()
@@ -190,6 +197,8 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
             options["moment_dtype"] = dtype
     if isinstance(options.get("frozen"), str):
         options["frozen"] = (options["frozen"],)
+    if "state_memory" in options:
+        options["state_memory"] = memory_option.checked(strategy, options["state_memory"], mesh)
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)

@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
-from jaxshard.base.jaxprs import equations, is_literal, open_jaxpr, run_equations, without_consts
+from jaxshard.base.jaxprs import equations, open_jaxpr, without_consts
 from jaxshard.base.primitives import LINEAR_ALGEBRA
 from jaxshard.base.rerun import anew, flat
 from jaxshard.base.tree import is_traced, named_leaves
-from jaxshard.base.types import AnyMesh, AxisSizes, Equation, Jaxpr, OpenJaxpr, Tree, Var
+from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
 from jaxshard.core import collectives
+from jaxshard.core.components import Piece, run_in_pieces
 from jaxshard.core.layers import OneLayer, one_layer
 from jaxshard.core.matrix_units import Unit, units
 from jaxshard.core.rounds import Job, Kind, Rounds
@@ -229,46 +230,28 @@ def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None
 
 
 def _evaluated(program: Jaxpr, values: Sequence[jax.Array], members: Sequence[_Member], dealing: Dealing) -> list[Tree]:
-    jaxpr = open_jaxpr(program)
-    env: dict[Var, Tree] = dict(zip(jaxpr.invars, values, strict=True))
-    replaced = frozenset[int]().union(*(member.unit.replaces for member in members))
-    left = [eqn for i, eqn in enumerate(jaxpr.eqns) if i not in replaced]
     deals: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[_Member]] = {}
     for member in members:
         key = member.unit.phase, member.axes(dealing), member.axes_of_stack() or ()
         deals.setdefault(key, []).append(member)
-    waiting = list(deals.values())
-    while left or waiting:
-        left = _run_ready(jaxpr, left, env)
-        ready = next((some for some in waiting if all(v in env for one in some for v in one.unit.ins)), None)
-        if ready is None:
-            break
-        waiting.remove(ready)
-        _deal(ready, env, dealing)
-    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+    return run_in_pieces(program, values, [_deal(some, dealing) for some in deals.values()])
 
 
-def _run_ready(jaxpr: OpenJaxpr, eqns: Sequence[Equation], env: dict[Var, Tree]) -> list[Equation]:
-    """Runs the equations whose operands are known; returns the others."""
-    ready, later, known = list[Equation](), list[Equation](), set(env)
-    for eqn in eqns:
-        if all(is_literal(v) or v in known for v in eqn.invars):
-            ready.append(eqn)
-            known |= set(eqn.outvars)
-        else:
-            later.append(eqn)
-    run_equations(jaxpr, ready, env)
-    return later
-
-
-def _deal(members: Sequence[_Member], env: dict[Var, Tree], dealing: Dealing) -> None:
-    """Has owners compute the members, which do not depend on each other; `env` gets their results."""
+def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
+    """Owners compute the members, which do not depend on each other."""
     sizes = dict(dealing.mesh.shape)
     rounds = Rounds([member.job(sizes) for member in members], members[0].axes(dealing), sizes)
-    specs = [[*member.unit.specs] for member in members]
-    out_specs = [[*member.unit.out_specs] for member in members]
-    operands = [[env[v] for v in member.unit.ins] for member in members]
-    mesh = jax.sharding.get_abstract_mesh() if collectives.is_explicit(dealing.mesh) else dealing.mesh
-    run = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
-    for member, values in zip(members, run(operands), strict=True):
-        env |= dict(zip(member.unit.outs, values, strict=True))
+    counts = [len(member.unit.ins) for member in members]
+
+    def run(values: list[Tree]) -> list[Tree]:
+        given = iter(values)
+        operands = [[next(given) for _ in range(count)] for count in counts]
+        specs = [[*member.unit.specs] for member in members]
+        out_specs = [[*member.unit.out_specs] for member in members]
+        mesh = jax.sharding.get_abstract_mesh() if collectives.is_explicit(dealing.mesh) else dealing.mesh
+        deal = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+        return [x for outs in deal(operands) for x in outs]
+
+    ins = tuple(v for one in members for v in one.unit.ins)
+    outs = tuple(v for one in members for v in one.unit.outs)
+    return Piece(ins, outs, frozenset[int]().union(*(one.unit.replaces for one in members)), run)

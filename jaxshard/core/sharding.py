@@ -16,6 +16,7 @@ from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.core import frozen, precision
 from jaxshard.core.cutting import deal_leaf
 from jaxshard.core.layout import Layout, Shardings, layout_params, layout_state
+from jaxshard.core.memory_option import HOST
 from jaxshard.core.options import Config
 from jaxshard.core.precision import ShardedState
 from jaxshard.inner import whole_matrices
@@ -110,6 +111,11 @@ class Setup:
         """A tree of PartitionSpecs as `NamedSharding`s on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)  # pyright: ignore[reportArgumentType]
 
+    def state_shardings(self, found: Layout) -> Tree:
+        """Where the state of a layout that has one lives, as `NamedSharding`s, in the host's memory too."""
+        leaves = [NamedSharding(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
+        return jax.tree.unflatten(found.state_treedef, leaves)
+
     def plain_init(self, params: Tree) -> Tree:
         """The state before it is sharded: `inner.init`, and the state that options add to it."""
         return precision.init(self.inner, self.trained(params), self.config)
@@ -160,6 +166,9 @@ class Setup:
         return [] if start.why else [start.state, self.settled(params, start.state).state]
 
 
+_KINDS = {"device": None, "host": HOST}  # memory kinds, of `Leaf.memory`
+
+
 @by_shapes
 def _layout(setup: Setup, params: Tree) -> Layout:
     return layout_params(setup.config, params, setup.sizes, platform_of(setup.mesh))
@@ -188,7 +197,7 @@ def _with_state(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Layout:
 def _shardings(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Shardings:
     found = setup.with_state(*params_and_state)
     grad_specs = setup.with_frozen(found.grad_specs, params_and_state[0], lambda _: P())
-    return Shardings(*setup.named((found.param_specs, grad_specs, found.state_specs)))
+    return Shardings(*setup.named((found.param_specs, grad_specs)), setup.state_shardings(found))
 
 
 @by_shapes

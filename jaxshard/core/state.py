@@ -54,7 +54,7 @@ def init(setup: Setup, params: Tree) -> Tree:
     if setup.why_no_shapes(params):
         return _init_by_values(setup, params)
     leaves, found = jax.tree.leaves(params), setup.with_state(params)
-    shardings = setup.named(found.state_specs)
+    shardings = setup.state_shardings(found)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return jax.tree.map(shape_of, setup.abstract_state(params), shardings)
     fragile, plain = setup.fragile_at_init(params), setup.plain_init
@@ -78,12 +78,12 @@ def _init_by_values(setup: Setup, params: Tree) -> Tree:
     state = state_of_values(setup.plain_init, params, setup.why_no_shapes(params))
     found = setup.with_state(params, shapes_of(state))
     _check_before_init(setup, params, found)
-    return _copied_to(setup, state, found.state_specs)
+    return _copied_to(setup, state, found.state_specs, setup.state_shardings(found))
 
 
-def _copied_to(setup: Setup, tree: T, specs: Tree) -> T:
+def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
     """A copy of concrete arrays, laid out by `specs`, also where it is made within a trace."""
-    placed = jax.tree.map(collectives.copy_to, tree, setup.named(specs))
+    placed = jax.tree.map(collectives.copy_to, tree, setup.named(specs) if shardings is None else shardings)
     return collectives.at(placed, setup.mesh, specs) if is_traced(placed) else placed
 
 

@@ -200,7 +200,7 @@ class TrainStep:
         settled = setup.settled(params, shapes)
         self._check_skips(settled)
         compilers.check_known("train_step", setup.mesh, self.given)
-        before, after = (setup.named(setup.with_state(params, tree).state_specs) for tree in (shapes, settled.state))
+        before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         run = jax.jit(
             self._step,

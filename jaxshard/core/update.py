@@ -17,6 +17,7 @@ from jaxshard.base.jaxprs import core
 from jaxshard.base.tree import have_same_shapes, is_traced, matched, named_leaves, shapes_of
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
+from jaxshard.core.host_state import HostState
 from jaxshard.core.layout import Layout
 from jaxshard.core.owners import Dealing
 from jaxshard.core.sharding import Setup
@@ -44,19 +45,24 @@ def advance(
     like = shapes_of(grads if params is None else params)
     found = setup.dealt(like)
     shapes = shapes_of(state)
-    new_state_specs = setup.with_state(like, setup.settled(like, shapes).state).state_specs
+    after = setup.with_state(like, setup.settled(like, shapes).state)
+    new_state_specs = after.state_specs
     grads = collectives.moved(fast(grads), setup.mesh, fast(found.grad_specs), fast(found.home_specs))
     params_at_home = None
     if params is not None:
         params_at_home = collectives.moved(params, setup.mesh, found.param_specs, found.home_specs)
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
-    stays = not fragile and set(extra) <= {"value", "grad"} and not _names_axes((found.home_specs, new_state_specs))
+    on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
+    stays = not on_host and not fragile and set(extra) <= {"value", "grad"} and not _names_axes((found.home_specs, new_state_specs))
     run = update if fragile else _by_owners(setup, found, new_state_specs)
     step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, run=run), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
+    if on_host:
+        specs = {leaf.names: leaf.cut for leaf in after.state}
+        step = HostState(setup.mesh, specs, on_host, over_params=new).around(step)
     out, state = step(grads, state, params_at_home, ok, _arrays(extra))
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
