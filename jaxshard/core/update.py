@@ -54,7 +54,12 @@ def advance(
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
-    stays = not on_host and not fragile and set(extra) <= {"value", "grad"} and not _names_axes((found.home_specs, new_state_specs))
+    stays = (
+        not on_host
+        and not fragile
+        and set(extra) <= {"value", "grad"}
+        and not _names_axes((found.home_specs, new_state_specs))
+    )
     run = update if fragile else _by_owners(setup, found, new_state_specs)
     step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, run=run), extra)
     if fragile:

@@ -36,6 +36,7 @@ class Chip:
         source: where the figures come from.
         torus_dims: in how many dims TPU chips are joined, 2 or 3; 0 for others.
         machines: names of machines with it (`machines.machine`), for messages; () where they follow from its name.
+        host_bandwidth: bytes per second between it and its host's memory, in one direction: PCIe's, for TPUs a guess.
         paging_bandwidth: bytes per second at which the operating system hands memory out, where a step asks for it
             anew: on simulated devices, for all that comes and goes, if it is more than `PAGED_BYTES`.
     """
@@ -53,6 +54,7 @@ class Chip:
     torus_dims: int = 0
     machines: tuple[str, ...] = ()
     paging_bandwidth: float = math.inf
+    host_bandwidth: float = math.inf
 
 
 def _peak(half: float, single: float) -> Mapping[str, float]:
@@ -65,13 +67,23 @@ def _tpu(
     """`toruses` are examples, such as "2x4"."""
     machines = tuple(f"{name}:{torus}" for torus in toruses)
     dims = toruses[0].count("x") + 1
-    return Chip(name, "tpu", memory, _peak(flops, flops), bandwidth, ici, pod, dcn, 5e-6, source, dims, machines)
+    peak, source = _peak(flops, flops), f"{source}; PCIe: no figure is documented, taken as 16 lanes of Gen3"
+    return Chip(name, "tpu", memory, peak, bandwidth, ici, pod, dcn, 5e-6, source, dims, machines, host_bandwidth=16e9)
 
 
 def _gpu(
-    name: str, half: float, tf32: float, memory: float, bandwidth: float, link: float, nic: float, source: str
+    name: str,
+    half: float,
+    tf32: float,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    nic: float,
+    pcie: float,
+    source: str,
 ) -> Chip:
-    return Chip(name, "gpu", int(memory), _peak(half, tf32), bandwidth, link, 8, nic, 20e-6, source)
+    peak = _peak(half, tf32)
+    return Chip(name, "gpu", int(memory), peak, bandwidth, link, 8, nic, 20e-6, source, host_bandwidth=pcie)
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -100,23 +112,24 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 *("2x4", "16x16"),
             ),
             _gpu(
-                *("a100", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9),
-                "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s); DGX A100 datasheet (200 Gb/s NIC per GPU)",
+                *("a100", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
+                "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s; PCIe 64 GB/s in both directions); DGX "
+                "A100 datasheet (200 Gb/s NIC per GPU)",
             ),
             _gpu(
-                *("h100", 989.5e12, 494.5e12, 80e9, 3.35e12, 450e9, 50e9),
-                "NVIDIA H100 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s); DGX H100 datasheet "
-                "(400 Gb/s NIC per GPU)",
+                *("h100", 989.5e12, 494.5e12, 80e9, 3.35e12, 450e9, 50e9, 64e9),
+                "NVIDIA H100 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s; PCIe 128 GB/s in "
+                "both directions); DGX H100 datasheet (400 Gb/s NIC per GPU)",
             ),
             _gpu(
-                *("h200", 989.5e12, 494.5e12, 141e9, 4.8e12, 450e9, 50e9),
-                "NVIDIA H200 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s); DGX H200 datasheet "
-                "(400 Gb/s NIC per GPU)",
+                *("h200", 989.5e12, 494.5e12, 141e9, 4.8e12, 450e9, 50e9, 64e9),
+                "NVIDIA H200 datasheet (SXM, halved: it counts sparsity; NVLink 900 GB/s; PCIe 128 GB/s in "
+                "both directions); DGX H200 datasheet (400 Gb/s NIC per GPU)",
             ),
             _gpu(
-                *("b200", 2250e12, 1100e12, 180e9, 8e12, 900e9, 50e9),
-                "NVIDIA Blackwell architecture brief (HGX B200, dense; NVLink 1.8 TB/s); DGX B200 datasheet (1,440 GB "
-                "and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
+                *("b200", 2250e12, 1100e12, 180e9, 8e12, 900e9, 50e9, 64e9),
+                "NVIDIA Blackwell architecture brief (HGX B200, dense; NVLink 1.8 TB/s; PCIe: as the H200); DGX B200 "
+                "datasheet (1,440 GB and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
             ),
             Chip(
                 *("cpu", "cpu", 4 * 2**30, _peak(23.5e9, 23.5e9), 1.52e9, 1.1e9, 1024, 1.1e9, 3e-4),

@@ -181,6 +181,8 @@ def report(compiled: jax.stages.Compiled) -> Report:
     peak = int(getattr(memory, "peak_memory_in_bytes", 0))
     if not peak or known["platform"] == "cpu":  # the CPU compiler's peak leaves the scratch memory out
         peak = sizes[0] + sizes[1] + sizes[2] - sizes[3]
+    else:  # it counts the host's memory as well
+        peak -= sum(int(getattr(memory, f"host_{field}_size_in_bytes", 0)) for field in ("argument", "temp"))
     return Report(found, _total(found, "wire_bytes"), *sizes, peak_bytes=peak, **known)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxshard.plan import memory
 from jaxshard.plan.fusion import distinct
-from jaxshard.plan.program import Block, Moved, Op, product_flops
+from jaxshard.plan.program import Block, Moved, OnHost, Op, product_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Costs:
       collectives: in the order of the program; one in a loop is there once, with its trips.
       peak_bytes: the most memory at once in bytes, inputs included.
       trips_known: False if there is a while loop, which counts as one trip.
+      host_bytes: bytes that come from the host's memory, or go there.
     """
 
     flops: dict[str, float]
@@ -30,6 +31,7 @@ class Costs:
     collectives: tuple[Moved, ...]
     peak_bytes: int
     trips_known: bool
+    host_bytes: int = 0
 
     @property
     def wire_bytes(self) -> float:
@@ -59,7 +61,13 @@ def costs_of(block: Block, donated: Sequence[bool], platform: str) -> Costs:
     freed = [x for x, yes in zip(block.ins, donated, strict=True) if yes]
     held = sum(x.bytes for x in distinct(block.ins)) - sum(x.bytes for x in distinct(freed))
     peak = held + memory.peak_bytes(block, freed, platform)
-    return Costs(flops, *memory.traffic(block, platform), tuple(moved), int(peak), known)
+    return Costs(flops, *memory.traffic(block, platform), tuple(moved), int(peak), known, _host_bytes(block))
+
+
+def _host_bytes(block: Block) -> int:
+    own = [op for op in block.ops if any(isinstance(x.dtype, OnHost) for x in (*op.ins, *op.outs))]
+    moved = sum(x.bytes for op in own if op.name == "device_put" for x in (*op.ins, *op.outs))
+    return moved + sum(op.trips * _host_bytes(inner) for op in block.ops for inner in op.blocks)
 
 
 def _add_up(block: Block, trips: int, flops: dict[str, float], moved: list[Moved]) -> bool:

@@ -17,7 +17,7 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
-from jaxshard.plan.program import Block, Moved, Op, Value, pruned
+from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, pruned
 from jaxshard.plan.propagation import followed
 
 
@@ -51,9 +51,8 @@ class _Writer:
         shape = getattr(aval, "shape", ())
         cut = tuple(tuple(a for a in axes_in(e) if self.sizes.get(a, 1) > 1) for e in spec)
         cut += ((),) * (len(shape) - len(cut))
-        return Value(
-            shape, getattr(aval, "dtype", np.dtype(np.int32)), cut, self._size(a for e in cut for a in e), root
-        )
+        dtype = _with_memory(getattr(aval, "dtype", np.dtype(np.int32)), aval)
+        return Value(shape, dtype, cut, self._size(a for e in cut for a in e), root)
 
     def _size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
@@ -224,8 +223,14 @@ def _shape(v: Var) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def _dtype(v: Var) -> np.dtype | None:
-    return getattr(v.aval, "dtype", None)
+def _dtype(v: Var) -> Any:
+    return _with_memory(getattr(v.aval, "dtype", None), v.aval)
+
+
+def _with_memory(dtype: Any, aval: Any) -> Any:
+    """The dtype, or what stands for it where an array lies in the host's memory."""
+    space = getattr(aval, "memory_space", None)  # an enumeration of JAX's
+    return OnHost(str(dtype)) if getattr(space, "name", "") == "Host" else dtype
 
 
 @dataclasses.dataclass(frozen=True)

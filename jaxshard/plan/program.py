@@ -29,6 +29,14 @@ class Moved:
         return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """The dtype of an array in the host's memory, of which no byte is on a device."""
+
+    name: str
+    itemsize: int = 0
+
+
 class Value:
     """An array: its shape (whole in the global view, one device's in the local one), and how it is cut."""
 

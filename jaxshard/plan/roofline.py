@@ -20,27 +20,29 @@ class Seconds:
       memory: reading and writing for all else; on simulated devices also what the operating system hands out anew.
       links: sending, inside the fast domain and between domains.
       waits: starting collectives, however small.
+      host: what comes from the host's memory, and goes there.
     """
 
     products: float
     memory: float
     links: float
     waits: float
+    host: float = 0.0
 
     @property
     def overlapped(self) -> float:
         """If all sending overlapped with computing: no step is faster."""
-        return max(self.products + self.memory, self.links)
+        return max(self.products + self.memory, self.links, self.host)
 
     @property
     def total(self) -> float:
         """If nothing that is sent overlapped with computing; what plans are ranked by."""
-        return self.products + self.memory + self.links + self.waits
+        return self.products + self.memory + self.links + self.waits + self.host
 
     @property
     def bound(self) -> str:
-        """What takes longest: "products", "memory" or "links"."""
-        times = {"products": self.products, "memory": self.memory, "links": self.links}
+        """What takes longest: "products", "memory", "links" or "host"."""
+        times = {"products": self.products, "memory": self.memory, "links": self.links, "host": self.host}
         return max(times, key=lambda name: times[name])
 
 
@@ -61,6 +63,7 @@ def roofline(costs: Costs, sizes: AxisSizes, temporary_bytes: int, chip: Chip) -
         memory=costs.memory_bytes / chip.memory_bandwidth + paged,
         links=sum(num_bytes / bandwidth_along(axes, sizes, chip) for axes, num_bytes in sent.items()),
         waits=chip.collective_seconds * sum(m.trips for m in costs.collectives),
+        host=costs.host_bytes / chip.host_bandwidth,
     )
 
 
