@@ -190,6 +190,7 @@ def sharded_as(config: Config, candidate: Candidate) -> Config:
     """The configuration with another strategy and mesh."""
     chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None}
     chosen |= {**candidate.sizes, "state_over": "+".join(candidate.state_axes) or "data"}
+    chosen |= {"state_memory": candidate.state_memory}
     chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
     chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
@@ -215,7 +216,14 @@ def own(config: Config, target: Target) -> Candidate:
     strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
     state_axes = ("data", "replica") if sharding.state_over == "data+replica" else ()
     sizes = dict(mesh.shape)
-    return Candidate(strategy, **sizes, zero=zero, microbatches=sharding.microbatches, state_axes=state_axes)
+    return Candidate(
+        strategy,
+        **sizes,
+        zero=zero,
+        microbatches=sharding.microbatches,
+        state_axes=state_axes,
+        state_memory=sharding.state_memory,
+    )
 
 
 def candidates(given: Arguments, target: Target) -> list[Candidate]:

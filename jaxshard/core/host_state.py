@@ -2,7 +2,7 @@
 
 What an update computes of one leaf, element by element, runs in a loop over chunks of it: each comes from the host, is
 updated, and goes back to its place. So a device holds a chunk or two of such state at a time. Where an update looks at
-a leaf as a whole, all of that leaf's state comes to the device.
+a leaf as a whole, all of that leaf's state comes to the device; so does all state on a mesh of Explicit axes.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jaxshard.base.primitives import POINTWISE
 from jaxshard.base.rerun import anew, flat
 from jaxshard.base.tree import Names, is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
+from jaxshard.core.collectives import is_explicit
 from jaxshard.core.components import SHARED, Components, Piece, is_big, run_in_pieces
 from jaxshard.core.memory_option import HOST
 
@@ -124,6 +125,8 @@ class _Streams:
         return {v for v in variables if not is_literal(v) and v in self.paths}
 
     def _streams(self) -> list["_Stream"]:
+        if is_explicit(self.host.mesh):  # inside of `jax.sharding.auto_axes` no shard_map takes such arrays
+            return []
         each = zip(self.parts.component, self.parts.eqns, strict=True)
         component = [one if _is_by_element(eqn) else SHARED for one, eqn in each]
         phases = self._late(self.parts.phases([one >= 0 for one in component], component), component)

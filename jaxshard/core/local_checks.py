@@ -31,6 +31,8 @@ def check_boundary(setup: Setup) -> None:
                 f"{name}: {option} rounds by an array's place in the whole leaf, which a shard does not know; call "
                 "update outside shard_map"
             )
+    if setup.config.state_memory != "device":
+        raise ValueError(f"{name}: state_memory streams whole leaves; call update outside shard_map")
     if setup.config.cuts.params:
         raise ValueError(
             f"{name}: the params themselves are cut, so a plain shard_map cannot hold them; use "

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxshard.base.types import AnyMesh
 
-MemoryRules: TypeAlias = tuple[tuple[str, str], ...]  # (regular expression on a path, "host" or "device")
+MemoryRules: TypeAlias = Sequence[tuple[str, str]]  # (regular expression on a path, "host" or "device")
 HOST = "pinned_host"  # the memory kind
 _WORDS = 'give "host", "host:0.5" (a fraction of the bytes), "device", or rules [(regex, "host" or "device"), ...]'
 

@@ -139,7 +139,7 @@ class Config:
     reduce_dtype: DType | None = None
     master_dtype: DType | None = None
     moment_dtype: DType | None = None
-    state_memory: str | tuple[tuple[str, str], ...] = "device"
+    state_memory: str | Sequence[tuple[str, str]] = "device"
     stochastic_rounding: bool = False
     loss_scale: LossScale | None = None
     auto_axes: tuple[str, ...] = ()

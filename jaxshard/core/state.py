@@ -25,6 +25,7 @@ from jaxshard.base.types import Params, T, Tree
 from jaxshard.core import collectives
 from jaxshard.core.frozen import trained as without_frozen
 from jaxshard.core.layout import Layout, warn_if_awkward
+from jaxshard.core.memory_option import HOST
 from jaxshard.core.precision import ShardedState
 from jaxshard.core.sharding import Setup
 from jaxshard.inner.trace import state_of_values
@@ -107,10 +108,14 @@ def synchronize(setup: Setup, tree: T) -> T:
     leaves, treedef = jax.tree.flatten(tree)
     specs = tuple(leaf.sharding.spec for leaf in leaves)
     named = [{axis for entry in spec for axis in axes_in(entry)} for spec in specs]
+    on_host = [leaf.sharding.memory_kind == HOST for leaf in leaves]
     copied = [tuple(axis for axis in setup.mesh.axis_names if axis not in axes) for axes in named]
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(collectives.first_copy(x, axes) for x, axes in zip(shards, copied, strict=True))
+        here = [
+            jax.device_put(x, jax.memory.Space.Device) if far else x for x, far in zip(shards, on_host, strict=True)
+        ]
+        return tuple(collectives.first_copy(x, axes) for x, axes in zip(here, copied, strict=True))
 
     same = jax.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
     out_shardings = tuple(leaf.sharding for leaf in leaves)

@@ -16,7 +16,8 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -40,7 +41,8 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -64,7 +66,8 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -88,7 +91,8 @@ def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
       **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -115,7 +119,8 @@ def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[O
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes and the replica axes, of Auto or of Explicit axes, or an `AbstractMesh`.
       **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -143,7 +148,8 @@ def tensor_parallel(
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
       **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -172,7 +178,8 @@ def pipeline_parallel(
       specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
       **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:
@@ -206,7 +213,8 @@ def hybrid(
         [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
       zero: the level of ZeRO over the data axes.
       **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, stochastic_rounding, loss_scale, auto_axes, rows;
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
         `jaxshard.Options` says what each does.
 
     Returns:

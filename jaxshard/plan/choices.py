@@ -43,6 +43,7 @@ class Candidate:
       zero: the ZeRO level of "hybrid".
       microbatches: parts of each device's rows.
       state_axes: the axes that the state is cut over; () for the strategy's own.
+      state_memory: where the state lies, as the strategies take it.
     """
 
     strategy: str
@@ -53,6 +54,7 @@ class Candidate:
     zero: int | None = None
     microbatches: int = 1
     state_axes: tuple[str, ...] = ()
+    state_memory: str = "device"
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class Candidate:
         cut = ", ".join(f"{getattr(self, axis)} x {axis}" for axis in axes if getattr(self, axis) > 1)
         sizes = f" {cut}" if self.strategy == "hybrid" or self.replica > 1 else ""
         sizes += f", state over {' x '.join(self.state_axes)}" if self.state_axes else ""
+        sizes += "" if self.state_memory == "device" else f", state on {self.state_memory}"
         return f"{self.strategy}{level}{sizes}" + (f", m {self.microbatches}" if self.microbatches > 1 else "")
 
     @property

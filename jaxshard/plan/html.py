@@ -106,10 +106,10 @@ def _traffic_table(rows: Sequence[Row]) -> _Table:
 def _times_table(rows: Sequence[Row]) -> _Table:
     def cells(row: Row) -> Sequence[_Cell]:
         took = row.seconds
-        times = (took.total, took.overlapped, took.products, took.memory, took.links, took.waits)
+        times = (took.total, took.overlapped, took.products, took.memory, took.links, took.host, took.waits)
         return [*(_Cell(seconds_in_words(seconds), "n", f"{seconds!r} s") for seconds in times), _Cell(took.bound, "n")]
 
-    heads = ("a step", "if all overlapped", "products", "memory", "links", "waits", "bound by")
+    heads = ("a step", "if all overlapped", "products", "memory", "links", "host", "waits", "bound by")
     return _table(rows, heads, map(cells, rows))
 
 

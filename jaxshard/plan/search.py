@@ -112,6 +112,7 @@ def building(
     def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         own = options | ({} if candidate.zero is None else {"zero": candidate.zero})
         own |= {"state_axes": candidate.state_axes} if candidate.state_axes else {}
+        own |= {"state_memory": candidate.state_memory} if candidate.state_memory != "device" else {}
         opt = getattr(strategies, candidate.strategy)(inner, mesh, **own)
         step = train_step(loss_fn, opt, microbatches=candidate.microbatches, **of_step)
         return (step, params, batch, *args)
@@ -144,9 +145,10 @@ class Fit:
             return _nothing_fits(self.rows, self.refused)
         best, others, took = self.best, [row for row in self.rows[1:] if row.fits], self.best.seconds
         products, memory, links = map(seconds_in_words, (took.products, took.memory, took.links))
+        host = f", {seconds_in_words(took.host)} to and from the host" if took.host else ""
         lines = [
             f"{best.candidate.name} is the fastest that fits: {seconds_in_words(took.total)} a step, {products} of "
-            f"products, {memory} of memory and {links} of links; {size_in_words(best.peak_bytes)} of "
+            f"products, {memory} of memory and {links} of links{host}; {size_in_words(best.peak_bytes)} of "
             f"{size_in_words(best.target.memory_bytes)} at the peak."
         ]
         if others:
@@ -180,7 +182,7 @@ def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]])
 
 
 def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
-    """Ranks candidates: strategy x mesh x microbatches.
+    """Ranks candidates: strategy x mesh x microbatches. If none fits, the same with the state on the host, too.
 
     Where params and state alone are too large, shapes say so, and nothing is traced; if nothing else is left, those
     that hold least are.
@@ -190,6 +192,19 @@ def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
       found: see `candidates`.
       target: the devices.
     """
+    found = list(found)
+    first = _ranked(build, found, target)
+    if first.best is not None:
+        return first
+    on_host = [dataclasses.replace(one, state_memory="host") for one in found if one.state_memory == "device"]
+    second = _ranked(build, on_host, target)
+    if second.best is None:
+        return first
+    fits, others = ([row for row in second.rows if row.fits == yes] for yes in (True, False))
+    return Fit((*fits, *first.rows, *others), (*first.refused, *second.refused))
+
+
+def _ranked(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
     rows: list[Row] = []
     refused: list[tuple[Candidate, str]] = []
     too_large: list[tuple[Candidate, LaidOut]] = []

@@ -228,6 +228,7 @@ def make_strategy(
     options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
     options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
     options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
+    options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
     cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
     options |= {"regather": sharding.regather} if cuts_params else {}

@@ -121,6 +121,9 @@ class ShardingConfig:
     state_over: Literal["data", "data+replica"] = "data"
     """Mesh axes that the optimizer's state is cut over, where the strategy cuts it: with hsdp, data+replica cuts it
     over all devices, and parameters within each replica."""
+    state_memory: str = "device"
+    """Where the optimizer's state lies: device; host, streamed through the devices in each update; or a fraction of its
+    bytes there, host:0.5."""
     regather: Literal["use", "step"] = "use"
     """When parameters that are cut are gathered: where they are used, forwards and backwards, or once per step, which
     sends less and holds them whole."""

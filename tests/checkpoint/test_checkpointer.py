@@ -38,6 +38,7 @@ def optimizers():
     made = {"plain": None}
     for strategy, count in (("ddp", 2), ("zero1", 3), ("zero2", 4), ("zero2", 8), ("zero3", 1), ("zero3", 8)):
         made[f"{strategy}-{count}"] = getattr(jaxshard, strategy)(TX, mesh(count), min_shard_size=1)
+    made["host"] = jaxshard.zero2(TX, mesh(4), min_shard_size=1, state_memory="host")
     made["tensor-4"] = jaxshard.tensor_parallel(TX, mesh(4, tensor=2), SPECS, min_shard_size=1)
     made["hybrid-8"] = jaxshard.hybrid(TX, mesh(8, pipeline=2, tensor=2), SPECS, 3, min_shard_size=1)
     return made

@@ -249,7 +249,7 @@ def test_figures_are_the_rows_own(rows, tmp_path):
         assert [bytes_in(tip) for _, tip in memory[i][1:]] == expected
         expected = [predicted.wire_bytes, *(predicted.costs.wire_bytes_by_axes().get(a, 0.0) for a in axes)]
         assert [bytes_in(tip) for _, tip in sent[i][1:]] == expected
-        expected = [took.total, took.overlapped, took.products, took.memory, took.links, took.waits]
+        expected = [took.total, took.overlapped, took.products, took.memory, took.links, took.host, took.waits]
         assert [float(tip.removesuffix(" s")) for _, tip in times[i][1:-1]] == expected
         assert times[i][-1][0] == took.bound
     assert memory[1][1][0] == f"{rows[0].prediction.memory['params'] / MB:.3g} MB"
