@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import named_leaves, shape_of
+from jaxshard.base.tree import named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.core import frozen, precision
 from jaxshard.core.cutting import deal_leaf
@@ -114,7 +114,7 @@ class Setup:
     def state_shardings(self, found: Layout) -> Tree:
         """Where the state of a layout that has one lives, as `NamedSharding`s, in the host's memory too."""
         leaves = [NamedSharding(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
-        return jax.tree.unflatten(found.state_treedef, leaves)
+        return unflatten(found.state_treedef, leaves)
 
     def plain_init(self, params: Tree) -> Tree:
         """The state before it is sharded: `inner.init`, and the state that options add to it."""
