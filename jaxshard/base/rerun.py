@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
@@ -114,11 +115,19 @@ def _branch(run: Callable[[Jaxpr, Values], list[jax.Array]], program: Jaxpr, *va
 def _while(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
-    return lax.while_loop(
-        lambda carry: run(eqn.params["cond_jaxpr"], [*of_cond, *carry])[0],
-        lambda carry: run(eqn.params["body_jaxpr"], [*of_body, *carry]),
-        list(values[num_cond + num_body :]),
-    )
+
+    def goes_on(carry: list[jax.Array]) -> jax.Array:
+        return run(eqn.params["cond_jaxpr"], [*of_cond, *carry])[0]
+
+    def body(carry: list[jax.Array]) -> list[jax.Array]:
+        made, yes = run(eqn.params["body_jaxpr"], [*of_body, *carry]), goes_on(carry)
+        if not yes.ndim:
+            return made
+        # A loop under `vmap`: those that have ended keep what they have. Their predicates are the first dims of all.
+        wide = [yes.reshape(yes.shape + (1,) * (x.ndim - yes.ndim)) for x in made]
+        return [jnp.where(one, new, old) for one, new, old in zip(wide, made, carry, strict=True)]
+
+    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), body, list(values[num_cond + num_body :]))
 
 
 def _scan(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:

@@ -88,6 +88,8 @@ def _compare(x: Jaxpr, y: Jaxpr, sizes: tuple[int, int], changed: dict[int, Mapp
         for v, w in zip(a.invars, b.invars, strict=True):
             if is_literal(v) != is_literal(w) or (is_literal(v) and not same(v.val, w.val)):
                 raise _Unlike
+        if a.params.get("branches_platforms") and not same(list(a.params["branches"]), list(b.params["branches"])):
+            raise _Unlike  # XLA chooses the branch, so that none is run anew
         found = {
             key: _param(value, b.params[key], sizes, changed)
             for key, value in a.params.items()

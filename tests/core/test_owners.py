@@ -223,3 +223,39 @@ def test_each_layer_of_a_stack_has_an_owner(name):
     assert stacked[0] == pytest.approx(separate[0], rel=0.01)
     assert stacked[1] == pytest.approx(separate[1], rel=0.1)
     assert stacked[1] < 1.3 * cost(name, 2, False)[1] / 4
+
+
+# Layers under `vmap`.
+
+
+def newton(g):
+    """The polar factor of a matrix by Newton's iteration, until it converges."""
+
+    def goes_on(carry):
+        _, step, count = carry
+        return (step > 1e-9) & (count < 40)
+
+    def body(carry):
+        x, _, count = carry
+        new = 1.5 * x - 0.5 * x @ x.T @ x
+        return new, jnp.max(jnp.abs(new - x)), count + 1
+
+    return jax.lax.while_loop(goes_on, body, (g / jnp.linalg.norm(g), jnp.asarray(1.0, g.dtype), 0))[0]
+
+
+def signed_qr(g):
+    q, r = jnp.linalg.qr(g)
+    return (q * jnp.sign(jnp.diagonal(r))) @ jnp.eye(g.shape[1], dtype=g.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be cut", "ignore:.*may wait")
+@pytest.mark.parametrize("fn", [newton, signed_qr])
+def test_layers_under_vmap(x64, fn):
+    """A loop whose predicate differs by layer; a branch that XLA chooses by platform."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -0.01 * (jax.vmap(fn)(g) if g.ndim == 3 else g), updates), state
+
+    tx = optax.chain(optax.trace(0.9), optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+    mesh = jaxshard.make_mesh(devices=jax.devices()[:4])
+    check(jaxshard.zero2(tx, mesh, min_shard_size=1), tx, make_params())
