@@ -74,20 +74,16 @@ class _Share(NamedTuple):
     """Some units of one program, on their way: a row of each buffer for each unit, and what every device has whole."""
 
     job: Job
+    num_units: int
     rows: Buffers
     whole: dict[int, jax.Array]  # by place among the operands, a row for each unit
     common: dict[int, jax.Array]  # the same, of one value for all
-
-    @property
-    def num_units(self) -> int:
-        """Units in it."""
-        return next(iter((*self.rows.values(), *self.whole.values()))).shape[0]
 
     def part(self, start: int, stop: int) -> "_Share":
         """Its units from `start` to `stop`."""
         rows = {key: x[start:stop] for key, x in self.rows.items()}
         whole = {k: x[start:stop] for k, x in self.whole.items()}
-        return _Share(self.job, rows, whole, self.common)
+        return _Share(self.job, stop - start, rows, whole, self.common)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +291,8 @@ def _packed(jobs: Sequence[Job], operands: Sequence[Sequence[jax.Array]]) -> _Sh
             rows.setdefault(kind.dtype, []).append(parts.reshape(len(parts), -1))
         else:
             whole[k] = parts
-    return _Share(jobs[0], _concatenated(rows, 1), whole, common)
+    num_units = sum(job.num_units for job in jobs)
+    return _Share(jobs[0], num_units, _concatenated(rows, 1), whole, common)
 
 
 def _for_units(x: jax.Array, job: Job, kind: Kind) -> jax.Array:

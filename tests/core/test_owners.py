@@ -116,10 +116,15 @@ def test_with_other_options(x64, options):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be cut")
-def test_a_large_leaf_that_nothing_divides_has_an_owner(x64, monkeypatch):
+@pytest.mark.parametrize("num_devices", [3, 4])
+def test_a_large_leaf_that_nothing_divides_has_an_owner(x64, monkeypatch, num_devices):
+    """Over 4 devices it is the only one, so that nothing at all is sent to its owner."""
     monkeypatch.setattr(owners, "_WORTH_SENDING", 100)
-    tx, mesh = TXS["muon"](), jaxshard.make_mesh(devices=jax.devices()[:3])
+    dealt, deal = [], owners._deal
+    monkeypatch.setattr(owners, "_deal", lambda members, how: dealt.extend(members) or deal(members, how))
+    tx, mesh = TXS["muon"](), jaxshard.make_mesh(devices=jax.devices()[:num_devices])
     check(jaxshard.zero2(tx, mesh, min_shard_size=1), tx, make_params())
+    assert sorted(SHAPES).index("prime") in {member.unit.leaf for member in dealt}
 
 
 # What may not be taken apart.
