@@ -77,17 +77,15 @@ class _Unlike(Exception):
 
 def _compare(x: Jaxpr, y: Jaxpr, sizes: tuple[int, int], changed: dict[int, Mapping[str, Any]]) -> None:
     one, two = open_jaxpr(x), open_jaxpr(y)
-    if len(one.eqns) != len(two.eqns):
+    constants = same(list(getattr(x, "consts", ())), list(getattr(y, "consts", ())))
+    if not constants or len(one.eqns) != len(two.eqns) or len(one.invars) != len(two.invars):
         raise _Unlike
-    constants = zip(getattr(x, "consts", ()), getattr(y, "consts", ()), strict=False)
-    if not all(same(a, b) for a, b in constants):
-        raise _Unlike
+    partner = dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True))
     for a, b in zip(one.eqns, two.eqns, strict=True):
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or a.params.keys() != b.params.keys():
+        if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
             raise _Unlike
-        for v, w in zip(a.invars, b.invars, strict=True):
-            if is_literal(v) != is_literal(w) or (is_literal(v) and not same(v.val, w.val)):
-                raise _Unlike
+        _compare_wires(a.invars, b.invars, partner)
+        partner |= dict(zip(a.outvars, b.outvars, strict=False))
         if a.params.get("branches_platforms") and not same(list(a.params["branches"]), list(b.params["branches"])):
             raise _Unlike  # XLA chooses the branch, so that none is run anew
         found = {
@@ -98,6 +96,17 @@ def _compare(x: Jaxpr, y: Jaxpr, sizes: tuple[int, int], changed: dict[int, Mapp
         new = {key: value for key, value in found.items() if value is not a.params[key]}
         if new:
             changed[id(a)] = new
+    _compare_wires(one.outvars, two.outvars, partner)
+
+
+def _compare_wires(vs: Sequence[Var], ws: Sequence[Var], partner: Mapping[Var, Var]) -> None:
+    """Raises unless these are the same constants, and partners."""
+
+    def alike(v: Var, w: Var) -> bool:
+        return is_literal(w) and same(v.val, w.val) if is_literal(v) else partner[v] is w
+
+    if len(vs) != len(ws) or not all(map(alike, vs, ws)):
+        raise _Unlike
 
 
 def _param(a: Any, b: Any, sizes: tuple[int, int], changed: dict[int, Mapping[str, Any]]) -> Any:

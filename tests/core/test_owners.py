@@ -143,6 +143,9 @@ def per_matrix(fn):
 COUPLED = {
     "by the layer's number": lambda g: (g * jnp.arange(1, 1 + g.shape[0])[:, None, None]) @ jnp.swapaxes(g, -1, -2) @ g,
     "by the number of layers": lambda g: (g / g.shape[0]) @ jnp.swapaxes(g, -1, -2) @ g,
+    "by which operand comes first": lambda g: (
+        g @ jnp.swapaxes(jnp.tanh(g), -1, -2) @ g if g.shape[0] == 5 else jnp.tanh(g) @ jnp.swapaxes(g, -1, -2) @ g
+    ),
     "by the norm of the stack": lambda g: (g / jnp.linalg.norm(g)) @ jnp.swapaxes(g, -1, -2) @ g,
     "by the layer before": lambda g: g @ jnp.swapaxes(jnp.roll(g, 1, 0), -1, -2) @ g,
     "by their running sum": lambda g: jnp.cumsum(g, 0) @ jnp.swapaxes(g, -1, -2) @ g,
