@@ -17,7 +17,7 @@ from jaxshard.base.primitives import (
     NO_GRADIENT,
     SAME_NUMBERS,
 )
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
 
 
 def core() -> ModuleType:
@@ -68,13 +68,29 @@ def run_equations(jaxpr: OpenJaxpr, eqns: list[Equation], env: dict[Var, Tree]) 
     if not eqns:
         return
     outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
-    own = set(outs)
-    ins = list(dict.fromkeys(v for e in eqns for v in e.invars if not is_literal(v) and v not in own))
-    piece = jaxpr.replace(
-        constvars=[], invars=ins, outvars=outs, eqns=eqns, debug_info=unnamed(jaxpr, len(ins), len(outs))
-    )
-    results = core().jaxpr_as_fun(core().ClosedJaxpr(piece, ()))(*(env[v] for v in ins))
+    ins = operands_of(eqns)
+    results = core().jaxpr_as_fun(part_of(jaxpr, eqns, ins, outs))(*(env[v] for v in ins))
     env |= dict(zip(outs, results, strict=True))
+
+
+def operands_of(eqns: Sequence[Equation]) -> list[Var]:
+    """What equations read and do not make, in the order of its first use."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
+
+
+def part_of(jaxpr: OpenJaxpr, eqns: Sequence[Equation], ins: Sequence[Var], outs: Sequence[Var]) -> Jaxpr:
+    """Some equations of a program as a program of their own, from `ins` to `outs`."""
+    info = unnamed(jaxpr, len(ins), len(outs))
+    part = jaxpr.replace(constvars=[], invars=[*ins], outvars=[*outs], eqns=[*eqns], debug_info=info)
+    return core().ClosedJaxpr(part, ())
+
+
+def linear_solver(eqn: Equation, operands: Sequence[T]) -> tuple[Jaxpr, list[T]]:
+    """The program that a `custom_linear_solve` runs, and which of the operands it gets."""
+    lengths = eqn.params["const_lengths"]  # of the products, and of the two solvers, before the right-hand sides
+    products = lengths.matvec + lengths.vecmat
+    return eqn.params["jaxprs"].solve, [*operands[products : products + lengths.solve], *operands[sum(lengths) :]]
 
 
 def subprograms(eqn: Equation) -> Iterator[Jaxpr]:

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
+from jaxshard.base.jaxprs import (
+    inner_jaxpr,
+    is_literal,
+    linear_solver,
+    open_jaxpr,
+    run_equations,
+    scan_split,
+    without_consts,
+)
 from jaxshard.base.primitives import CALLS, LOOPS
 from jaxshard.base.types import Equation, Jaxpr, Tree, Var
 
@@ -46,14 +54,16 @@ def rerun(
     return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
 
 
-def flat(program: Jaxpr) -> Jaxpr:
-    """The program with its calls written out."""
+def flat(program: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
+    """The program with its calls written out, and with its constants as further inputs; and these constants."""
+    program, consts = without_consts(program)
 
     def run(*values: jax.Array) -> list[jax.Array]:
         return rerun(program, values, lambda eqn: eqn.primitive.name in (*CALLS, "custom_linear_solve"))
 
     trace: Any = jax.make_jaxpr(run)  # pyright: ignore[reportUnknownMemberType]
-    return trace(*(_shape_of(v.aval) for v in open_jaxpr(program).invars))
+    written, more = without_consts(trace(*(_shape_of(v.aval) for v in open_jaxpr(program).invars)))
+    return written, [*consts, *more]
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -73,14 +83,21 @@ def anew(program: Jaxpr, values: Values, changed: Mapping[int, Mapping[str, Any]
             return list(operands)
         if eqn.primitive.name in (*CALLS, *LOOPS, "custom_linear_solve"):
             return None
-        params = eqn.params | dict.fromkeys(_SHARDINGS & eqn.params.keys()) | dict((changed or {}).get(id(eqn), {}))
-        made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-        return list(made) if eqn.primitive.multiple_results else [made]
+        return bound(
+            eqn, operands, dict.fromkeys(_SHARDINGS & eqn.params.keys()) | dict((changed or {}).get(id(eqn), {}))
+        )
 
     return rerun(program, values, lambda _: True, instead)
 
 
 _SHARDINGS = frozenset({"sharding", "out_sharding"})  # where a result lies, on the mesh that it was traced on
+
+
+def bound(eqn: Equation, operands: Values, changed: Mapping[str, Any] | None = None) -> list[jax.Array]:
+    """The results of an equation's operation on other operands, with some parameters changed."""
+    params = eqn.primitive.get_bind_params(eqn.params | dict(changed or {}))
+    made = eqn.primitive.bind(*operands, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
 
 
 def _inside(
@@ -95,9 +112,7 @@ def _inside(
     if name in CALLS:
         return run(inner_jaxpr(eqn), values)
     if name == "custom_linear_solve":
-        lengths = params["const_lengths"]  # of the products, and of the two solvers, before the right-hand sides
-        products = lengths.matvec + lengths.vecmat
-        return run(params["jaxprs"].solve, [*values[products : products + lengths.solve], *values[sum(lengths) :]])
+        return run(*linear_solver(eqn, values))
     if name == "cond" and params.get("branches_platforms") is None:
         branches = [functools.partial(_branch, run, one) for one in params["branches"]]
         return lax.switch(values[0], branches, *values[1:])  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
@@ -115,19 +130,24 @@ def _branch(run: Callable[[Jaxpr, Values], list[jax.Array]], program: Jaxpr, *va
 def _while(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
+    under_vmap = open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0].aval.ndim > 0
 
     def goes_on(carry: list[jax.Array]) -> jax.Array:
         return run(eqn.params["cond_jaxpr"], [*of_cond, *carry])[0]
 
     def body(carry: list[jax.Array]) -> list[jax.Array]:
-        made, yes = run(eqn.params["body_jaxpr"], [*of_body, *carry]), goes_on(carry)
-        if not yes.ndim:
-            return made
-        # A loop under `vmap`: those that have ended keep what they have. Their predicates are the first dims of all.
+        return run(eqn.params["body_jaxpr"], [*of_body, *carry])
+
+    def body_of_many(carry: list[jax.Array]) -> list[jax.Array]:
+        """Those that have ended keep what they have; the dims of their predicates are the first of all arrays."""
+        made, yes = body(carry), goes_on(carry)
         wide = [yes.reshape(yes.shape + (1,) * (x.ndim - yes.ndim)) for x in made]
         return [jnp.where(one, new, old) for one, new, old in zip(wide, made, carry, strict=True)]
 
-    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), body, list(values[num_cond + num_body :]))
+    start = list(values[num_cond + num_body :])
+    if under_vmap:
+        return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), body_of_many, start)
+    return lax.while_loop(goes_on, body, start)
 
 
 def _scan(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[jax.Array]]) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxshard.base.tree import path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.core.cutting import Leaf
-from jaxshard.core.memory_option import MemoryRules
+from jaxshard.core.memory_option import MemoryRules, fraction
 
 
 def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: AxisSizes) -> list[Leaf]:
@@ -29,7 +29,7 @@ def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: 
             "so nothing could lie on the host; leave the option out"
         )
     if isinstance(asked, str):
-        chosen = _by_bytes(leaves, may, 1.0 if asked == "host" else float(asked.partition(":")[2]), sizes)
+        chosen = _by_bytes(leaves, may, fraction("state_memory", asked), sizes)
     else:
         chosen = _by_rules(leaves, may, asked)
     each = zip(leaves, chosen, strict=True)

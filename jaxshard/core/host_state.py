@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import local_shape
-from jaxshard.base.jaxprs import core, is_literal, open_jaxpr, unnamed, without_consts
+from jaxshard.base.jaxprs import is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.base.primitives import POINTWISE
 from jaxshard.base.rerun import anew, flat
 from jaxshard.base.tree import Names, is_traced, named_leaves
@@ -78,11 +78,10 @@ class HostState:
             return step(*jax.tree.unflatten(treedef, values))
 
         program, outs = jax.make_jaxpr(run, return_shape=True)(*shapes)
-        program, consts = without_consts(program)
-        program, more = without_consts(flat(program))
+        program, consts = flat(program)
         before, after = ([names for names, _ in named_leaves(tree)] for tree in (state, outs[1]))
         streams = _Streams(self, program, len(jax.tree.leaves(grads)), before, after)
-        return jax.tree.unflatten(jax.tree.structure(outs), streams.run([*leaves, *consts, *more]))
+        return jax.tree.unflatten(jax.tree.structure(outs), streams.run([*leaves, *consts]))
 
 
 class _Streams:
@@ -153,13 +152,11 @@ class _Streams:
         eqns, parts = self.parts.eqns, self.parts
         makes = dict.fromkeys(v for i in sorted(places) for v in eqns[i].outvars)
         outs = tuple(v for v in makes if v in parts.results or self._is_read(v, places))
-        read = list(dict.fromkeys(v for i in sorted(places) for v in eqns[i].invars if not is_literal(v)))
-        spread = {
-            parts.maker[v] for v in read if v not in makes and v in parts.maker and _spreads(eqns[parts.maker[v]])
-        }
+        makers = {parts.maker[v] for v in operands_of([eqns[i] for i in sorted(places)]) if v in parts.maker}
+        spread = {i for i in makers if _spreads(eqns[i])}
         run = [eqns[i] for i in sorted(places | spread)]
         made = {v for eqn in run for v in eqn.outvars}
-        ins = list(dict.fromkeys(v for eqn in run for v in eqn.invars if not is_literal(v) and v not in made))
+        ins = operands_of(run)
         given, from_host = (tuple(v for v in ins if (v in self.paths) == yes) for yes in (False, True))
         to_host = [v in self.outs and not self._is_read(v, places) and v not in self.plain for v in outs]
         buffers = tuple(self._buffer(v) if yes else None for v, yes in zip(outs, to_host, strict=True))
@@ -173,10 +170,7 @@ class _Streams:
         arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}  # gradients, state, params
         sign = -1 if self.host.over_params else 1
         given = tuple(sorted(given, key=lambda v: sign * arguments[v] if v in arguments else len(arguments)))
-        ordered = [*given, *from_host]
-        info = unnamed(self.jaxpr, len(ordered), len(outs))
-        piece = self.jaxpr.replace(constvars=[], invars=ordered, outvars=[*outs], eqns=run, debug_info=info)
-        program = core().ClosedJaxpr(piece, ())
+        program = part_of(self.jaxpr, run, [*given, *from_host], outs)
         return _Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
 
     def _is_read(self, v: Var, places: set[int]) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in, canonical
-from jaxshard.base.jaxprs import core, equations, is_literal, open_jaxpr, unnamed
+from jaxshard.base.axes import axes_of, canonical
+from jaxshard.base.jaxprs import equations, is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.base.primitives import LINEAR_ALGEBRA, LOOPS, POINTWISE
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.core.components import FREE, Component, Components, is_big
@@ -144,23 +144,15 @@ class _Finder(Components):
         copied = self._made_again(own, inside, others)
         places = sorted(inside | copied)
         eqns = [self.eqns[i] for i in places]
-        made = {v for eqn in eqns for v in eqn.outvars}
-        ins = tuple(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
+        ins = tuple(operands_of(eqns))
         outs = tuple(v for i in sorted(inside) for v in self.eqns[i].outvars if self._leaves(v, inside))
         if any(self.maker.get(v, -1) in copied for v in outs) or not outs:
             return None
         specs = tuple(self._place(own, v) for v in ins)
-        piece = self.jaxpr.replace(
-            constvars=[],
-            invars=[*ins],
-            outvars=[*outs],
-            eqns=eqns,
-            debug_info=unnamed(self.jaxpr, len(ins), len(outs)),
-        )
         return Unit(
             own,
             phase,
-            core().ClosedJaxpr(piece, ()),
+            part_of(self.jaxpr, eqns, ins, outs),
             ins,
             outs,
             specs,
@@ -223,7 +215,7 @@ class _Finder(Components):
         is made of one array, where that is less to send."""
         again: set[int] = set()
         while True:
-            ins = self._reads(inside | again)
+            ins = [v for v in operands_of([self.eqns[i] for i in sorted(inside | again)]) if is_big(v)]
             found = {self.maker[v] for v in ins if v in self.maker and self._must_be_made(own, v)}
             found = {i for i in found if i not in others and not self.forwards[i]}
             if not found:
@@ -237,13 +229,6 @@ class _Finder(Components):
             if not found:
                 return again
             again |= found
-
-    def _reads(self, places: set[int]) -> list[Var]:
-        """The big values that these equations read, and do not make."""
-        eqns = [self.eqns[i] for i in sorted(places)]
-        made = {v for eqn in eqns for v in eqn.outvars}
-        read = (v for eqn in eqns for v in eqn.invars if not is_literal(v) and is_big(v) and v not in made)
-        return list(dict.fromkeys(read))
 
     def _must_be_made(self, own: Component, v: Var) -> bool:
         maker = self.maker[v]
@@ -269,4 +254,4 @@ def _bytes(v: Var) -> int:
 
 
 def _num_axes(spec: P) -> int:
-    return sum(len(axes_in(entry)) for entry in spec)
+    return len(axes_of(spec))

@@ -23,8 +23,7 @@ def checked(who: str, asked: object, mesh: AnyMesh) -> str | MemoryRules:
     if isinstance(asked, str):
         if asked == "device":
             return asked
-        if asked != "host":
-            _fraction(who, asked)
+        fraction(who, asked)
     elif not _are_rules(asked):
         raise ValueError(f"{who}: state_memory={asked!r:.80} is unknown; {_WORDS}")
     else:
@@ -37,10 +36,11 @@ def checked(who: str, asked: object, mesh: AnyMesh) -> str | MemoryRules:
     return asked if isinstance(asked, str) else tuple((a, b) for a, b in cast("Sequence[tuple[str, str]]", asked))
 
 
-def _fraction(who: str, asked: str) -> float:
+def fraction(who: str, asked: str) -> float:
+    """The part of the bytes that "host" or "host:0.5" asks for; a ValueError for another word or number."""
     word, _, number = asked.partition(":")
     try:
-        found = float(number)
+        found = 1.0 if asked == "host" else float(number)
     except ValueError:
         found = -1.0
     if word != "host" or not 0 < found <= 1:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
-from jaxshard.base.jaxprs import equations, open_jaxpr, without_consts
+from jaxshard.base.jaxprs import equations, open_jaxpr
 from jaxshard.base.primitives import LINEAR_ALGEBRA
 from jaxshard.base.rerun import anew, flat
 from jaxshard.base.tree import is_traced, named_leaves
@@ -29,7 +29,7 @@ from jaxshard.core.layers import OneLayer, one_layer
 from jaxshard.core.matrix_units import Unit, units
 from jaxshard.core.rounds import Job, Kind, Rounds
 from jaxshard.inner.trace import first_state, update_of
-from jaxshard.inner.update import fast, update
+from jaxshard.inner.update import fast, update, with_fast
 from jaxshard.mesh import platform_of
 
 _WORTH_SENDING = 2**18  # the elements of a leaf that no axis cuts, whose results must be sent to all
@@ -69,21 +69,19 @@ class Dealing:
             given = iter(values)
             whole = [next(given) if is_array else x for x, is_array in zip(leaves, arrays, strict=True)]
             mine, state, params, extra = jax.tree.unflatten(treedef, whole)
-            return update(inner, mine if params is None else _as_given(grads, mine), state, params, extra)
+            return update(inner, mine if params is None else with_fast(grads, mine), state, params, extra)
 
         values = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
         program, shapes = jax.make_jaxpr(run, return_shape=True)(*values)
-        opened, consts = without_consts(program)
-        written = flat(opened)
-        opened, more = without_consts(written)
+        program, consts = flat(program)
         num_grads = len(jax.tree.leaves(fast(grads)))
         specs = self._specs(grads, state, params)
-        specs = [*specs, *[P()] * (len(open_jaxpr(opened).invars) - len(specs))]
+        specs = [*specs, *[P()] * (len(open_jaxpr(program).invars) - len(specs))]
         out_specs = [*self.grads, *(self.state.get(names) for names, _ in named_leaves(shapes[1]))]
-        found = [one for one in units(opened, num_grads, specs, out_specs) if self.leaves[one.leaf]]
+        found = [one for one in units(program, num_grads, specs, out_specs) if self.leaves[one.leaf]]
         members = self._members(inner, found, fast(grads), state, params, num_grads)
         _warn_if_short_of_threads(self.mesh, members)
-        outs = _evaluated(opened, [*values, *consts, *more], members, self)
+        outs = _evaluated(program, [*values, *consts], members, self)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     def _specs(self, grads: Tree, state: Tree, params: Tree) -> list[P | None]:
@@ -115,10 +113,6 @@ class Dealing:
 _OTHER = (2, 3)  # numbers of layers that a stack is compared with
 
 
-def _as_given(grads: Tree, leaves: Tree) -> Tree:
-    return grads._replace(fast=leaves) if isinstance(grads, optax.LookaheadParams) else leaves
-
-
 def _of_other_stacks(
     inner: optax.GradientTransformation,
     grads: Tree,
@@ -146,9 +140,9 @@ def _of_other_stacks(
     traced = update_of(inner, other, start.state)
     if traced is None:
         return {}
-    opened, _ = without_consts(flat(without_consts(traced.jaxpr)[0]))
+    program, _ = flat(traced.jaxpr)
     found: dict[int, list[Unit]] = {}
-    for unit in units(opened, num_grads, [P()] * len(open_jaxpr(opened).invars)):
+    for unit in units(program, num_grads, [P()] * len(open_jaxpr(program).invars)):
         if unit.leaf in layers:
             found.setdefault(unit.leaf, []).append(unit)
     return found
@@ -171,19 +165,22 @@ class _Member(NamedTuple):
         found = {axes_in(spec[0]) if spec else () for _, spec, stacked in self.values() if stacked}
         return None if len(found) > 1 else next(iter(found), ())
 
+    def _named(self) -> set[str]:
+        """The mesh axes that cut something of it."""
+        return axes_of([spec for _, spec, _ in self.values()])
+
     def axes(self, dealing: Dealing) -> tuple[str, ...]:
         """The mesh axes over which it is dealt out."""
-        named = axes_of([spec for _, spec, _ in self.values()])
         of_stack = self.axes_of_stack() or ()
-        used = (named | set(dealing.axes)) - set(of_stack)
+        used = (self._named() | set(dealing.axes)) - set(of_stack)
         return tuple(axis for axis in dealing.mesh.axis_names if axis in used)
 
     def is_worth(self, dealing: Dealing) -> bool:
         """Whether it is cut, or large."""
-        cut = any(
-            set(dealing.axes) & {axis for entry in spec for axis in axes_in(entry)} for _, spec, _ in self.values()
+        return (
+            bool(set(dealing.axes) & self._named())
+            or max(math.prod(v.aval.shape) for v in self.unit.ins) >= _WORTH_SENDING
         )
-        return cut or max(math.prod(v.aval.shape) for v in self.unit.ins) >= _WORTH_SENDING
 
     def job(self, sizes: AxisSizes) -> Job:
         """It as a job for owners."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxshard.base.jaxprs import open_jaxpr, subprograms
-from jaxshard.base.rerun import rerun
+from jaxshard.base.rerun import bound, rerun
 from jaxshard.base.types import Equation, Jaxpr, T, Tree
 
 Whole = Callable[[jax.Array], jax.Array]
@@ -29,8 +29,7 @@ class _Mend(NamedTuple):
     def done(self, eqn: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
         if eqn.primitive.name not in self.names:
             return None
-        made = eqn.primitive.bind(*map(self.whole, operands), **eqn.params)
-        return [self.whole(x) for x in (made if eqn.primitive.multiple_results else [made])]
+        return [self.whole(x) for x in bound(eqn, [self.whole(x) for x in operands])]
 
 
 def fragile(program: Jaxpr) -> frozenset[str]:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, linear_solver, open_jaxpr, scan_split
 from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA, POINTWISE
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.rows import indexing, moves
@@ -279,10 +279,7 @@ class Walk:
         return [self.arithmetic.pointwise(eqn, [chooses, label], trail) for label in labels]
 
     def _linear_solve(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
-        lengths = eqn.params["const_lengths"]  # of the products, and of the two solvers, before the right-hand sides
-        products = lengths.matvec + lengths.vecmat
-        solver, right = labels[products : products + lengths.solve], labels[sum(lengths) :]
-        return self.through(eqn.params["jaxprs"].solve, [*solver, *right], trail)
+        return self.through(*linear_solver(eqn, labels), trail)
 
     def _either(self, labels: Sequence[Label], trail: Trail) -> Label:
         """The label of a value that is one of several."""
