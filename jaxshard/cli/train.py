@@ -30,7 +30,7 @@ from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import toml
+from jaxshard.trainer import finished_run, toml
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
@@ -157,6 +157,8 @@ def make_job(given: Given) -> Job:
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
+    if not resume:
+        agreement.together("start", lambda: finished_run.find(config))
     reason = why_not_fused(config.model, run.opt.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
     return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes])

@@ -48,6 +48,7 @@ def parse(arguments: Sequence[str]) -> Given:
         given = _from_command_line(arguments, Arguments(**vars(config)))
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
+    _check_encodable("--train.start", given.train.start)
     warmup = "optimizer.warmup_steps"
     optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
     given = Given(**(vars(given) | {"optimizer": optimizer, "notes": (*notes, *note)}))
@@ -182,7 +183,7 @@ def _other_heldout(before: Config, now: Config) -> list[str]:
 
 def _saved_as(config: Config) -> dict[str, Any]:
     """The options that decide which arrays are saved, how they are read, and which random numbers come."""
-    sections = {"model": dataclasses.asdict(config.model), "precision": dataclasses.asdict(config.precision)}
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "lora", "precision")}
     sections["train"] = {"seed": config.train.seed}
     del sections["precision"]["reduce"]
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}

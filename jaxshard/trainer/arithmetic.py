@@ -9,17 +9,30 @@ def useful_flops(config: Config) -> float:
     """Multiplications and additions of a step's matrix products on all devices together, none of them made twice.
 
     Each position takes 6 for each element of a matrix (one product forward, two backward: Chowdhery et al. 2022, PaLM,
-    appendix B). Attention, which is causal, looks at half of the pairs of positions.
+    appendix B). Attention, which is causal, looks at half of the pairs of positions. A frozen matrix has no gradient, so
+    that its elements take 4.
     """
     model = config.model
     positions = config.train.rows * model.sequence_length
     attention = model.layers * model.width * model.sequence_length  # two products of half of the pairs
-    return 6.0 * positions * (_num_multiplied(model) + attention)
+    each = 4.0 if config.lora.rank else 6.0
+    return positions * (each * _num_multiplied(model) + 6.0 * (attention + _num_adapted(model, config.lora.rank)))
 
 
 def _num_multiplied(model: ModelConfig) -> int:
     """Elements of the matrices that each position is multiplied by; a table is only looked up."""
+    matrices = sum(inputs * outputs for inputs, outputs in _matrices(model))
+    return model.layers * matrices + model.width * model.vocabulary
+
+
+def _num_adapted(model: ModelConfig, rank: int) -> int:
+    """Elements of the adapters of rank `rank`."""
+    return model.layers * rank * sum(inputs + outputs for inputs, outputs in _matrices(model))
+
+
+def _matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of a block."""
     groups = model.kv_heads or model.heads
-    attention = model.width * (model.width // model.heads) * (model.heads + 2 * groups) + model.width**2
-    mlp = (3 if model.mlp == "swiglu" else 2) * model.width * model.hidden
-    return model.layers * (attention + mlp) + model.width * model.vocabulary
+    qkv = model.width // model.heads * (model.heads + 2 * groups)
+    up = model.hidden * (2 if model.mlp == "swiglu" else 1)
+    return [(model.width, qkv), (model.width, model.width), (model.width, up), (model.hidden, model.width)]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
 import jaxshard
@@ -21,13 +22,13 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
-from jaxshard.trainer import data, memory
+from jaxshard.trainer import data, finished_run, linear, memory
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig
 from jaxshard.trainer.data import Rows
 from jaxshard.trainer.devices import make_mesh, start_devices
 from jaxshard.trainer.early_stopping import EarlyStopping
-from jaxshard.trainer.layer_stack import in_one_stack
+from jaxshard.trainer.layer_stack import in_one_stack, reshaped
 from jaxshard.trainer.model import LanguageModel, Params, Pipelined
 from jaxshard.trainer.run_folder import Position, Snapshot
 
@@ -60,11 +61,31 @@ class Run:
     template: Snapshot
 
     def start(self) -> Snapshot:
-        """Fresh parameters and state, sharded from the start: no device ever holds more than its share."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template.params)
+        """Parameters, fresh or of `train.start`, and state; no device ever holds more than its share.
+
+        Raises:
+          ValueError: `train.start` cannot be the start; nothing was computed.
+        """
+        finished = finished_run.find(self.config)
+        if finished is None:
+            params = self._fresh(lambda path: True)
+        else:
+            params = self._fresh(linear.is_adapter) | finished.params(flatten_dict(self.saved_template.params, sep="/"))
+        start = dataclasses.replace(self.template, params=unflatten_dict(params, sep="/"))
+        start = reshaped(start, self.template)
+        return dataclasses.replace(start, state=self.opt.init(start.params))
+
+    def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
+        """Those of the parameters whose path is wanted, by their paths."""
+        flat = flatten_dict(self.template.params, sep="/")
+        shardings = {path: leaf.sharding for path, leaf in flat.items() if wanted(path)}
         init = _initial(self.model, self.config.precision)
-        params = jax.jit(init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
-        return dataclasses.replace(self.template, params=params, state=self.opt.init(params))
+
+        def made(key: jax.Array) -> dict[str, jax.Array]:
+            fresh = flatten_dict(init(key), sep="/")
+            return {path: fresh[path] for path in shardings}
+
+        return jax.jit(made, out_shardings=shardings)(jax.random.key(self.config.train.seed))
 
     @property
     def saved_template(self) -> Snapshot:
@@ -142,15 +163,21 @@ class Run:
     def _kinds(self) -> dict[str, tuple[Tree, Tree]]:
         """Params, grads (while they are summed) and state, each with its shardings."""
         params, reduce = self.template.params, self.config.precision.reduce
-        shardings = self.opt.shardings(params)
+        shardings, trained = self.opt.shardings(params), self._trained(params)
         return {
             "params": (params, shardings.params),
             "grads": (
-                _typed(params, reduce) if reduce else params,
-                shardings.grads if self.opt.config.cuts.accumulators else shardings.params,
+                _typed(trained, reduce) if reduce else trained,
+                self._trained(shardings.grads if self.opt.config.cuts.accumulators else shardings.params),
             ),
             "state": (self.template.state, shardings.state),
         }
+
+    def _trained(self, params: Params) -> Params:
+        """What has gradients: all, or the adapters."""
+        if not self.config.lora.rank:
+            return params
+        return {path: leaf for path, leaf in flatten_dict(params, sep="/").items() if linear.is_adapter(path)}
 
 
 def prepare(config: Config) -> Run:
@@ -217,7 +244,8 @@ def make_model(config: Config) -> LanguageModel:
     """The model, its layers in stages where there is a pipeline."""
     sharding = config.sharding
     how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
-    return LanguageModel(config.model, how if sharding.pipeline > 1 else None, sharding.sequence_parallel)
+    pipelined = how if sharding.pipeline > 1 else None
+    return LanguageModel(config.model, pipelined, sharding.sequence_parallel, config.lora)
 
 
 def make_strategy(
@@ -231,6 +259,7 @@ def make_strategy(
     options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
     cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
+    options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
     options |= {"regather": sharding.regather} if cuts_params else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
@@ -281,7 +310,7 @@ def check_rows(config: Config, mesh: AnyMesh) -> None:
 
 def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
     """`init(key)`: fresh parameters in their type."""
-    return lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params), model.init(key))
+    return lambda key: linear.stored(model.init(key), model.lora, precision.params)
 
 
 def _typed(tree: Tree, dtype: str) -> Tree:
@@ -290,7 +319,8 @@ def _typed(tree: Tree, dtype: str) -> Tree:
 
 def _kernels(params: Tree) -> Tree:
     """True for the matrices that decay: not for norms and embeddings."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    matrices = ("kernel", *linear.ADAPTERS)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
 
 
 def _num_bytes(tree: Tree, shardings: Tree = None) -> int:

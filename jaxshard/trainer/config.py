@@ -65,6 +65,29 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank beside the frozen matrices of a trained model, in place of all of its parameters."""
+
+    rank: int = 0
+    """Inner size of the adapters of each matrix in the blocks, which alone are trained; 0: no adapters, all is
+    trained. The model comes from train.start."""
+    alpha: float = 16.0
+    """An adapter's product is multiplied by alpha / rank."""
+    base: Literal["", "float32", "bfloat16", "int8"] = ""
+    """Type of the frozen parameters, by default precision.params; int8: the blocks' matrices in 8 bits with a scale for
+    each output, all else in bfloat16."""
+
+    @property
+    def factor(self) -> float:
+        """What multiplies the product of an adapter's two matrices."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+    def float_base(self, dtype: str) -> str:
+        """The type of frozen floats, where what is trained has `dtype`."""
+        return {"": dtype, "int8": "bfloat16"}.get(self.base, self.base)
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with warm-up and cosine decay of the learning rate."""
 
@@ -173,6 +196,9 @@ class TrainConfig:
     """How many of the newest saves are kept."""
     keep_every: int = 0
     """Saves of steps that are divisible by this are never deleted; 0: all may be."""
+    start: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of a run whose newest saved parameters this one starts from, whatever its strategy and types; adapters
+    that it has are merged. By default they are random."""
     keep_best: int = 0
     """How many saves of the lowest held-out loss are kept; only a save that follows an evaluation counts."""
     max_skips: int = 20
@@ -195,6 +221,7 @@ class Config:
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     sharding: ShardingConfig = ShardingConfig()
@@ -222,6 +249,7 @@ def check(config: Config) -> None:
     sections = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(Config))
     ranges.check({f"{name}.{option}": value for name, section in sections for option, value in vars(section).items()})
     _check_precision(config.precision)
+    _check_lora(config)
     _check_parallel(config)
     model = config.model
     if model.width % model.heads:
@@ -247,6 +275,20 @@ def check(config: Config) -> None:
         raise ValueError(
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
             f"train.steps = {config.train.steps}: warm up for fewer"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    rank, base = config.lora.rank, config.lora.base
+    if base and not rank:
+        raise ValueError(
+            f"lora.base = {base} with lora.rank = 0: nothing is frozen: set lora.rank, or leave lora.base out and set "
+            "precision.params"
+        )
+    if rank and config.sharding.pipeline > 1:
+        raise ValueError(
+            f"lora.rank = {rank} with sharding.pipeline = {config.sharding.pipeline}: stages take no frozen matrices; "
+            "cut over data and tensor"
         )
 
 

@@ -20,7 +20,8 @@ import jaxshard
 from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
 from jaxshard.trainer.attention import attention
-from jaxshard.trainer.config import ModelConfig
+from jaxshard.trainer.config import LoraConfig, ModelConfig
+from jaxshard.trainer.linear import Linear
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -57,17 +58,24 @@ class LanguageModel:
       config: sizes and choices of the model.
       pipelined: run the layers as the stages of a pipeline; None: one after the other.
       sequence_parallel: activations between the layers are cut along the sequence, over the tensor axis.
+      lora: adapters of the blocks' matrices.
     """
 
-    def __init__(self, config: ModelConfig, pipelined: Pipelined | None = None, sequence_parallel: bool = False):
-        self.config, self.pipelined = config, pipelined
+    def __init__(
+        self,
+        config: ModelConfig,
+        pipelined: Pipelined | None = None,
+        sequence_parallel: bool = False,
+        lora: LoraConfig = LoraConfig(),
+    ):
+        self.config, self.pipelined, self.lora = config, pipelined, lora
         self._sequence = 1 if sequence_parallel else None
-        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: Transformer(config, lora, nnx.Rngs(0)))
         self._graphdefs = {name: nnx.split(part)[0] for name, part in model.parts().items()}
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
-        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.lora, nnx.Rngs(key)), nnx.Param))
         if self.virtual > 1:
             params["blocks"] = jax.tree.map(lambda x: x.reshape(self.virtual, -1, *x.shape[1:]), params["blocks"])
         return params
@@ -76,9 +84,11 @@ class LanguageModel:
     def specs(self) -> list[tuple[str, P]]:
         """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
         stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
+        scales = [(r"^blocks/.*(qkv|up)/kernel_scale$", P(*stage, "tensor"))] if self.lora.base == "int8" else []
         rules = [
-            (r"^blocks/.*(qkv|up)/kernel$", P(*stage, None, "tensor")),
-            (r"^blocks/.*(out|down)/kernel$", P(*stage, "tensor")),
+            (r"^blocks/.*(qkv|up)/(kernel|lora_b)$", P(*stage, None, "tensor")),
+            (r"^blocks/.*(out|down)/(kernel|lora_a)$", P(*stage, "tensor")),
+            *scales,
             (r"^blocks/", P(*stage)),
             (r"^embedding/", P("tensor")),
         ]
@@ -184,16 +194,16 @@ class LanguageModel:
 class Transformer(nnx.Module):
     """Embedding, blocks, norm, head: the parameters, and their initial values."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.config = config
         embed = functools.partial(nnx.Embed, features=config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.embedding = embed(config.vocabulary, embedding_init=nnx.initializers.normal(0.02))
         if config.positions == "learned":
             self.positions = embed(config.sequence_length, embedding_init=nnx.initializers.normal(0.02))
-        self.blocks = _stacked_blocks(config, rngs)
+        self.blocks = _stacked_blocks(config, lora, rngs)
         self.norm = _norm(config, rngs)
         if not config.tied:
-            self.head = _linear(config, config.width, config.vocabulary, rngs)
+            self.head = _linear(config, config.width, config.vocabulary, LoraConfig(), rngs)
 
     def parts(self) -> dict[str, nnx.Module]:
         """Its parts by name, those that this configuration has."""
@@ -204,12 +214,12 @@ class Transformer(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to its input. `sequence`: the dim along which activations are cut."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.dropout = config.dropout
         self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, lora, rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config, lora, rngs)
 
     def __call__(self, x_BxLxD: jax.Array, key: jax.Array | None = None, sequence: int | None = None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
@@ -225,16 +235,16 @@ class Attention(nnx.Module):
     group, then its queries, its key and its value, so that a cut leaves groups whole.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.kv_heads = config.kv_heads or config.heads
         self.queries = config.heads // self.kv_heads
         self.rotary, self.how = config.positions == "rotary", config.attention
         features = config.width // config.heads
-        self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, rngs)
-        self.out = _linear(config, config.width, config.width, rngs, scale=0.5 / config.layers)
+        self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, lora, rngs)
+        self.out = _linear(config, config.width, config.width, lora, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
-        qkv_BxLxF = jaxshard.tensor.column_parallel(x_BxLxD, _kernel(self.qkv), sequence=sequence)
+        qkv_BxLxF = self.qkv.column_parallel(x_BxLxD, sequence)
         rows, length, _ = qkv_BxLxF.shape
         groups = jaxshard.tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
         qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
@@ -243,7 +253,7 @@ class Attention(nnx.Module):
         if self.rotary:
             q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
         y_BxLxHxK = attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, self.how)
-        return jaxshard.tensor.row_parallel(y_BxLxHxK.reshape(rows, length, -1), _kernel(self.out), sequence=sequence)
+        return self.out.row_parallel(y_BxLxHxK.reshape(rows, length, -1), sequence)
 
 
 class MLP(nnx.Module):
@@ -252,38 +262,35 @@ class MLP(nnx.Module):
     The columns of a gated `up` go by feature, then gate and value, so that a cut leaves both together.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.gated = config.mlp == "swiglu"
-        self.up = _linear(config, config.width, config.hidden * (2 if self.gated else 1), rngs)
-        self.down = _linear(config, config.hidden, config.width, rngs, scale=0.5 / config.layers)
+        self.up = _linear(config, config.width, config.hidden * (2 if self.gated else 1), lora, rngs)
+        self.down = _linear(config, config.hidden, config.width, lora, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
-        h_BxLxF = jaxshard.tensor.column_parallel(x_BxLxD, _kernel(self.up), sequence=sequence)
+        h_BxLxF = self.up.column_parallel(x_BxLxD, sequence)
         if self.gated:
             both_BxLxFx2 = h_BxLxF.reshape(*h_BxLxF.shape[:2], -1, 2)
             h_BxLxF = jax.nn.silu(both_BxLxFx2[..., 0]) * both_BxLxFx2[..., 1]
         else:
             h_BxLxF = jax.nn.gelu(h_BxLxF)
-        return jaxshard.tensor.row_parallel(h_BxLxF, _kernel(self.down), sequence=sequence)
+        return self.down.row_parallel(h_BxLxF, sequence)
 
 
-def _kernel(layer: nnx.Linear) -> jax.Array:
-    """(inputs, outputs), in the type of the computation."""
-    return layer.kernel[...].astype(layer.dtype)
-
-
-def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+def _stacked_blocks(config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs) -> Block:
     @nnx.split_rngs(splits=config.layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs)
+        return Block(config, lora, rngs)
 
     return make(rngs)
 
 
-def _linear(config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
+def _linear(
+    config: ModelConfig, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, scale: float = 1.0
+) -> Linear:
     init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), kernel_init=init, rngs=rngs)
+    return Linear(inputs, outputs, config.dtype, init, lora, rngs)
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -13,14 +13,14 @@ _LONG = ("data.heldout_bytes", "sharding.min_shard_size", "train.seed")
 
 _POSITIVE = (
     *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
-    *("optimizer.learning_rate", "optimizer.clip_norm"),
+    *("lora.alpha", "optimizer.learning_rate", "optimizer.clip_norm"),
     *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
     *("sharding.microbatches", "sharding.stage_microbatches"),
     *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every", "keep_last", "heartbeat_seconds")),
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *("model.kv_heads", "train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
+    *("model.kv_heads", "lora.rank", "train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
     *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
 )
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
@@ -60,6 +60,7 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "sharding.devices", lambda value: value is None or value > 0, "above 0")
     _require(values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
     _require(values, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
+    _require(values, "train.start", lambda value: value != "", "the folder of a run; leave it out to start anew")
     _require(values, "train.hang_seconds", lambda value: value == 0 or value >= 1, "0, or at least 1")
     cuts_params = values["sharding.strategy"] in ("zero3", "fsdp", "hsdp") or (
         values["sharding.strategy"] == "hybrid" and values["sharding.zero"] == 3

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import jax
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 import jaxshard
 from jaxshard.base.text import printable, shell_command
 from jaxshard.mesh import check_has_devices
+from jaxshard.trainer import linear
 from jaxshard.trainer.build import Run
 from jaxshard.trainer.data import zlib_bits_per_byte
 from jaxshard.trainer.display import axis_table, bits, memory_table, say, step_table, step_totals
@@ -22,10 +23,9 @@ _ZLIB_BYTES = 2**24  # a second of work
 def introduce(console: Console, run: Run) -> None:
     """Tells of model, devices and text, and shows how much memory each device needs."""
     strategy, mesh = run.config.sharding.strategy, check_has_devices("jaxshard train", run.opt.mesh)
-    size = sum(leaf.size for leaf in jax.tree.leaves(run.template.params))
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     kind = mesh.devices.flat[0].device_kind
-    say(console, f"{size:,} {run.config.precision.params} parameters, {strategy} on {mesh.size} x {kind} ({axes})")
+    say(console, f"{_parameters(run)}, {strategy} on {mesh.size} x {kind} ({axes})")
     say(console, "\n".join(_marks(run)) + "\n")
     console.print(memory_table(strategy, *run.bytes_per_device()))
 
@@ -60,6 +60,17 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
         enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
         command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
     say(console, f"to go on: {shell_command(*command)}")
+
+
+def _parameters(run: Run) -> str:
+    """How many parameters, and how many of them are trained."""
+    lora, dtype = run.config.lora, run.config.precision.params
+    sizes = {path: leaf.size for path, leaf in flatten_dict(run.template.params, sep="/").items()}
+    if not lora.rank:
+        return f"{sum(sizes.values()):,} {dtype} parameters"
+    trained = sum(size for path, size in sizes.items() if linear.is_adapter(path))
+    base = lora.base or dtype
+    return f"{trained:,} {dtype} parameters of rank {lora.rank} beside {sum(sizes.values()) - trained:,} frozen in {base}"
 
 
 def _marks(run: Run) -> Iterator[str]:

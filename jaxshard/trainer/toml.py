@@ -59,7 +59,7 @@ def looked_at(path: Path) -> tuple[seal.State, list[str]]:
     return state, [key for key in known_keys() if key not in _MAY_BE_NONE and key not in _keys(table)]
 
 
-_MAY_BE_NONE = ("data.path", "sharding.devices")
+_MAY_BE_NONE = ("data.path", "sharding.devices", "train.start")
 _LAST_SECTION = dataclasses.fields(Config)[-1].name
 
 

@@ -1,0 +1,117 @@
+"""A run that has ended, as the start of another: its newest saved parameters, in other types and on another mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding
+
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.processes import agreement
+from jaxshard.trainer import linear, toml
+from jaxshard.trainer.config import Config, LoraConfig, ModelConfig
+from jaxshard.trainer.run_folder import RunFolder
+
+_FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
+"""Options of the model that its parameters do not depend on; but learned positions have a length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """What is read of the run in `path`.
+
+    Attributes:
+      path: its folder.
+      lora: the adapters that its parameters have.
+    """
+
+    path: Path
+    lora: LoraConfig
+
+    def params(self, template: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Its newest saved parameters, by their paths, as another run has them before its first step.
+
+        Args:
+          template: shapes with types and shardings by path, the layers in one stack. Adapters in it are left out;
+            matrices that have scales there are put into 8 bits.
+
+        Raises:
+          CorruptCheckpointError: what is on disk is not what was saved.
+          OSError: it cannot be read.
+        """
+        step, found = agreement.from_first("start", self._step), {}
+        for path in template:
+            if path.rpartition("/")[2] not in linear.ADDED:
+                found |= self._read(path, template, step)
+        return found
+
+    @property
+    def _saves(self) -> Checkpointer:
+        return Checkpointer(RunFolder(self.path).model)
+
+    def _step(self) -> int:
+        return max(self._saves.steps())
+
+    def _read(self, path: str, template: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
+        """One leaf, by its path, and its scales where the template has such. No other is held in float32 meanwhile."""
+        saved, layer = self._saves.info(step)["leaves"], path.removesuffix("kernel")
+        beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
+        made = [path, *([f"{layer}kernel_scale"] if f"{layer}kernel_scale" in template else [])]
+        if not beside and len(made) == 1:
+            return self._restored({path: template[path]}, step)
+        whole, like = NamedSharding(template[path].sharding.mesh, jax.P()), {}
+        for name in ("kernel", *beside):
+            entry = saved[f"params/{layer}{name}"]
+            dtype = entry["dtype"] if entry["dtype"] == "int8" else "float32"
+            sharding = template[path].sharding if name == "kernel" else whole
+            like[f"{layer}{name}"] = jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype, sharding=sharding)
+
+        def make(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            kernel = linear.merged({name.removeprefix(layer): part for name, part in parts.items()}, self.lora)
+            new = linear.quantized(kernel) if len(made) > 1 else (kernel,)
+            return {name: leaf.astype(template[name].dtype) for name, leaf in zip(made, new, strict=True)}
+
+        shardings = {name: template[name].sharding for name in made}
+        return jax.jit(make, out_shardings=shardings)(self._restored(like, step))
+
+    def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
+        """Leaves by their paths."""
+        only = "^params/(" + "|".join(map(re.escape, like)) + ")$"
+        template = {"params": unflatten_dict(dict(like), sep="/")}
+        _, tree = self._saves.restore(template, step, cast=True, only=only)
+        return flatten_dict(tree["params"], sep="/")
+
+
+def find(config: Config) -> FinishedRun | None:
+    """The run that `train.start` names; None where there is none to start from.
+
+    Raises:
+      ValueError: nothing is saved there, or another model, or adapters have nothing to stand beside.
+    """
+    if config.train.start is None:
+        if config.lora.rank:
+            raise ValueError(
+                f"lora.rank = {config.lora.rank} without train.start: adapters change a trained model, and nothing else "
+                "would be trained: name the folder of a run by --train.start"
+            )
+        return None
+    folder = RunFolder(Path(config.train.start))
+    if not folder.is_saved():
+        raise ValueError(f"train.start = {folder.path}: no saved run: name the folder that the run printed")
+    before = toml.load(folder.config)
+    _check_same_model(folder.path, before.model, config.model)
+    return FinishedRun(folder.path, before.lora)
+
+
+def _check_same_model(path: Path, before: ModelConfig, now: ModelConfig) -> None:
+    free = _FREE if now.positions == "rotary" else _FREE[1:]
+    fixed = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
+    others = [name for name in fixed if getattr(before, name) != getattr(now, name)]
+    if others:
+        changes = ", ".join(f"model.{name} = {getattr(now, name)}, there {getattr(before, name)}" for name in others)
+        raise ValueError(f"train.start = {path} has another model: {changes}; set these as there")
