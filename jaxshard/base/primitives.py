@@ -99,7 +99,7 @@ FUSED = _names(
     shift_right_arithmetic shift_right_logical sign square sub xor bitcast_convert_type axis_index broadcast_in_dim pad
     slice transpose rev concatenate stack dynamic_slice complex conj clip population_count reduce_precision
     exp exp2 expm1 log log1p tanh erf erf_inv erfc logistic pow sqrt rsqrt cbrt div sin cos tan atan2 sinh cosh asin
-    acos atan lgamma digamma"""
+    acos atan lgamma digamma random_bits"""
 )
 """Work element by element, or by index alone; the compiler fuses them into the operation that reads the result."""
 
@@ -121,7 +121,7 @@ REDUCTIONS = _names(
 UPDATES = _names("dynamic_update_slice scatter scatter-add scatter_add")
 """Write into their first operand."""
 
-MEMORYLESS = _names("broadcast_in_dim iota axis_index")
+MEMORYLESS = _names("broadcast_in_dim iota axis_index random_bits")
 """Read almost no memory, so they are fused into every reader, even where there are several."""
 
 PRODUCTS = _names("dot_general conv_general_dilated")

@@ -9,8 +9,8 @@ def useful_flops(config: Config) -> float:
     """Multiplications and additions of a step's matrix products on all devices together, none of them made twice.
 
     Each position takes 6 for each element of a matrix (one product forward, two backward: Chowdhery et al. 2022, PaLM,
-    appendix B). Attention, which is causal, looks at half of the pairs of positions. A frozen matrix has no gradient, so
-    that its elements take 4.
+    appendix B). Attention, which is causal, looks at half of the pairs of positions. A frozen matrix has no
+    gradient: its elements take 4.
     """
     model = config.model
     positions = config.train.rows * model.sequence_length

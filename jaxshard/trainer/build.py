@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
 import jaxshard
@@ -70,19 +69,19 @@ class Run:
         if finished is None:
             params = self._fresh(lambda path: True)
         else:
-            params = self._fresh(linear.is_adapter) | finished.params(flatten_dict(self.saved_template.params, sep="/"))
-        start = dataclasses.replace(self.template, params=unflatten_dict(params, sep="/"))
+            params = self._fresh(linear.is_adapter) | finished.params(linear.by_path(self.saved_template.params))
+        start = dataclasses.replace(self.template, params=linear.nested(params))
         start = reshaped(start, self.template)
         return dataclasses.replace(start, state=self.opt.init(start.params))
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
         """Those of the parameters whose path is wanted, by their paths."""
-        flat = flatten_dict(self.template.params, sep="/")
+        flat = linear.by_path(self.template.params)
         shardings = {path: leaf.sharding for path, leaf in flat.items() if wanted(path)}
         init = _initial(self.model, self.config.precision)
 
         def made(key: jax.Array) -> dict[str, jax.Array]:
-            fresh = flatten_dict(init(key), sep="/")
+            fresh = linear.by_path(init(key))
             return {path: fresh[path] for path in shardings}
 
         return jax.jit(made, out_shardings=shardings)(jax.random.key(self.config.train.seed))
@@ -177,7 +176,7 @@ class Run:
         """What has gradients: all, or the adapters."""
         if not self.config.lora.rank:
             return params
-        return {path: leaf for path, leaf in flatten_dict(params, sep="/").items() if linear.is_adapter(path)}
+        return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
 def prepare(config: Config) -> Run:

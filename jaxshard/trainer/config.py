@@ -87,6 +87,10 @@ class LoraConfig:
         return {"": dtype, "int8": "bfloat16"}.get(self.base, self.base)
 
 
+NO_LORA = LoraConfig()
+"""All parameters are trained."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with warm-up and cosine decay of the learning rate."""
@@ -221,7 +225,7 @@ class Config:
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = NO_LORA
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     sharding: ShardingConfig = ShardingConfig()

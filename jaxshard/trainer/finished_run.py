@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
 from jaxshard.checkpoint import Checkpointer
@@ -82,9 +81,9 @@ class FinishedRun:
     def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
         """Leaves by their paths."""
         only = "^params/(" + "|".join(map(re.escape, like)) + ")$"
-        template = {"params": unflatten_dict(dict(like), sep="/")}
+        template = {"params": linear.nested(like)}
         _, tree = self._saves.restore(template, step, cast=True, only=only)
-        return flatten_dict(tree["params"], sep="/")
+        return linear.by_path(tree["params"])
 
 
 def find(config: Config) -> FinishedRun | None:
@@ -96,8 +95,8 @@ def find(config: Config) -> FinishedRun | None:
     if config.train.start is None:
         if config.lora.rank:
             raise ValueError(
-                f"lora.rank = {config.lora.rank} without train.start: adapters change a trained model, and nothing else "
-                "would be trained: name the folder of a run by --train.start"
+                f"lora.rank = {config.lora.rank} without train.start: adapters change a trained model: name the "
+                "folder of its run by --train.start"
             )
         return None
     folder = RunFolder(Path(config.train.start))

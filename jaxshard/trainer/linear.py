@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 import jaxshard
 from jaxshard.trainer.config import LoraConfig
@@ -20,6 +20,16 @@ ADDED = ("kernel_scale", *ADAPTERS)
 """What a layer may have beside its kernel."""
 FROZEN = r"^(?!.*/lora_[ab]$)"
 """A rule for what LoRA leaves as it is: all but its thin matrices."""
+
+
+def by_path(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a nested dict, by their '/'-joined paths."""
+    return dict(traverse_util.flatten_dict(params, sep="/"))
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of leaves by their paths."""
+    return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
 def is_adapter(path: str) -> bool:

@@ -20,7 +20,7 @@ import jaxshard
 from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
 from jaxshard.trainer.attention import attention
-from jaxshard.trainer.config import LoraConfig, ModelConfig
+from jaxshard.trainer.config import NO_LORA, LoraConfig, ModelConfig
 from jaxshard.trainer.linear import Linear
 
 Params = dict[str, Any]
@@ -66,7 +66,7 @@ class LanguageModel:
         config: ModelConfig,
         pipelined: Pipelined | None = None,
         sequence_parallel: bool = False,
-        lora: LoraConfig = LoraConfig(),
+        lora: LoraConfig = NO_LORA,
     ):
         self.config, self.pipelined, self.lora = config, pipelined, lora
         self._sequence = 1 if sequence_parallel else None
@@ -203,7 +203,7 @@ class Transformer(nnx.Module):
         self.blocks = _stacked_blocks(config, lora, rngs)
         self.norm = _norm(config, rngs)
         if not config.tied:
-            self.head = _linear(config, config.width, config.vocabulary, LoraConfig(), rngs)
+            self.head = _linear(config, config.width, config.vocabulary, NO_LORA, rngs)
 
     def parts(self) -> dict[str, nnx.Module]:
         """Its parts by name, those that this configuration has."""

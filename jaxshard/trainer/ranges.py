@@ -20,7 +20,15 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *("model.kv_heads", "lora.rank", "train.seed", "train.patience", "train.min_improvement", "train.save_every", "train.max_skips"),
+    *(
+        "model.kv_heads",
+        "lora.rank",
+        "train.seed",
+        "train.patience",
+        "train.min_improvement",
+        "train.save_every",
+        "train.max_skips",
+    ),
     *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
 )
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 import jaxshard
@@ -65,12 +64,14 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
 def _parameters(run: Run) -> str:
     """How many parameters, and how many of them are trained."""
     lora, dtype = run.config.lora, run.config.precision.params
-    sizes = {path: leaf.size for path, leaf in flatten_dict(run.template.params, sep="/").items()}
+    sizes = {path: leaf.size for path, leaf in linear.by_path(run.template.params).items()}
     if not lora.rank:
         return f"{sum(sizes.values()):,} {dtype} parameters"
     trained = sum(size for path, size in sizes.items() if linear.is_adapter(path))
     base = lora.base or dtype
-    return f"{trained:,} {dtype} parameters of rank {lora.rank} beside {sum(sizes.values()) - trained:,} frozen in {base}"
+    return (
+        f"{trained:,} {dtype} parameters of rank {lora.rank} beside {sum(sizes.values()) - trained:,} frozen in {base}"
+    )
 
 
 def _marks(run: Run) -> Iterator[str]:

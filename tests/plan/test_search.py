@@ -239,6 +239,18 @@ def test_what_is_left_to_the_partitioner_is_not_guessed():
         plan.predict(jaxshard.train_step(loss, opt), *shapes((params(), batch())))
 
 
+def test_random_bits_of_stochastic_rounding_take_no_memory():
+    """They were taken for an array of the whole leaf, uncut."""
+    leaf, rows = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16), jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16)
+    peaks = []
+    for how in (False, True):
+        opt = jaxshard.zero3(optax.adamw(1e-3), abstract_mesh(64, platform="gpu"), stochastic_rounding=how)
+        step = jaxshard.train_step(lambda w, x: jnp.mean((x @ jaxshard.unshard(w)) ** 2), opt)
+        peaks.append(plan.predict(step, leaf, rows).peak_bytes)
+    moments = 2 * 2 * math.prod(leaf.shape) // 64  # float32 in place of bfloat16
+    assert peaks[1] - peaks[0] <= 2 * moments
+
+
 def test_what_is_donated_is_not_held_twice():
     step, opt = step_on("ddp", abstract_mesh(8, platform="gpu"))  # XLA for CPU makes copies
     kept = jaxshard.train_step(loss, opt, donate=False)

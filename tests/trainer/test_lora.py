@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 from oracle import assert_close, assert_same_bits
 
 import jaxshard
@@ -32,11 +31,12 @@ def batch(seed, rows=16, length=8):
 def start(base, model=SMALL):
     """Parameters whose adapters do something."""
     lora = LoraConfig(rank=4, alpha=4.0, base=base)
-    params = flatten_dict(linear.stored(LanguageModel(model, lora=lora).init(jax.random.key(0)), lora, "float32"), sep="/")
+    fresh = LanguageModel(model, lora=lora).init(jax.random.key(0))
+    params = linear.by_path(linear.stored(fresh, lora, "float32"))
     for number, path in enumerate(params):
         if path.endswith("lora_b"):
             params[path] = 0.1 * jax.random.normal(jax.random.key(number), params[path].shape)
-    return lora, jax.device_get(unflatten_dict(params, sep="/"))
+    return lora, jax.device_get(linear.nested(params))
 
 
 def as_one(lora, params):
@@ -47,7 +47,7 @@ def as_one(lora, params):
 
 
 def trained(params):
-    return {path: leaf for path, leaf in flatten_dict(params, sep="/").items() if linear.is_adapter(path)}
+    return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
 @functools.cache
@@ -55,12 +55,12 @@ def plain_steps(base):
     """Three steps on one device, with gradients of the adapters alone."""
     lora, params = start(base)
     model, inner = LanguageModel(SMALL, lora=lora), optax.adamw(0.01)
-    flat = flatten_dict(jax.tree.map(jnp.asarray, params), sep="/")
+    flat = linear.by_path(jax.tree.map(jnp.asarray, params))
     ours, state, losses = trained(params), inner.init(trained(params)), []
 
     @jax.jit
     def value_and_grad(ours, tokens):
-        return jax.value_and_grad(lambda ours: model.loss(unflatten_dict(flat | ours, sep="/"), tokens))(ours)
+        return jax.value_and_grad(lambda ours: model.loss(linear.nested(flat | ours), tokens))(ours)
 
     for seed in range(3):
         loss, grads = value_and_grad(ours, batch(seed))
@@ -109,14 +109,15 @@ def test_steps_are_those_of_one_device_and_the_base_keeps_its_bits(name, base):
     want_losses, want = plain_steps(base)
     assert losses == pytest.approx(want_losses, rel=1e-5)
     assert_close(trained(placed), want, 2e-4)
-    before, after = flatten_dict(params, sep="/"), flatten_dict(jax.device_get(placed), sep="/")
-    assert_same_bits(*({path: leaf for path, leaf in p.items() if not linear.is_adapter(path)} for p in (before, after)))
+    before, after = linear.by_path(params), linear.by_path(jax.device_get(placed))
+    assert_same_bits(*({path: x for path, x in p.items() if not linear.is_adapter(path)} for p in (before, after)))
 
 
 def test_eight_bits_are_off_by_at_most_half_a_step():
     kernel = jax.random.normal(jax.random.key(0), (3, 8, 5)).at[1, :, 2].set(0.0)
     codes, scale = linear.quantized(kernel)
-    assert codes.dtype == jnp.int8 and scale.shape == (3, 5)
+    assert codes.dtype == jnp.int8
+    assert scale.shape == (3, 5)
     assert jnp.all(jnp.abs(codes * scale[:, None] - kernel) <= 0.5001 * scale[:, None])
     assert jnp.all(jnp.max(jnp.abs(codes), axis=1) == jnp.where(scale == 1.0, 0, 127))
 
@@ -144,7 +145,8 @@ def test_a_run_of_adapters_goes_on_and_can_be_merged(base_run, tmp_path, capfd):
     lora = ["--lora.rank", "4", "--lora.base", "int8", "--train.start", str(base_run), "--sharding.strategy", "zero3"]
     assert run(tmp_path / "lora", *lora, "--train.steps", "4", "--train.save-every", "2", "--train.keep-last", "9") == 0
     out = capfd.readouterr().out
-    assert "float32 parameters of rank 4 beside" in out and "frozen in int8" in out
+    assert "float32 parameters of rank 4 beside" in out
+    assert "frozen in int8" in out
     before, after = saved(base_run), saved(tmp_path / "lora")
     kernel = "blocks/mlp/up/kernel"
     codes, scale = linear.quantized(jnp.asarray(before[kernel]))
@@ -179,7 +181,10 @@ WRONG = {
     "another model": (["--train.start", "BASE", "--model.hidden", "64"], "model.hidden = 64, there 32"),
     "no rank": (["--train.start", "BASE", "--lora.base", "int8"], "lora.base = int8 with lora.rank = 0"),
     "negative": (["--train.start", "BASE", "--lora.rank", "-1"], "lora.rank = -1: it must be 0 or more"),
-    "alpha": (["--train.start", "BASE", "--lora.rank", "2", "--lora.alpha", "0"], "lora.alpha = 0.0: it must be above 0"),
+    "alpha": (
+        ["--train.start", "BASE", "--lora.rank", "2", "--lora.alpha", "0"],
+        "lora.alpha = 0.0: it must be above 0",
+    ),
     "pipeline": (
         ["--train.start", "BASE", "--lora.rank", "2", "--sharding.strategy", "hybrid", "--sharding.pipeline", "2"],
         "stages take no frozen matrices",
