@@ -25,7 +25,7 @@ import jaxshard
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
 
 CASES = matrix.cases()
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "hybrid"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "host", "hybrid"]
 MESHES = {"8 data": {}, "4 data x 2 tensor": {"tensor": 2}}
 THREE = "2 pipeline x 2 data x 2 tensor"
 WHERES = [(s, mesh) for s in STRATEGIES[:-1] for mesh in MESHES] + [("hybrid", THREE)]
@@ -43,8 +43,15 @@ def sharded(case, strategy, mesh):
     sizes = MESHES[mesh] | ({"replica": 2} if strategy in ("hsdp", "hfsdp") else {})
     options = {"specs": matrix.SPECS} if "tensor" in sizes else {}
     options |= {"state_axes": ("data", "replica")} if strategy == "hfsdp" else {}
-    strategy = "hsdp" if strategy == "hfsdp" else strategy
+    options |= {"state_memory": "host"} if strategy == "host" and has_arrays(case) else {}
+    strategy = {"hfsdp": "hsdp", "host": "zero3"}.get(strategy, strategy)
     return getattr(jaxshard, strategy)(case.make(), jaxshard.make_mesh(**sizes), min_shard_size=1, **options)
+
+
+def has_arrays(case):
+    """Whether the state has anything that could lie on the host."""
+    state = jax.eval_shape(case.make().init, case.tree(matrix.params(np.float32)))
+    return any(leaf.size > 1 for leaf in jax.tree.leaves(state))
 
 
 def on_the_mesh(names, strategy, mesh, dtype, **options):
@@ -63,7 +70,8 @@ def on_the_mesh(names, strategy, mesh, dtype, **options):
         new = {name: step[name](*at[name], batch) for name in names}
         return {name: out[:2] for name, out in new.items()}, {name: out[2]["loss"] for name, out in new.items()}
 
-    at = jax.jit(start)(trees(names, matrix.params(dtype)))
+    start = start if strategy == "host" else jax.jit(start)  # what a jit returns lies on devices
+    at = start(trees(names, matrix.params(dtype)))
     return _run(jax.jit(advance, compiler_options=QUICKLY), at, matrix.batches(STEPS, dtype))
 
 
@@ -330,7 +338,10 @@ def test_the_state_of_monitor_changes_its_structure():
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
 def test_every_optimizer(group):
-    found = {strategy: cells(GROUPS[group], strategy, "8 data", np.float64) for strategy in ("zero2", "zero3", "hfsdp")}
+    found = {
+        strategy: cells(GROUPS[group], strategy, "8 data", np.float64)
+        for strategy in ("zero2", "zero3", "hfsdp", "host")
+    }
     assert not {strategy: bad for strategy, cells in found.items() if (bad := wrong(cells))}
 
 
@@ -404,7 +415,8 @@ Every gradient transformation of optax {optax} trains {steps} steps, with other 
 strategy. Distances are those of params, state and losses from jitted optax on one device, leaf by leaf
 (|a - b| / |b|). There are three meshes: 8 data; 4 data x 2 tensor, with some leaves cut over tensor; and, for hybrid
 with ZeRO-3, 2 pipeline x 2 data x 2 tensor, with some leaves cut over one model axis and some over both. hsdp has 2
-replicas; hfsdp is hsdp with its state cut over these, too. `make nightly` writes this page; jax {jax}.
+replicas; hfsdp is hsdp with its state cut over these, too; host is zero3 with its state in the host's memory, where there
+is a state. `make nightly` writes this page; jax {jax}.
 
 * A strategy's column has the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
 * "float32" has the largest distance over all strategies and meshes, divided by a control's. The control is the
