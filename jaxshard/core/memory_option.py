@@ -52,7 +52,7 @@ def _are_rules(asked: object) -> bool:
     if not isinstance(asked, list | tuple):
         return False
     pairs = cast("Sequence[object]", asked)
-    return all(
+    return len(pairs) > 0 and all(
         isinstance(pair, tuple | list)
         and len(cast("Sequence[object]", pair)) == 2
         and isinstance(cast("Sequence[object]", pair)[0], str)

@@ -11,6 +11,8 @@ from oracle import assert_close, batches, hostile_params, model_loss, one_device
 import jaxshard
 from jaxshard.core import host_state, memory_option
 from jaxshard.digest import digests
+from jaxshard.trainer.config import ModelConfig
+from jaxshard.trainer.model import LanguageModel, Pipelined
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +154,31 @@ def test_tensor_parallel():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got[0][:2], got[1][:2])
 
 
+@pytest.mark.parametrize(
+    ("pipelined", "sizes", "zero"),
+    [
+        (Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3),
+        (Pipelined("gpipe", 2), {"pipeline": 2}, 2),
+        (Pipelined("interleaved", 2, 2), {"pipeline": 2, "tensor": 2}, 1),
+    ],
+    ids=["1f1b", "gpipe", "interleaved"],
+)
+def test_pipelines(pipelined, sizes, zero):
+    config = ModelConfig(layers=4, width=16, heads=4, hidden=32, sequence_length=8)
+    model, found = LanguageModel(config, pipelined), []
+    for memory in ("host", "device"):
+        mesh = jaxshard.make_mesh(**sizes)
+        opt = jaxshard.hybrid(optax.adamw(1e-2), mesh, model.specs, zero, min_shard_size=2, state_memory=memory)
+        params = opt.place(model.init(jax.random.key(0)))
+        state, step = opt.init(params), jaxshard.train_step(model.loss, opt)
+        for seed in range(2):
+            tokens = np.random.default_rng(seed).integers(0, 256, (16, 9)).astype(np.int32)
+            params, state, _ = step(params, state, {"tokens": tokens})
+        assert memories(state) == {{"host": "pinned_host", "device": "device"}[memory]}
+        found.append(jax.device_get(params))
+    assert_close(*found, 1e-6)
+
+
 def test_digests_and_copies():
     host, device = make(), make("device", strategy="zero3")
     _, state, _ = sharded(small_loss, host, small(), [ROWS])
@@ -208,6 +235,7 @@ WRONG = {
     0.5: "state_memory=0.5 is unknown; give",
     (("mu", "disk"),): "is unknown; give",
     (("(", "host"),): "is no regular expression",
+    (): "is unknown; give",
 }
 
 
