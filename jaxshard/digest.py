@@ -202,6 +202,10 @@ def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array
     column on its device; of shape (leaves,) without a mesh."""
     if mesh is None:
         return _sums_of(leaves, [0] * leaves[0].ndim)
+    columns = P(None, mesh.axis_names)
+    if leaves[0].size == 0:  # XLA cannot compile a shard_map that uses nothing of its operands
+        zeros = jnp.zeros((len(leaves), mesh.size), jnp.uint32)
+        return jax.device_put(zeros, NamedSharding(mesh, columns))
 
     def of_parts(leaves: Sequence[jax.Array]) -> jax.Array:
         shape = leaves[0].shape
@@ -211,7 +215,7 @@ def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array
 
     specs = ([spec] * len(leaves),)
     # check_vma=False: each device's own result is wanted, also where the types say that all are equal.
-    run = jax.shard_map(of_parts, mesh=mesh, in_specs=specs, out_specs=P(None, mesh.axis_names), check_vma=False)
+    run = jax.shard_map(of_parts, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
     return run(list(leaves))
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
@@ -65,6 +65,14 @@ def test_moved_elements_show():
 
 def test_empty_and_scalar():
     assert digests({"a": np.zeros((0, 3), "f"), "b": np.float32(2)}) == {"a": 0, "b": digests([np.float32(2)])["0"]}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_several_empty_leaves_on_a_mesh(kind):
+    """As the states of some optimizers have them; XLA could not compile their sums."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    some = [jax.device_put(jnp.zeros((0, 3)), NamedSharding(mesh, P())) for _ in range(3)]
+    assert digests(some) == {"0": 0, "1": 0, "2": 0}
 
 
 def one_copy_differs(x, mesh, spec, device):

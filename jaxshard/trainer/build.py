@@ -23,12 +23,13 @@ from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
 from jaxshard.trainer import data, finished_run, linear, memory
 from jaxshard.trainer.attention import why_not_fused
-from jaxshard.trainer.config import Config, OptimizerConfig, PrecisionConfig
+from jaxshard.trainer.config import Config, PrecisionConfig
 from jaxshard.trainer.data import Rows
 from jaxshard.trainer.devices import make_mesh, start_devices
 from jaxshard.trainer.early_stopping import EarlyStopping
 from jaxshard.trainer.layer_stack import in_one_stack, reshaped
 from jaxshard.trainer.model import LanguageModel, Params, Pipelined
+from jaxshard.trainer.optimizers import make_optimizer
 from jaxshard.trainer.run_folder import Position, Snapshot
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
@@ -263,19 +264,6 @@ def make_strategy(
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The learning rate as a function of the step, and AdamW (Loshchilov & Hutter 2019) with clipped gradients."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=steps,
-        end_value=config.learning_rate * config.final_fraction,
-    )
-    adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_kernels)
-    return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
-
-
 def precision_options(config: PrecisionConfig) -> dict[str, Any]:
     """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
     return (
@@ -314,12 +302,6 @@ def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.
 
 def _typed(tree: Tree, dtype: str) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
-
-
-def _kernels(params: Tree) -> Tree:
-    """True for the matrices that decay: not for norms and embeddings."""
-    matrices = ("kernel", *linear.ADAPTERS)
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
 
 
 def _num_bytes(tree: Tree, shardings: Tree = None) -> int:

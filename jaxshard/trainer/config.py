@@ -93,20 +93,25 @@ NO_LORA = LoraConfig()
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and cosine decay of the learning rate."""
+    """AdamW, or another of optax's, with warm-up and cosine decay of the learning rate."""
 
+    name: str = "adamw"
+    """Any optimizer of optax or optax.contrib that has a learning rate: lion, muon, adafactor, sgd ... (muon has the
+    blocks' matrices, and AdamW the rest.)"""
+    arguments: str = ""
+    """More of its arguments, as TOML: b1 = 0.9, nesterov = true."""
     learning_rate: float = 3e-3
     """Highest learning rate, reached after the warm-up."""
     warmup_steps: int = 50
     """Steps in which the learning rate rises from zero."""
     final_fraction: float = 0.05
     """Learning rate at the last step, as part of the highest."""
-    beta1: float = 0.9
-    """Decay of the mean of gradients."""
-    beta2: float = 0.98
-    """Decay of the mean of squared gradients."""
-    weight_decay: float = 0.1
-    """Decay of the matrices; norms and embeddings are left alone."""
+    beta1: float | None = None
+    """Decay of the mean of gradients; by default optax's, 0.9 for AdamW."""
+    beta2: float | None = None
+    """Decay of the mean of squared gradients; by default 0.98 for AdamW, and optax's for others."""
+    weight_decay: float | None = None
+    """Decay of the matrices, by default 0.1 for optimizers that take one; norms and embeddings are left alone."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
 

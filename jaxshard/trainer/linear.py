@@ -18,6 +18,7 @@ from jaxshard.trainer.config import LoraConfig
 ADAPTERS = ("lora_a", "lora_b")
 ADDED = ("kernel_scale", *ADAPTERS)
 """What a layer may have beside its kernel."""
+MATRICES = ("kernel", *ADAPTERS)
 FROZEN = r"^(?!.*/lora_[ab]$)"
 """A rule for what LoRA leaves as it is: all but its thin matrices."""
 

@@ -31,6 +31,7 @@ _NOT_NEGATIVE = (
     ),
     *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
 )
+_OPTIONAL = ("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay")
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
 
 
@@ -81,6 +82,8 @@ def _check_single(values: Mapping[str, object]) -> None:
 def _require(values: Mapping[str, object], name: str, is_right: Callable[..., bool], needed: str) -> None:
     """Raises ValueError where a value, or what float32 makes of it, is not right."""
     value = values[name]
+    if value is None and name in _OPTIONAL:
+        return
     if not is_right(value):
         raise ValueError(f"{name} = {_shown(value)}: it must be {needed}")
     with np.errstate(over="ignore", under="ignore"):

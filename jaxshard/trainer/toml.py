@@ -59,7 +59,10 @@ def looked_at(path: Path) -> tuple[seal.State, list[str]]:
     return state, [key for key in known_keys() if key not in _MAY_BE_NONE and key not in _keys(table)]
 
 
-_MAY_BE_NONE = ("data.path", "sharding.devices", "train.start")
+_MAY_BE_NONE = (
+    *("data.path", "optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay"),
+    *("sharding.devices", "train.start"),
+)
 _LAST_SECTION = dataclasses.fields(Config)[-1].name
 
 
