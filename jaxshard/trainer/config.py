@@ -96,8 +96,8 @@ class OptimizerConfig:
     """AdamW, or another of optax's, with warm-up and cosine decay of the learning rate."""
 
     name: str = "adamw"
-    """Any optimizer of optax or optax.contrib that has a learning rate: lion, muon, adafactor, sgd ... (muon has the
-    blocks' matrices, and AdamW the rest.)"""
+    """Any optimizer of optax or optax.contrib that has a learning rate: lion, muon, adafactor, sgd and others. muon has
+    the blocks' matrices, and AdamW the rest."""
     arguments: str = ""
     """More of its arguments, as TOML: b1 = 0.9, nesterov = true."""
     learning_rate: float = 3e-3

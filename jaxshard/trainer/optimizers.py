@@ -41,9 +41,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
         optimizer = make(learning_rate=schedule, **arguments)
         _try(optimizer)
     except Exception as error:  # of any type: it is optax's
+        given = arguments or "no arguments"
         raise ValueError(
-            f"optimizer.name = {config.name}, with a schedule as learning rate and {arguments or 'no arguments'}: optax "
-            f"says: {error}; mend optimizer.arguments, or take another optimizer"
+            f"optimizer.name = {config.name}, with a schedule as learning rate and {given}: optax says: {error}; mend "
+            "optimizer.arguments, or take another optimizer"
         ) from error
     return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 

@@ -63,7 +63,7 @@ def test_is_optaxs_with_these_arguments(name):
 def test_muon_has_the_blocks_matrices_layer_by_layer_and_adamw_the_rest():
     schedule, inner = made(name="muon", weight_decay=0.0)
     found = two_updates(inner)
-    adam = two_updates(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)))
+    adam = two_updates(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, nesterov=True)))
     for path, update in jax.tree_util.tree_leaves_with_path(found):
         names = [key.key for key in path]
         if names[0] == "blocks" and names[-1] == "kernel":
