@@ -213,7 +213,8 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
 def _draw(run: Run, folder: RunFolder, console: Console) -> None:
     """Draws the curves. The model is saved: whatever keeps the figure from being drawn, the run has succeeded."""
     try:
-        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.heldout)})
+        is_bytes = run.text.is_bytes
+        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.text.heldout)} if is_bytes else {}, is_bytes)
     except Exception as error:
         say(console, printable(f"{folder.figure} was not drawn: {error}"))
 

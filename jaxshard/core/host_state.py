@@ -80,8 +80,17 @@ class HostState:
         program, outs = jax.make_jaxpr(run, return_shape=True)(*shapes)
         program, consts = flat(program)
         before, after = ([names for names, _ in named_leaves(tree)] for tree in (state, outs[1]))
-        streams = _Streams(self, program, len(jax.tree.leaves(grads)), before, after)
+        num_grads = len(jax.tree.leaves(grads))
+        for i, names in enumerate(before, num_grads):
+            leaves[i] = _on_host(leaves[i]) if names in self.on_host else leaves[i]
+        streams = _Streams(self, program, num_grads, before, after)
         return jax.tree.unflatten(jax.tree.structure(outs), streams.run([*leaves, *consts]))
+
+
+def _on_host(x: jax.Array) -> jax.Array:
+    """An array of the state, which `jax.jit(opt.init)` leaves on the devices, in the host's memory."""
+    is_there = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return x if is_there else jax.device_put(x, jax.memory.Space.Host)
 
 
 class _Streams:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from jaxshard.trainer.layer_stack import in_one_stack, reshaped
 from jaxshard.trainer.model import LanguageModel, Params, Pipelined
 from jaxshard.trainer.optimizers import make_optimizer
 from jaxshard.trainer.run_folder import Position, Snapshot
+from jaxshard.trainer.token_files import check_vocabulary
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
@@ -42,9 +42,8 @@ class Run:
 
     Attributes:
       config: as given.
-      text: all of it.
-      heldout: the part of its end that measures the model.
-      batches: the rows of each step, from what comes before.
+      text: what it trains on, and what measures the model.
+      batches: the rows of each step.
       model: the functions of parameters and batch.
       schedule: learning rate at each step.
       opt: the sharded optimizer.
@@ -52,8 +51,7 @@ class Run:
     """
 
     config: Config
-    text: np.ndarray
-    heldout: np.ndarray
+    text: data.Text
     batches: data.TrainingBatches
     model: LanguageModel
     schedule: optax.Schedule
@@ -95,7 +93,9 @@ class Run:
     def batch(self, index: int) -> dict[str, jax.Array]:
         """The rows of one batch, as global arrays; each process makes those of its own devices."""
         first, last = self._my_rows(self.batches.rows)
-        return self._global(self.batches(index, first, last), first, self.batches.rows)
+        rows = self.batches(index, first, last)
+        check_vocabulary(rows["tokens"], self.config.model.vocabulary)
+        return self._global(rows, first, self.batches.rows)
 
     @property
     def _batch_sharding(self) -> NamedSharding:
@@ -139,10 +139,10 @@ class Run:
         def mean_loss(params: Params) -> float:
             total = 0.0
             first, last = self._my_rows(rows)
-            for batch, weight in data.heldout_batches(self.heldout, rows, length, first, last):
+            for batch, weight in data.heldout_batches(self.text.heldout, rows, length, first, last):
                 total += weight * float(evaluate(params, self._global(batch, first, rows)))
                 alive()
-            return float(np.float32(total / (len(self.heldout) - 1)))  # what a save can keep to the last bit
+            return float(np.float32(total / (len(self.text.heldout) - 1)))  # what a save can keep to the last bit
 
         return mean_loss
 
@@ -191,17 +191,15 @@ def prepare(config: Config) -> Run:
 
 
 def _prepared(config: Config) -> Run:
-    text = data.read_text(config.data.path)
-    train, heldout = data.split(text, config.data.heldout, config.model.sequence_length)
+    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)
     model, schedule, opt, params = make_parts(config, mesh)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
-    batches = data.TrainingBatches(train, config.train.rows, config.model.sequence_length, config.train.seed)
-    heldout = heldout[: config.data.heldout_bytes]
-    crc = int(np.uint32(zlib.crc32(text.data)).view(np.int32))
-    start = Snapshot(params, opt.init(params), 0, stopping, Position(0, config.train.rows, config.train.seed, crc))
-    run = Run(config, text, heldout, batches, model, schedule, opt, start)
+    rows, seed = config.train.rows, config.train.seed
+    batches = data.TrainingBatches(text.train, rows, config.model.sequence_length, seed)
+    start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
+    run = Run(config, text, batches, model, schedule, opt, start)
     _check_memory(run, mesh)
     return run
 

@@ -1,25 +1,125 @@
-"""Text as bytes, and the batches made of it, each a pure function of seed and step."""
+"""Text, as bytes or as tokens, and the batches made of it, each a pure function of seed and step."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.trainer import memory
+from jaxshard.trainer import memory, token_files
+from jaxshard.trainer.config import DataConfig
+from jaxshard.trainer.token_files import TokenFiles
 
 Rows = dict[str, np.ndarray]
+Array: TypeAlias = np.ndarray | TokenFiles
 
 BUILTIN = "pydoc_data.topics"
 
 
-def read_text(path: str | None) -> np.ndarray:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """What there is to train on, and what is held out: bytes, or token ids.
+
+    Attributes:
+      train: uint8 bytes, or tokens.
+      heldout: the same, in memory.
+      fingerprint: a checksum of both, as a signed number of 32 bits.
+      whole: all bytes, where both are parts of one text.
+    """
+
+    train: Array
+    heldout: np.ndarray
+    fingerprint: int
+    whole: np.ndarray | None = None
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether it is text, whose bytes are counted."""
+        return self.train.dtype == np.uint8
+
+
+def read(config: DataConfig, length: int, vocabulary: int) -> Text:
+    """The text that a configuration names, in two parts; tokens stay on the disk.
+
+    Args:
+      config: where it is.
+      length: of a sequence.
+      vocabulary: what tokens must be below.
+
+    Raises:
+      ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
+        tokens than the model.
+    """
+    files = None if config.path is None else _readable("data.path", config.path)
+    apart = None if config.heldout_path is None else _readable("data.heldout_path", config.heldout_path)
+    if files and _are_tokens(config.format, files):
+        return _read_tokens(config, files, apart, length, vocabulary)
+    text = read_text(config.path)
+    if config.heldout_path is None:
+        train, heldout = split(text, config.heldout, length)
+        held = np.asarray(heldout[: config.heldout_bytes])
+        return Text(train, held, _signed(zlib.crc32(text.data)), whole=text)
+    heldout = read_text(config.heldout_path)
+    check_length(text, "data.path", length)
+    check_length(heldout, "data.heldout_path", length)
+    return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
+
+
+def _are_tokens(format: str, files: Sequence[Path]) -> bool:
+    return format.startswith("uint") or (format == "auto" and all(file.suffix == ".bin" for file in files))
+
+
+def _read_tokens(
+    config: DataConfig, files: Sequence[Path], apart: Sequence[Path] | None, length: int, vocabulary: int
+) -> Text:
+    dtype = None if config.format == "auto" else config.format
+    own = [file for file in files if "val" in file.stem.lower()] if apart is None and len(files) > 1 else []
+    with _told("data.path", config.path):
+        text = token_files.read([file for file in files if file not in own], dtype)
+        held = token_files.read(apart or own, dtype) if apart or own else None
+    check_length(text, "data.path", length)
+    whole = [text] if held is None else [text, held]
+    if held is None:
+        train, heldout = split(text, config.heldout, length)
+    else:
+        check_length(held, "data.heldout_path" if apart else f"data.path: {own[0]}", length)
+        train, heldout = text, held
+    heldout = np.asarray(heldout[np.arange(min(len(heldout), config.heldout_bytes))])
+    for piece in (heldout, *token_files.samples(text)):
+        token_files.check_vocabulary(piece, vocabulary)
+    prints = repr([token_files.fingerprint(part) for part in whole])
+    return Text(train, heldout, _signed(zlib.crc32(prints.encode())))
+
+
+def _signed(number: int) -> int:
+    return int(np.uint32(number).view(np.int32))
+
+
+@contextlib.contextmanager
+def _told(option: str, path: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: {path!r} cannot be read: {error}") from error
+
+
+def _readable(option: str, path: str) -> list[Path]:
+    with _told(option, path):
+        files = _files(option, Path(path))
+    if not files:
+        raise ValueError(f"{option}: {path!r} is empty (0 files): give a file or a folder of text")
+    return files
+
+
+def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
     """All bytes of a file, or of a folder's files in the order of their relative paths; without a path, `BUILTIN`.
 
     Returns:
@@ -32,19 +132,17 @@ def read_text(path: str | None) -> np.ndarray:
         from pydoc_data.topics import topics
 
         return _bytes("\n".join(topics[name] for name in sorted(topics)).encode())
-    try:
-        files = _files(Path(path))
+    with _told(option, path):
+        files = _files(option, Path(path))
         size = sum(file.stat().st_size for file in files)
-        memory.check(2 * size, f"data.path: {path!r}, of which two copies are held,", "give less text")
+        memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
         text = b"\n".join(file.read_bytes() for file in files)
-    except OSError as error:
-        raise ValueError(f"data.path: {path!r} cannot be read: {error}") from error
     if not text.strip():
-        raise ValueError(f"data.path: {path!r} is empty ({len(files)} files): give a file or a folder of text")
+        raise ValueError(f"{option}: {path!r} is empty ({len(files)} files): give a file or a folder of text")
     return _bytes(text)
 
 
-def _files(root: Path) -> list[Path]:
+def _files(option: str, root: Path) -> list[Path]:
     """The file itself, or all files of the folder, in the order of their paths. Links are followed.
 
     Raises:
@@ -52,39 +150,52 @@ def _files(root: Path) -> list[Path]:
       OSError: a folder cannot be read.
     """
     if not os.path.lexists(root):
-        raise ValueError(f"data.path: {str(root)!r} does not exist: give a file or a folder of text")
-    return sorted(_walked(root))
+        raise ValueError(f"{option}: {str(root)!r} does not exist: give a file or a folder of text")
+    return sorted(_walked(option, root))
 
 
-def _walked(root: Path) -> Iterator[Path]:
+def _walked(option: str, root: Path) -> Iterator[Path]:
     """The files of a path, in any order."""
     paths: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # each with the folders it lies in
     while paths:
         path, above = paths.pop()
-        found = _found(path)
+        found = _found(option, path)
         folder = found.st_dev, found.st_ino
         if stat.S_ISREG(found.st_mode):
             yield path
         elif not stat.S_ISDIR(found.st_mode):
-            raise ValueError(f"data.path: {str(path)!r} is no file, and no folder: put the text into a file")
+            raise ValueError(f"{option}: {str(path)!r} is no file, and no folder: put the text into a file")
         elif folder in above:
-            raise ValueError(f"data.path: {str(path)!r} is a link to a folder that it lies in: remove it")
+            raise ValueError(f"{option}: {str(path)!r} is a link to a folder that it lies in: remove it")
         else:
             paths += ((path / name, above | {folder}) for name in os.listdir(path))
 
 
-def _found(path: Path) -> os.stat_result:
+def _found(option: str, path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
         if not path.is_symlink():
             raise
         raise ValueError(
-            f"data.path: {str(path)!r} is a link that leads nowhere ({error.strerror}): remove it"
+            f"{option}: {str(path)!r} is a link that leads nowhere ({error.strerror}): remove it"
         ) from None
 
 
-def split(text: np.ndarray, heldout: float, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _counted(text: Array) -> str:
+    return "bytes" if text.dtype == np.uint8 else "tokens"
+
+
+def check_length(text: Array, what: str, length: int) -> None:
+    """Raises ValueError unless there is one sequence."""
+    if len(text) <= length:
+        raise ValueError(
+            f"{what} has {len(text)} {_counted(text)}, and a sequence needs more than "
+            f"model.sequence_length = {length}: give more, or take shorter sequences"
+        )
+
+
+def split(text: Array, heldout: float, length: int) -> tuple[Array, Array]:
     """The text to train on and the last `heldout` part of it, each long enough for one sequence of `length`.
 
     Raises:
@@ -95,9 +206,10 @@ def split(text: np.ndarray, heldout: float, length: int) -> tuple[np.ndarray, np
     if min(len(train), len(held)) <= length:
         needed = (length + 1) / min(heldout, 1 - heldout)
         needed = int(needed) + 1 if needed < 2**63 else "an impossible number of"
+        unit = _counted(text)
         raise ValueError(
-            f"the text has {len(text)} bytes, {len(train)} to train on and {len(held)} held out; both need more than "
-            f"model.sequence_length = {length}: give a text of {needed} bytes or more, or shorter sequences"
+            f"the text has {len(text)} {unit}, {len(train)} to train on and {len(held)} held out; both need more than "
+            f"model.sequence_length = {length}: give a text of {needed} {unit} or more, or shorter sequences"
         )
     return train, held
 
@@ -109,7 +221,7 @@ class TrainingBatches:
     What a step gets depends on seed and step alone, so a resumed run needs no replay.
     """
 
-    text: np.ndarray
+    text: Array
     rows: int
     length: int
     seed: int
@@ -119,7 +231,7 @@ class TrainingBatches:
         rows = range(self.rows)[first:last]
         starts = [self._start(step * self.rows + row) for row in rows]
         windows = np.asarray(starts)[:, None] + np.arange(self.length + 1)
-        return {"tokens": self.text[windows].astype(np.int32)}
+        return {"tokens": np.asarray(self.text[windows]).astype(np.int32)}
 
     def _start(self, index: int) -> int:
         windows = max(1, (len(self.text) - 1) // self.length - 1)

@@ -46,6 +46,19 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
+def loss_in_words(nats: float, is_bytes: bool) -> str:
+    """A loss of text, whose bytes are counted, or of tokens.
+
+    >>> loss_in_words(math.log(4), is_bytes=True), loss_in_words(3.28, is_bytes=False)
+    ('2.000 bits/byte', '3.280 nats/token')
+    """
+    return f"{bits(nats):.3f} bits/byte" if is_bytes else f"{nats:.3f} nats/token"
+
+
+def _loss(scalars: Mapping[str, float], of: str) -> str:
+    return loss_in_words(scalars[f"{of}loss"], f"{of}bits_per_byte" in scalars)
+
+
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
     """Memory of each device, beside what DDP holds.
 
@@ -167,7 +180,7 @@ class Display:
 
     def training(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a record of training."""
-        loss = f"{scalars['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in scalars else "no finite loss"
+        loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
         status = f"{loss}  {scalars['tokens_per_second']:,.0f} tokens/s  {1000 * scalars['step_seconds']:.0f} ms/step"
         if scalars["skipped_steps"]:
             status += f"  {scalars['skipped_steps']} skipped"
@@ -177,7 +190,7 @@ class Display:
 
     def heldout(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows an evaluation, above the bar."""
-        self._console.print(f"{self._at(step)}  held out: {scalars['heldout_bits_per_byte']:.3f} bits/byte")
+        self._console.print(f"{self._at(step)}  held out: {_loss(scalars, 'heldout_')}")
 
     def _at(self, step: int) -> str:
         return f"step {step:>{len(str(self._last))}}/{self._last}"

@@ -103,7 +103,8 @@ class Meter:
 
     def heldout(self, step: int, loss: float) -> None:
         """Records an evaluation; one that is not finite is shown alone."""
-        scalars = {"heldout_loss": loss, "heldout_bits_per_byte": bits(loss)}
+        scalars = {"heldout_loss": loss}
+        scalars |= {"heldout_bits_per_byte": bits(loss)} if self._run.text.is_bytes else {}
         if math.isfinite(loss):
             self._recorder.write(step, scalars)
         self._display.heldout(step, scalars)
@@ -113,7 +114,8 @@ class Meter:
         config, seconds, scalars = self._run.config, self._seconds / self._num_steps, {}
         if self._losses:
             loss = sum(self._losses) / len(self._losses)
-            scalars = {"loss": loss, "bits_per_byte": bits(loss), "grad_norm": self._grad_norm}
+            scalars = {"loss": loss, "grad_norm": self._grad_norm}
+            scalars |= {"bits_per_byte": bits(loss)} if self._run.text.is_bytes else {}
         scalars |= {
             "learning_rate": float(np.asarray(self._run.schedule(max(0, step - 1 - self.skipped)))),
             "step_seconds": seconds,

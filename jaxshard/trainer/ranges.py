@@ -61,6 +61,9 @@ def check(values: Mapping[str, object]) -> None:
 
 def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "data.path", lambda value: value != "", "a file or a folder; leave it out for the built-in text")
+    _require(
+        values, "data.heldout_path", lambda value: value != "", "a file or a folder; leave it out for a part of path"
+    )
     _require(values, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
     _require(values, "data.heldout_bytes", lambda value: value > 1, "at least 2")
     _require(values, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")

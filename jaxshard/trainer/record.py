@@ -61,8 +61,14 @@ class Recorder:
             self._events.add_scalar(name, value, step)
 
 
-def draw(folder: RunFolder, marks: Mapping[str, float]) -> None:
-    """Draws the curves of bits per byte in `folder.metrics`, and each mark as a level line, to `folder.figure`."""
+def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -> None:
+    """Draws the curves of loss in `folder.metrics`, and each mark as a level line, to `folder.figure`.
+
+    Args:
+      folder: of the run.
+      marks: by name.
+      is_bytes: bits per byte are drawn, else nats per token.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here it may fail: where MPLBACKEND names none
     from matplotlib.figure import Figure
 
@@ -70,13 +76,14 @@ def draw(folder: RunFolder, marks: Mapping[str, float]) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(*_curve(records, "bits_per_byte"), color="#9aa5b1", linewidth=1.2, label="training")
-    axes.plot(*_curve(records, "heldout_bits_per_byte"), color="#0b6e99", marker="o", markersize=4, label="held out")
+    loss = "bits_per_byte" if is_bytes else "loss"
+    axes.plot(*_curve(records, loss), color="#9aa5b1", linewidth=1.2, label="training")
+    axes.plot(*_curve(records, f"heldout_{loss}"), color="#0b6e99", marker="o", markersize=4, label="held out")
     for name, value in marks.items():
         axes.axhline(value, color="#c2410c", linewidth=1, linestyle="--")
         where = {"xy": (0.99, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
         axes.annotate(f"{name}: {value:.2f}", **where, color="#c2410c")
-    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set(xlabel="step", ylabel="bits per byte" if is_bytes else "nats per token")
     axes.set_title(printable(str(folder.path))[-_TITLE_CHARACTERS:], parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

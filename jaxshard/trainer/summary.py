@@ -13,7 +13,7 @@ from jaxshard.mesh import check_has_devices
 from jaxshard.trainer import linear
 from jaxshard.trainer.build import Run
 from jaxshard.trainer.data import zlib_bits_per_byte
-from jaxshard.trainer.display import axis_table, bits, memory_table, say, step_table, step_totals
+from jaxshard.trainer.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
 from jaxshard.trainer.run_folder import RunFolder, Snapshot
 
 _ZLIB_BYTES = 2**24  # a second of work
@@ -41,14 +41,15 @@ def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> No
 
 def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> None:
     """Tells how the run ended, where its files are, and by which command it goes on."""
-    best, mark = bits(snapshot.stopping.best), zlib_bits_per_byte(run.heldout)
+    best = snapshot.stopping.best
     if interrupted:
         say(console, f"interrupted after step {snapshot.step}; the model is saved")
     elif snapshot.stopping.stopped:
         misses = snapshot.stopping.misses
         say(console, f"stopped early after step {snapshot.step}: {misses} evaluations without improvement")
     if math.isfinite(best):
-        say(console, f"best held-out loss: {best:.3f} bits/byte (zlib -9: {mark:.2f})")
+        mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
+        say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
     say(
         console,
         f"in {printable(str(folder.path))}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml",
@@ -76,8 +77,10 @@ def _parameters(run: Run) -> str:
 
 def _marks(run: Run) -> Iterator[str]:
     source = printable(run.config.data.path or "") or "pydoc_data.topics, the English text that every Python carries"
-    trained, heldout = len(run.batches.text), len(run.heldout)
-    yield f"text: {source}: {len(run.text):,} bytes, {trained:,} to train on, the next {heldout:,} held out"
-    yield f"zlib -9 on what is held out: {zlib_bits_per_byte(run.heldout):.2f} bits/byte"
-    if len(run.text) <= _ZLIB_BYTES:
-        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text):.2f} bits/byte"
+    train, heldout = run.text.train, run.text.heldout
+    counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
+    yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
+    if run.text.is_bytes:
+        yield f"zlib -9 on what is held out: {zlib_bits_per_byte(heldout):.2f} bits/byte"
+    if run.text.whole is not None and len(run.text.whole) <= _ZLIB_BYTES:
+        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text.whole):.2f} bits/byte"

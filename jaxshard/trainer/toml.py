@@ -60,7 +60,7 @@ def looked_at(path: Path) -> tuple[seal.State, list[str]]:
 
 
 _MAY_BE_NONE = (
-    *("data.path", "optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay"),
+    *("data.path", "data.heldout_path", "optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay"),
     *("sharding.devices", "train.start"),
 )
 _LAST_SECTION = dataclasses.fields(Config)[-1].name
