@@ -184,6 +184,9 @@ def _other_heldout(before: Config, now: Config) -> list[str]:
 def _saved_as(config: Config) -> dict[str, Any]:
     """The options that decide which arrays are saved, how they are read, and which random numbers come."""
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "lora", "precision")}
-    sections |= {"optimizer": {"name": config.optimizer.name}, "train": {"seed": config.train.seed}}
+    sections |= {
+        "optimizer": {"name": config.optimizer.name},
+        "train": {"seed": config.train.seed, "start": config.train.start},
+    }
     del sections["precision"]["reduce"]
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}

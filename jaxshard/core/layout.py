@@ -149,6 +149,8 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
       ValueError: see `model_specs`.
     """
     which, unused = frozen.flags(config.frozen, params), frozen.unused(config.frozen, params)
+    if which and all(which):
+        raise ValueError("frozen: all parameters are frozen, so that nothing would be trained; name fewer")
     if unused and not all(jnp.issubdtype(getattr(x, "dtype", float), jnp.inexact) for _, x in named_leaves(params)):
         raise ValueError(unused)
     check_floating(params, which)

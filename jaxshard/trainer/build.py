@@ -71,7 +71,16 @@ class Run:
             params = self._fresh(linear.is_adapter) | finished.params(linear.by_path(self.saved_template.params))
         start = dataclasses.replace(self.template, params=linear.nested(params))
         start = reshaped(start, self.template)
-        return dataclasses.replace(start, state=self.opt.init(start.params))
+        start = dataclasses.replace(start, state=self.opt.init(start.params))
+        return start if finished is None else self._with_masters(start, finished)
+
+    def _with_masters(self, start: Snapshot, finished: finished_run.FinishedRun) -> Snapshot:
+        """The same, its masters with all digits that the finished run has, not those of narrower parameters alone."""
+        if not self.config.precision.masters or self.config.lora.rank:
+            return start
+        masters = finished.params(linear.by_path(self.saved_template.state.extra["master"]))
+        state = start.state._replace(extra=start.state.extra | {"master": linear.nested(masters)})
+        return reshaped(dataclasses.replace(start, state=state), self.template)
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
         """Those of the parameters whose path is wanted, by their paths."""

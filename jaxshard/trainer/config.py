@@ -295,6 +295,8 @@ def check(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     rank, base = config.lora.rank, config.lora.base
+    if config.lora.alpha != NO_LORA.alpha and not rank:
+        raise ValueError(f"lora.alpha = {config.lora.alpha} with lora.rank = 0: there are no adapters: set lora.rank")
     if base and not rank:
         raise ValueError(
             f"lora.base = {base} with lora.rank = 0: nothing is frozen: set lora.rank, or leave lora.base out and set "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxshard.processes import agreement
 from jaxshard.trainer import linear, toml
 from jaxshard.trainer.config import Config, LoraConfig, ModelConfig
@@ -33,36 +35,56 @@ class FinishedRun:
     lora: LoraConfig
 
     def params(self, template: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Its newest saved parameters, by their paths, as another run has them before its first step.
+        """Its newest saved parameters that are whole, by their paths, as another run has them before its first step.
+
+        Where there are masters, these are read.
 
         Args:
           template: shapes with types and shardings by path, the layers in one stack. Adapters in it are left out;
             matrices that have scales there are put into 8 bits.
 
         Raises:
-          CorruptCheckpointError: what is on disk is not what was saved.
-          OSError: it cannot be read.
+          FloatingPointError: a number is not finite, or the template's type cannot hold it.
+          OSError: it cannot be read, or no save is what was saved.
         """
-        step, found = agreement.from_first("start", self._step), {}
-        for path in template:
-            if path.rpartition("/")[2] not in linear.ADDED:
-                found |= self._read(path, template, step)
-        return found
+        corrupt: list[int] = []
+        while True:
+            step = agreement.from_first("start", lambda: self._newest(corrupt))
+            try:
+                return self._all(template, step)
+            except CorruptCheckpointError as error:
+                corrupt.append(step)
+                if len(corrupt) == len(self._saves.steps()):
+                    raise OSError(f"train.start = {self.path}: no save is whole: {error}") from error
+                warnings.warn(f"train.start = {self.path}: {error}; the save before it is taken", stacklevel=2)
+            except ValueError as error:
+                raise FloatingPointError(f"train.start = {self.path}: {error}") from error
+            except FileNotFoundError:  # the run goes on, and has deleted it
+                if step in self._saves.steps():
+                    raise
 
     @property
     def _saves(self) -> Checkpointer:
         return Checkpointer(RunFolder(self.path).model)
 
-    def _step(self) -> int:
-        return max(self._saves.steps())
+    def _newest(self, without: Sequence[int]) -> int:
+        return max(step for step in self._saves.steps() if step not in without)
+
+    def _all(self, template: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
+        for path in template:
+            if path.rpartition("/")[2] not in linear.ADDED:
+                found |= self._read(path, template, step)
+        return found
 
     def _read(self, path: str, template: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
         """One leaf, by its path, and its scales where the template has such. No other is held in float32 meanwhile."""
         saved, layer = self._saves.info(step)["leaves"], path.removesuffix("kernel")
+        root = _MASTERS if f"{_MASTERS}/{path}" in saved else "params"
         beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
         made = [path, *([f"{layer}kernel_scale"] if f"{layer}kernel_scale" in template else [])]
         if not beside and len(made) == 1:
-            return self._restored({path: template[path]}, step)
+            return self._finite(self._restored({path: template[path]}, step, root))
         whole, like = NamedSharding(template[path].sharding.mesh, jax.P()), {}
         for name in ("kernel", *beside):
             entry = saved[f"params/{layer}{name}"]
@@ -76,14 +98,24 @@ class FinishedRun:
             return {name: leaf.astype(template[name].dtype) for name, leaf in zip(made, new, strict=True)}
 
         shardings = {name: template[name].sharding for name in made}
-        return jax.jit(make, out_shardings=shardings)(self._restored(like, step))
+        parts = self._finite(self._restored(like, step, root if len(like) == 1 else "params"))
+        return self._finite(jax.jit(make, out_shardings=shardings)(parts))
 
-    def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
-        """Leaves by their paths."""
-        only = "^params/(" + "|".join(map(re.escape, like)) + ")$"
-        template = {"params": linear.nested(like)}
+    def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int, root: str) -> dict[str, jax.Array]:
+        """Leaves by their paths below `root`."""
+        only = f"^{root}/(" + "|".join(map(re.escape, like)) + ")$"
+        template = linear.nested({f"{root}/{path}": leaf for path, leaf in like.items()})
         _, tree = self._saves.restore(template, step, cast=True, only=only)
-        return linear.by_path(tree["params"])
+        return {path.removeprefix(f"{root}/"): leaf for path, leaf in linear.by_path(tree).items()}
+
+    def _finite(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        for path, leaf in leaves.items():
+            if not jnp.all(jnp.isfinite(leaf)):
+                raise FloatingPointError(f"train.start = {self.path}: {path} has numbers that are not finite")
+        return leaves
+
+
+_MASTERS = "state/extra/master"
 
 
 def find(config: Config) -> FinishedRun | None:
@@ -100,9 +132,17 @@ def find(config: Config) -> FinishedRun | None:
             )
         return None
     folder = RunFolder(Path(config.train.start))
-    if not folder.is_saved():
+    if folder.latest_step() is None:
         raise ValueError(f"train.start = {folder.path}: no saved run: name the folder that the run printed")
-    before = toml.load(folder.config)
+    if not folder.config.is_file():
+        raise ValueError(
+            f"train.start = {folder.path}: {folder.config} is gone, which says what model it is: bring it back"
+        )
+    before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
+    if seal == "changed":
+        raise ValueError(
+            f"train.start = {folder.path}: {folder.config} is not what the run wrote: undo what was changed"
+        )
     _check_same_model(folder.path, before.model, config.model)
     return FinishedRun(folder.path, before.lora)
 
@@ -110,6 +150,7 @@ def find(config: Config) -> FinishedRun | None:
 def _check_same_model(path: Path, before: ModelConfig, now: ModelConfig) -> None:
     free = _FREE if now.positions == "rotary" else _FREE[1:]
     fixed = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
+    before, now = (dataclasses.replace(each, kv_heads=each.kv_heads or each.heads) for each in (before, now))
     others = [name for name in fixed if getattr(before, name) != getattr(now, name)]
     if others:
         changes = ", ".join(f"model.{name} = {getattr(now, name)}, there {getattr(before, name)}" for name in others)

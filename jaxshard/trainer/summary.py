@@ -69,18 +69,20 @@ def _parameters(run: Run) -> str:
     if not lora.rank:
         return f"{sum(sizes.values()):,} {dtype} parameters"
     trained = sum(size for path, size in sizes.items() if linear.is_adapter(path))
-    base = lora.base or dtype
-    return (
-        f"{trained:,} {dtype} parameters of rank {lora.rank} beside {sum(sizes.values()) - trained:,} frozen in {base}"
-    )
+    frozen = sum(size for path, size in sizes.items() if path.rpartition("/")[2] not in linear.ADDED)
+    base = "matrices in int8" if lora.base == "int8" else lora.base or dtype
+    return f"{trained:,} {dtype} parameters of rank {lora.rank} beside {frozen:,} frozen ones ({base})"
 
 
 def _marks(run: Run) -> Iterator[str]:
     source = printable(run.config.data.path or "") or "pydoc_data.topics, the English text that every Python carries"
-    train, heldout = run.text.train, run.text.heldout
+    train, heldout, whole = run.text.train, run.text.heldout, run.text.whole
     counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
-    yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
+    if whole is None:
+        yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
+    else:
+        yield f"text: {source}: {len(whole):,} bytes, {len(train):,} to train on, the next {len(heldout):,} held out"
     if run.text.is_bytes:
         yield f"zlib -9 on what is held out: {zlib_bits_per_byte(heldout):.2f} bits/byte"
-    if run.text.whole is not None and len(run.text.whole) <= _ZLIB_BYTES:
-        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(run.text.whole):.2f} bits/byte"
+    if whole is not None and len(whole) <= _ZLIB_BYTES:
+        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(whole):.2f} bits/byte"

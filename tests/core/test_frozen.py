@@ -263,6 +263,7 @@ def test_a_checkpoint_has_them(x64, tmp_path):
     [
         (["bas/"], ValueError, r"the rule 'bas/' matches no parameter.*nearest paths: \['base/"),
         (["("], ValueError, "no regular expression"),
+        (["."], ValueError, "all parameters are frozen"),
         ({"base": True, "lora": False, "out": False, "z": True}, ValueError, "frozen: z is no parameter"),
         ({"base": True}, ValueError, "nothing is said of the parameter lora/a"),
         ({"base": 1, "lora": False, "out": False}, TypeError, "base is 1; give True or False"),

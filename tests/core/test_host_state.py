@@ -270,3 +270,23 @@ def test_the_local_view_has_none():
     mine = jax.shard_map(update, mesh=opt.mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
     with pytest.raises(ValueError, match="state_memory"):
         jax.jit(mine)(params, state, params)
+
+
+def test_a_step_of_ones_own_whose_state_comes_from_a_jit():
+    """Such a state lies on devices at first; the update could not write to it."""
+    start = small()
+    results = []
+    for memory in ("host", "device"):
+        opt = make(memory)
+        params, state = jax.jit(lambda p, opt=opt: (opt.place(p), opt.init(p)))(start)
+
+        @jax.jit
+        def step(params, state, opt=opt):
+            updates, state = opt.update(jax.tree.map(jnp.sin, params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(3):
+            params, state = step(params, state)
+        assert ("pinned_host" in memories(state)) == (memory == "host")
+        results.append(jax.device_get((params, state)))
+    assert_close(*results, 1e-6)

@@ -71,7 +71,7 @@ def test_lines_stay_whole_and_brackets_are_no_markup(monkeypatch, capsys):
 @pytest.mark.parametrize("skipped", [0, 1234])
 def test_the_bar_of_a_long_run_shows_every_figure_in_80_columns(skipped):
     console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False, color_system=None)
-    scalars = {"loss": 0.8557, "bits_per_byte": 1.2345, "tokens_per_second": 1_234_567.0, "step_seconds": 5.678}
+    scalars = {"loss": 0.8554, "bits_per_byte": 1.2345, "tokens_per_second": 1_234_567.0, "step_seconds": 5.678}
     with Display(console, 18_998, 19_000) as display:
         display.advance(18_999)
         display.training(18_999, scalars | {"skipped_steps": skipped})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from oracle import assert_close, assert_same_bits
 
 import jaxshard
 from jaxshard.cli.train import command
-from jaxshard.trainer import build, linear, run_folder
+from jaxshard.trainer import build, finished_run, linear, run_folder
 from jaxshard.trainer.arithmetic import useful_flops
 from jaxshard.trainer.config import Config, LoraConfig, ModelConfig, ShardingConfig, TrainConfig, check
 from jaxshard.trainer.model import LanguageModel
@@ -146,7 +147,7 @@ def test_a_run_of_adapters_goes_on_and_can_be_merged(base_run, tmp_path, capfd):
     assert run(tmp_path / "lora", *lora, "--train.steps", "4", "--train.save-every", "2", "--train.keep-last", "9") == 0
     out = capfd.readouterr().out
     assert "float32 parameters of rank 4 beside" in out
-    assert "frozen in int8" in out
+    assert "frozen ones (matrices in int8)" in out
     before, after = saved(base_run), saved(tmp_path / "lora")
     kernel = "blocks/mlp/up/kernel"
     codes, scale = linear.quantized(jnp.asarray(before[kernel]))
@@ -155,8 +156,9 @@ def test_a_run_of_adapters_goes_on_and_can_be_merged(base_run, tmp_path, capfd):
     assert np.abs(after["blocks/mlp/up/lora_b"]).max() > 0
 
     assert run(tmp_path / "lora", "--resume", "--train.steps", "5") == 0
-    assert run(tmp_path / "lora", "--resume", "--lora.rank", "3", "--train.steps", "6") == 2
-    assert "lora.rank" in capfd.readouterr().err
+    for other in (["--lora.rank", "3"], ["--train.start", "elsewhere"]):
+        assert run(tmp_path / "lora", "--resume", *other, "--train.steps", "6") == 2
+        assert other[0].removeprefix("--") in capfd.readouterr().err
 
     merged = ["--train.start", str(tmp_path / "lora"), "--train.steps", "1", "--optimizer.learning-rate", "1e-30"]
     assert run(tmp_path / "merged", *merged) == 0
@@ -175,6 +177,76 @@ def test_all_parameters_start_from_another_run_under_any_strategy(base_run, tmp_
     assert_same_bits(saved(tmp_path / "run"), want)
 
 
+def test_a_start_from_wider_numbers_keeps_them_in_masters(base_run, tmp_path):
+    narrow = ["--precision.params", "bfloat16", "--precision.masters", "--train.steps", "1"]
+    narrow += ["--optimizer.learning-rate", "1e-30", "--train.start"]
+    assert run(tmp_path / "narrow", *narrow, str(base_run)) == 0
+    assert run(tmp_path / "wide", "--train.start", str(tmp_path / "narrow"), "--train.steps", "1", *narrow[5:7]) == 0
+    want = saved(base_run)
+    for path, leaf in saved(tmp_path / "wide").items():
+        np.testing.assert_array_equal(leaf, want[path])
+
+
+def damaged(base_run, tmp_path, steps):
+    """A copy of the run with another save, of which these are damaged."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(base_run, folder)
+    assert command(["--resume", "--out", str(folder), "--train.steps", "4"]) == 0
+    for step in steps:
+        for file in (folder / "model" / str(step) / "state").rglob("d/*"):
+            file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    return folder
+
+
+ONE_STEP = ["--train.steps", "1", "--optimizer.learning-rate", "1e-30"]
+
+
+def test_a_damaged_save_is_told_and_the_one_before_it_taken(base_run, tmp_path):
+    folder = damaged(base_run, tmp_path, [4])
+    with pytest.warns(UserWarning, match="train.start = .*the save before it is taken"):
+        assert run(tmp_path / "run", "--train.start", str(folder), *ONE_STEP) == 0
+    assert_same_bits(saved(tmp_path / "run"), saved(base_run))
+
+
+@pytest.mark.filterwarnings("ignore:train.start")
+def test_where_no_save_is_whole(base_run, tmp_path, capfd):
+    assert run(tmp_path / "run", "--train.start", str(damaged(base_run, tmp_path, [3, 4])), *ONE_STEP) == 1
+    assert "no save is whole" in capfd.readouterr().err
+
+
+def test_a_save_that_was_deleted_meanwhile(base_run, tmp_path, monkeypatch):
+    """The run that it starts from goes on, and keeps its newest saves alone."""
+    found = finished_run.FinishedRun._newest
+    asked = []
+
+    def newest(self, without):
+        asked.append(2 if not asked else found(self, without))  # it was there a moment ago
+        return asked[-1]
+
+    monkeypatch.setattr(finished_run.FinishedRun, "_newest", newest)
+    assert run(tmp_path / "run", "--train.start", str(base_run), *ONE_STEP) == 0
+    assert asked == [2, 3]
+
+
+def test_numbers_that_do_not_fit_are_told(base_run, tmp_path, capfd):
+    huge = ["--optimizer.learning-rate", "1e38", "--optimizer.clip-norm", "1e30", "--optimizer.warmup-steps", "0"]
+    assert run(tmp_path / "huge", "--train.start", str(base_run), "--train.steps", "1", *huge) == 0
+    half = ["--precision.params", "float16", "--precision.masters", "--precision.loss-scale"]
+    assert run(tmp_path / "run", "--train.start", str(tmp_path / "huge"), *ONE_STEP, *half) == 1
+    assert "train.start = " in capfd.readouterr().err
+
+
+def test_a_configuration_that_was_changed_is_not_believed(base_run, tmp_path, capfd):
+    shutil.copytree(base_run, tmp_path / "copy")
+    path = tmp_path / "copy" / "config.toml"
+    path.write_text(path.read_text().replace("alpha = 16.0", "alpha = 64.0"))
+    assert run(tmp_path / "run", "--train.start", str(tmp_path / "copy")) == 2
+    assert "is not what the run wrote" in capfd.readouterr().err
+    path.unlink()
+    assert run(tmp_path / "run", "--train.start", str(tmp_path / "copy")) == 2
+    assert "is gone" in capfd.readouterr().err
+
+
 WRONG = {
     "no start": (["--lora.rank", "4"], "lora.rank = 4 without train.start"),
     "no run": (["--lora.rank", "4", "--train.start", "nowhere"], "train.start = nowhere: no saved run"),
@@ -185,6 +257,7 @@ WRONG = {
         ["--train.start", "BASE", "--lora.rank", "2", "--lora.alpha", "0"],
         "lora.alpha = 0.0: it must be above 0",
     ),
+    "alpha alone": (["--train.start", "BASE", "--lora.alpha", "3"], "lora.alpha = 3.0 with lora.rank = 0"),
     "pipeline": (
         ["--train.start", "BASE", "--lora.rank", "2", "--sharding.strategy", "hybrid", "--sharding.pipeline", "2"],
         "stages take no frozen matrices",

@@ -109,7 +109,7 @@ WRONG = {
 def test_what_cannot_be_is_told(name, tmp_path):
     content, options, words = WRONG[name]
     (tmp_path / "x.bin").write_bytes(content)
-    with pytest.raises(ValueError, match="data|text") as error:
+    with pytest.raises(ValueError, match=r"data|text") as error:
         read(str(tmp_path / "x.bin"), **options)
     assert words in str(error.value)
 
