@@ -36,7 +36,7 @@ NEWEST_LEAVES_OUT := adamw_with_clipping or on_one_stage_and_on_no_mesh or anoth
 .PHONY: train test test-floor test-newest test-nightly-jax lint quick coverage nightly notebooks bench clean
 
 train: $(VENV)/.train
-	$(VENV)/bin/jaxshard train $(ARGS)
+	$(VENV)/bin/jaxshard train --train.sample 400 $(ARGS)
 
 test: test-floor
 	$(MAKE) test-newest

@@ -24,6 +24,8 @@ commands:
   train [CONFIG.toml] [OPTIONS]
           train a byte-level transformer with a sharded optimizer
           (with nothing given: 8 simulated devices, ZeRO-2, English text)
+  generate RUN [OPTIONS]
+          text that a run's newest model writes
   plan [CONFIG.toml] [OPTIONS]
           what training will cost each device, all strategies side by side, on
           machines that are not there; --compile asks their own compilers
@@ -51,13 +53,14 @@ examples:
   jaxshard train
   jaxshard train configs/zero3.toml --data my_texts/ --out runs/mine
   jaxshard train --resume --out runs/mine
+  jaxshard generate runs/mine --prompt "The "
   jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
   jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
   jaxshard bench --machines h100:8 --steps zero2 gspmd-zero-best
   jaxshard ckpt verify runs/mine
   jaxshard ckpt export runs/mine --safetensors model.safetensors
 """
-_COMMANDS = ("train", "plan", "bench", "ckpt")
+_COMMANDS = ("train", "generate", "plan", "bench", "ckpt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
+import itertools
 import math
 import os
 import sys
@@ -30,13 +31,15 @@ from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import finished_run, toml
+from jaxshard.trainer import finished_run, generate, toml
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.data import zlib_bits_per_byte
 from jaxshard.trainer.display import Display, make_console, say
+from jaxshard.trainer.layer_stack import reshaped
 from jaxshard.trainer.loop import Hooks, Meter, fit
+from jaxshard.trainer.model import LanguageModel
 from jaxshard.trainer.record import Recorder, draw
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
@@ -205,9 +208,21 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
         keeping.save_last(snapshot)
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
+    if train.sample and not keeping.was_ended:
+        say(console, f"a sample:\n{printable_lines(_sample(run, snapshot))}")
     if writes:
         _draw(run, folder, console)
     return snapshot, preemption.status if keeping.was_ended else 0
+
+
+def _sample(run: Run, snapshot: Snapshot) -> str:
+    """What the model writes after a line's end, or after token 0."""
+    stacked = reshaped(snapshot, run.saved_template)
+    model = LanguageModel(run.config.model, lora=run.config.lora)
+    prompt = [ord("\n") if run.text.is_bytes else 0]
+    tokens = generate.generated(model, stacked.params, prompt, generate.Sampling(seed=run.config.train.seed))
+    decode = generate.as_text if run.text.is_bytes else generate.as_numbers
+    return "".join(decode(itertools.islice(tokens, run.config.train.sample)))
 
 
 def _draw(run: Run, folder: RunFolder, console: Console) -> None:

@@ -41,7 +41,7 @@ class Run:
     """Everything that the loop needs, made by `prepare`.
 
     Attributes:
-      config: as given.
+      config: as given, but that `data.format` says what was found.
       text: what it trains on, and what measures the model.
       batches: the rows of each step.
       model: the functions of parameters and batch.
@@ -201,6 +201,7 @@ def prepare(config: Config) -> Run:
 
 def _prepared(config: Config) -> Run:
     text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)
     model, schedule, opt, params = make_parts(config, mesh)

@@ -218,6 +218,8 @@ class TrainConfig:
     """How many saves of the lowest held-out loss are kept; only a save that follows an evaluation counts."""
     max_skips: int = 20
     """Steps in a row that may be skipped because loss or gradient is not finite; one more is a divergence."""
+    sample: int = 0
+    """Tokens, or bytes, that the model writes at the end of the run, as an example; 0: none."""
     on_divergence: Literal["end", "roll-back"] = "end"
     """End the run, or (at most three times) go back to the last save and go on with other rows."""
     check_every: int = 500

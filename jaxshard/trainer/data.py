@@ -8,9 +8,9 @@ import functools
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from jaxshard.trainer.token_files import TokenFiles
 
 Rows = dict[str, np.ndarray]
 Array: TypeAlias = np.ndarray | TokenFiles
+
+_FORMATS: Mapping[int, Literal["bytes", "uint16", "uint32"]] = {1: "bytes", 2: "uint16", 4: "uint32"}
 
 BUILTIN = "pydoc_data.topics"
 
@@ -43,7 +45,12 @@ class Text:
     @property
     def is_bytes(self) -> bool:
         """Whether it is text, whose bytes are counted."""
-        return self.train.dtype == np.uint8
+        return self.format == "bytes"
+
+    @property
+    def format(self) -> Literal["bytes", "uint16", "uint32"]:
+        """As in the configuration."""
+        return _FORMATS[self.train.dtype.itemsize]
 
 
 def read(config: DataConfig, length: int, vocabulary: int) -> Text:

@@ -29,10 +29,12 @@ class FinishedRun:
     Attributes:
       path: its folder.
       lora: the adapters that its parameters have.
+      who: begins messages.
     """
 
     path: Path
     lora: LoraConfig
+    who: str
 
     def params(self, template: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Its newest saved parameters that are whole, by their paths, as another run has them before its first step.
@@ -55,10 +57,10 @@ class FinishedRun:
             except CorruptCheckpointError as error:
                 corrupt.append(step)
                 if len(corrupt) == len(self._saves.steps()):
-                    raise OSError(f"train.start = {self.path}: no save is whole: {error}") from error
-                warnings.warn(f"train.start = {self.path}: {error}; the save before it is taken", stacklevel=2)
+                    raise OSError(f"{self.who}: no save is whole: {error}") from error
+                warnings.warn(f"{self.who}: {error}; the save before it is taken", stacklevel=2)
             except ValueError as error:
-                raise FloatingPointError(f"train.start = {self.path}: {error}") from error
+                raise FloatingPointError(f"{self.who}: {error}") from error
             except FileNotFoundError:  # the run goes on, and has deleted it
                 if step in self._saves.steps():
                     raise
@@ -111,7 +113,7 @@ class FinishedRun:
     def _finite(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
         for path, leaf in leaves.items():
             if not jnp.all(jnp.isfinite(leaf)):
-                raise FloatingPointError(f"train.start = {self.path}: {path} has numbers that are not finite")
+                raise FloatingPointError(f"{self.who}: {path} has numbers that are not finite")
         return leaves
 
 
@@ -131,27 +133,33 @@ def find(config: Config) -> FinishedRun | None:
                 "folder of its run by --train.start"
             )
         return None
-    folder = RunFolder(Path(config.train.start))
+    before, found = opened(Path(config.train.start), "train.start =")
+    _check_same_model(found, before.model, config.model)
+    return found
+
+
+def opened(path: Path, option: str) -> tuple[Config, FinishedRun]:
+    """A run's configuration, and what it saved.
+
+    Raises:
+      ValueError: nothing is saved there, or nobody knows what; it begins with `option` and the path.
+    """
+    folder, who = RunFolder(path), f"{option} {path}"
     if folder.latest_step() is None:
-        raise ValueError(f"train.start = {folder.path}: no saved run: name the folder that the run printed")
+        raise ValueError(f"{who}: no saved run: name the folder that the run printed")
     if not folder.config.is_file():
-        raise ValueError(
-            f"train.start = {folder.path}: {folder.config} is gone, which says what model it is: bring it back"
-        )
+        raise ValueError(f"{who}: {folder.config.name}, which says what model it is, is gone")
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
     if seal == "changed":
-        raise ValueError(
-            f"train.start = {folder.path}: {folder.config} is not what the run wrote: undo what was changed"
-        )
-    _check_same_model(folder.path, before.model, config.model)
-    return FinishedRun(folder.path, before.lora)
+        raise ValueError(f"{who}: {folder.config.name} is not what the run wrote: undo that")
+    return before, FinishedRun(path, before.lora, who)
 
 
-def _check_same_model(path: Path, before: ModelConfig, now: ModelConfig) -> None:
+def _check_same_model(run: FinishedRun, before: ModelConfig, now: ModelConfig) -> None:
     free = _FREE if now.positions == "rotary" else _FREE[1:]
     fixed = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     before, now = (dataclasses.replace(each, kv_heads=each.kv_heads or each.heads) for each in (before, now))
     others = [name for name in fixed if getattr(before, name) != getattr(now, name)]
     if others:
         changes = ", ".join(f"model.{name} = {getattr(now, name)}, there {getattr(before, name)}" for name in others)
-        raise ValueError(f"train.start = {path} has another model: {changes}; set these as there")
+        raise ValueError(f"{run.who} has another model: {changes}; set these as there")

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 import jaxshard
 from jaxshard.base.types import T, Tree
 from jaxshard.pipelining.timetable import Info
-from jaxshard.trainer.attention import attention
+from jaxshard.trainer.attention import attention, attention_to_cached
 from jaxshard.trainer.config import NO_LORA, LoraConfig, ModelConfig
 from jaxshard.trainer.linear import Linear
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
+Cache = tuple[jax.Array, jax.Array]  # keys and values, (B, T, G, K); of all layers (layers, B, T, G, K)
 
 _ROTARY_BASE = 10_000.0
 _MOST_LOGITS = 2**27  # of a row, in float32 512 MB
@@ -108,6 +109,46 @@ class LanguageModel:
           key: for dropout; without it nothing is dropped.
         """
         return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
+
+    def empty_cache(self, rows: int) -> Cache:
+        """For `extended`: no position of any row."""
+        config = self.config
+        shape = (
+            config.layers,
+            rows,
+            config.sequence_length,
+            config.kv_heads or config.heads,
+            config.width // config.heads,
+        )
+        return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+    def extended(
+        self, params: Params, tokens_BxL: jax.Array, cache: Cache, start: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Reads more of each row, in the global view; the layers are in one stack.
+
+        Args:
+          params: as `init` makes them, whole or cut over devices.
+          tokens_BxL: the next L tokens.
+          cache: keys and values of the `start` positions before these.
+          start: with L at most `sequence_length`.
+
+        Returns:
+          (logits of what comes next, (B, V) float32; the cache with these positions).
+        """
+        dtype, (_, length) = jnp.dtype(self.config.dtype), tokens_BxL.shape
+        x_BxLxD = params["embedding"]["embedding"][tokens_BxL].astype(dtype)
+        if self.config.positions == "learned":
+            x_BxLxD += params["positions"]["embedding"][start + jnp.arange(length)].astype(dtype)
+
+        def body(x_BxLxD: jax.Array, layer: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
+            state, cached = layer
+            return self._part("blocks", state).extended(x_BxLxD, cached, start)
+
+        x_BxLxD, cache = jax.lax.scan(body, x_BxLxD, (params["blocks"], cache))
+        x_BxD = self._part("norm", params["norm"])(x_BxLxD[:, -1])
+        head_DxV = params["embedding"]["embedding"].T if self.config.tied else params["head"]["kernel"]
+        return (x_BxD.astype(dtype) @ head_DxV.astype(dtype)).astype(jnp.float32), cache
 
     def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of `weights * loss` in nats, and the sum of `weights`, where `batch["weights"]` is `(B, L)` float32."""
@@ -227,6 +268,12 @@ class Block(nnx.Module):
         x_BxLxD += _dropped(attended_BxLxD, self.dropout, keys[0], sequence)
         return x_BxLxD + _dropped(self.mlp(self.mlp_norm(x_BxLxD), sequence), self.dropout, keys[1], sequence)
 
+    def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
+        """The same without dropout, for positions from `start` on; the cache has those before, and then these too."""
+        attended_BxLxD, cache = self.attention.extended(self.attention_norm(x_BxLxD), cache, start)
+        x_BxLxD += attended_BxLxD
+        return x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD), None), cache
+
 
 class Attention(nnx.Module):
     """Causal attention, its heads shared out over the tensor axis.
@@ -244,16 +291,33 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.width, config.width, lora, rngs, scale=0.5 / config.layers)
 
     def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = self._heads(x_BxLxD, None, sequence)
+        y_BxLxHxK = attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, self.how)
+        return self.out.row_parallel(y_BxLxHxK.reshape(*y_BxLxHxK.shape[:2], -1), sequence)
+
+    def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
+        """Attention of positions from `start` on to those in the cache and to these."""
+        q_BxLxHxK, *new = self._heads(x_BxLxD, start, None)
+        at = (0, start, 0, 0)
+        k_BxTxGxK, v_BxTxGxK = (jax.lax.dynamic_update_slice(c, n, at) for c, n in zip(cache, new, strict=True))
+        y_BxLxHxK = attention_to_cached(q_BxLxHxK, k_BxTxGxK, v_BxTxGxK, start)
+        return self.out.row_parallel(y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), None), (k_BxTxGxK, v_BxTxGxK)
+
+    def _heads(
+        self, x_BxLxD: jax.Array, start: jax.Array | int | None, sequence: int | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries (B, L, H, K), keys and values (B, L, G, K), of positions from `start` on; None: from 0."""
         qkv_BxLxF = self.qkv.column_parallel(x_BxLxD, sequence)
         rows, length, _ = qkv_BxLxF.shape
+        positions_L = jnp.arange(length, dtype=jnp.float32)
+        positions_L = positions_L if start is None else positions_L + start
         groups = jaxshard.tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
         qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
         q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
         k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
         if self.rotary:
-            q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK), _rotate(k_BxLxGxK)
-        y_BxLxHxK = attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, self.how)
-        return self.out.row_parallel(y_BxLxHxK.reshape(rows, length, -1), sequence)
+            q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK, positions_L), _rotate(k_BxLxGxK, positions_L)
+        return q_BxLxHxK, k_BxLxGxK, v_BxLxGxK
 
 
 class MLP(nnx.Module):
@@ -310,11 +374,11 @@ def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: i
     return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
 
 
-def _rotate(x_BxLxHxK: jax.Array) -> jax.Array:
+def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array) -> jax.Array:
     """Rotary positions (Su et al. 2021): the two halves of each head turned by an angle that grows with position."""
-    length, half = x_BxLxHxK.shape[1], x_BxLxHxK.shape[-1] // 2
+    half = x_BxLxHxK.shape[-1] // 2
     frequencies_K2 = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_Lx1xK2 = (jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies_K2)[:, None, :]
+    angles_Lx1xK2 = (positions_L[:, None] * frequencies_K2)[:, None, :]
     cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
     left, right = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BxLxHxK.dtype)

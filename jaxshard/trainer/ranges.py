@@ -29,7 +29,7 @@ _NOT_NEGATIVE = (
         "train.save_every",
         "train.max_skips",
     ),
-    *(f"train.{name}" for name in ("keep_every", "keep_best", "check_every", "hang_seconds")),
+    *(f"train.{name}" for name in ("keep_every", "keep_best", "sample", "check_every", "hang_seconds")),
 )
 _OPTIONAL = ("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay")
 _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")

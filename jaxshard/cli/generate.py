@@ -1,0 +1,151 @@
+"""`jaxshard generate`: text that a run's model writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.text import printable_lines
+from jaxshard.cli import arguments as words
+from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.trainer import generate
+from jaxshard.trainer.config import Config
+from jaxshard.trainer.finished_run import opened
+
+_DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
+
+A model of bytes takes any text as prompt; one of tokens takes --tokenizer, or the tokens' numbers. Exit status: 0 done,
+1 a save is corrupt, 2 bad input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The command line of `jaxshard generate`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run's folder."""
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "\n"
+    """What the text begins with."""
+    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """How many tokens (bytes, for a model of bytes) it writes."""
+    temperature: float = 0.8
+    """Above 1 it dares more, below 1 less; 0 takes the likeliest token each time."""
+    top_k: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Only this many of the likeliest tokens may come; 0: all."""
+    seed: int = 0
+    """Of the chance."""
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The tokenizer.json of a model of tokens (needs the package tokenizers)."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard generate`; returns the exit status."""
+    try:
+        with ended_at_once(lambda: "jaxshard generate: interrupted"):
+            _run(parse(arguments))
+        return 0
+    except FloatingPointError as error:
+        return _fail(error, 1)
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"jaxshard generate: {printable_lines(str(reason))}", file=sys.stderr)
+    return status
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line.
+
+    Raises:
+      ValueError: an option is not known, or a number out of range.
+    """
+    words.check(arguments, Arguments, "jaxshard generate", {"prompt": str})
+    how: dict[str, Any] = {"prog": "jaxshard generate", "description": _DESCRIPTION, "return_unknown_args": True}
+    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
+    words.check_none_left(unknown, Arguments, "jaxshard generate")
+    for name, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
+        if not least <= getattr(given, name) < 2**31:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {getattr(given, name)} must be at least {least}, and below {2**31}")
+    if not 0 <= given.temperature < float("inf"):
+        raise ValueError(f"--temperature {given.temperature} must be 0 or more")
+    return given
+
+
+def _run(given: Arguments) -> None:
+    config, found = opened(given.run, "RUN")
+    encode, decode = _coded(given, config)
+    prompt = encode(given.prompt)
+    _check_prompt(prompt, config)
+    model, params = generate.loaded(config, found)
+    sampling = generate.Sampling(given.temperature, given.top_k, given.seed)
+    tokens = itertools.islice(generate.generated(model, params, prompt, sampling), given.tokens)
+    for piece in decode(itertools.chain(prompt, tokens)):
+        print(printable_lines(piece), end="", flush=True)
+    print()
+
+
+def _check_prompt(prompt: Sequence[int], config: Config) -> None:
+    vocabulary = config.model.vocabulary
+    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(f"--prompt has the token {wrong}, and the model's are 0 to {vocabulary - 1}")
+    if not prompt:
+        raise ValueError("--prompt is empty: give at least one character")
+
+
+_Encode = Callable[[str], list[int]]
+_Decode = Callable[[Iterator[int]], Iterator[str]]
+
+
+def _coded(given: Arguments, config: Config) -> tuple[_Encode, _Decode]:
+    """From a text to tokens, and back, piece by piece."""
+    if given.tokenizer is not None:
+        return _by_tokenizer(given.tokenizer)
+    if config.data.format.startswith("uint"):
+        return _numbers, generate.as_numbers
+    return lambda text: list(text.encode()), generate.as_text
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise ValueError(
+            "--prompt: this is a model of tokens: give --tokenizer FILE, or the tokens' numbers, as --prompt '464 3290'"
+        ) from None
+
+
+def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ImportError('--tokenizer needs the package tokenizers: pip install "jaxshard[tokens]"') from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
+
+    def decode(tokens: Iterator[int]) -> Iterator[str]:
+        """A token may be a part of a character, so that all that came is decoded again."""
+        seen: list[int] = []
+        shown = ""
+        for token in tokens:
+            seen.append(token)
+            text = tokenizer.decode(seen)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text.removeprefix(shown)
+                shown = text
+
+    return lambda text: tokenizer.encode(text).ids, decode

@@ -1,0 +1,102 @@
+"""Text that a trained model writes, one token after the other, from params that may be cut over devices."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxshard
+from jaxshard.base.tree import shape_of
+from jaxshard.trainer import linear
+from jaxshard.trainer.config import Config
+from jaxshard.trainer.finished_run import FinishedRun
+from jaxshard.trainer.model import Cache, LanguageModel, Params
+
+
+def loaded(config: Config, run: FinishedRun) -> tuple[LanguageModel, Params]:
+    """A run's model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
+
+    They have the type of the computation, `model.dtype`.
+    """
+    model, mesh = LanguageModel(config.model), jaxshard.make_mesh()
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.model.dtype), shapes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*cannot be cut", UserWarning)
+        shardings = jaxshard.zero3(optax.sgd(1.0), mesh).shardings(shapes).params
+    template = jax.tree.map(shape_of, shapes, shardings)
+    return model, linear.nested(run.params(linear.by_path(template)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: only this many of the likeliest tokens may come; 0: all.
+      seed: of the chance.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    seed: int = 0
+
+
+def generated(model: LanguageModel, params: Params, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    """What comes after the prompt, without end.
+
+    Keys and values of earlier positions are kept. Where the model's length is full, it goes on from the last half.
+
+    Args:
+      model: its layers in one stack.
+      params: whole or cut over devices.
+      prompt: tokens; of more than the model's length the last ones count.
+      sampling: how tokens are chosen.
+    """
+    room = model.config.sequence_length
+    seen, start, cache, last = list(prompt), 0, model.empty_cache(1), list(prompt)[-room:]
+    key = jax.random.key(sampling.seed)
+
+    @jax.jit
+    def step(params: Params, tokens_1xL: jax.Array, cache: Cache, start: jax.Array, key: jax.Array):
+        logits_1xV, cache = model.extended(params, tokens_1xL, cache, start)
+        return _chosen(logits_1xV[0], sampling, key), cache
+
+    while True:
+        token, cache = step(
+            params, np.asarray([last], np.int32), cache, np.int32(start), jax.random.fold_in(key, len(seen))
+        )
+        start, last = start + len(last), [int(token)]
+        seen += last
+        yield last[0]
+        if start == room:
+            start, last = 0, seen[-max(1, room // 2) :]
+
+
+def _chosen(logits_V: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_V)
+    if 0 < sampling.top_k < len(logits_V):
+        least = jax.lax.top_k(logits_V, sampling.top_k)[0][-1]
+        logits_V = jnp.where(logits_V >= least, logits_V, -jnp.inf)
+    return jax.random.categorical(key, logits_V / sampling.temperature)
+
+
+def as_text(tokens: Iterator[int]) -> Iterator[str]:
+    """Bytes as text, piece by piece; what is no UTF-8 is shown as U+FFFD."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        yield decoder.decode(bytes([token])) if token < 256 else "\N{REPLACEMENT CHARACTER}"
+
+
+def as_numbers(tokens: Iterator[int]) -> Iterator[str]:
+    """Tokens as numbers."""
+    return (f"{token} " for token in tokens)
