@@ -66,21 +66,29 @@ class Run:
         """
         finished = finished_run.find(self.config)
         if finished is None:
-            params = self._fresh(lambda path: True)
-        else:
-            params = self._fresh(linear.is_adapter) | finished.params(linear.by_path(self.saved_template.params))
-        start = dataclasses.replace(self.template, params=linear.nested(params))
-        start = reshaped(start, self.template)
-        start = dataclasses.replace(start, state=self.opt.init(start.params))
-        return start if finished is None else self._with_masters(start, finished)
-
-    def _with_masters(self, start: Snapshot, finished: finished_run.FinishedRun) -> Snapshot:
-        """The same, its masters with all digits that the finished run has, not those of narrower parameters alone."""
+            return self._begun(self._fresh(lambda path: True))
         if not self.config.precision.masters or self.config.lora.rank:
-            return start
+            found = finished.params(linear.by_path(self.saved_template.params))
+            return self._begun(self._fresh(linear.is_adapter) | found)
         masters = finished.params(linear.by_path(self.saved_template.state.extra["master"]))
+        start = self._begun(self._narrowed(masters, finished.who))
         state = start.state._replace(extra=start.state.extra | {"master": linear.nested(masters)})
         return reshaped(dataclasses.replace(start, state=state), self.template)
+
+    def _begun(self, params: dict[str, jax.Array]) -> Snapshot:
+        """The first snapshot, from parameters by their paths, the layers in stages or in one stack."""
+        start = reshaped(dataclasses.replace(self.template, params=linear.nested(params)), self.template)
+        return dataclasses.replace(start, state=self.opt.init(start.params))
+
+    def _narrowed(self, masters: dict[str, jax.Array], who: str) -> dict[str, jax.Array]:
+        """Parameters with all digits, by their paths, in the type and place of this run's."""
+        like = linear.by_path(self.saved_template.params)
+
+        def narrow(wide: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {path: leaf.astype(like[path].dtype) for path, leaf in wide.items()}
+
+        shardings = {path: leaf.sharding for path, leaf in like.items()}
+        return finished_run.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
         """Those of the parameters whose path is wanted, by their paths."""

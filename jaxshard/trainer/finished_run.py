@@ -86,7 +86,7 @@ class FinishedRun:
         beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
         made = [path, *([f"{layer}kernel_scale"] if f"{layer}kernel_scale" in template else [])]
         if not beside and len(made) == 1:
-            return self._finite(self._restored({path: template[path]}, step, root))
+            return finite(self.who, self._restored({path: template[path]}, step, root))
         whole, like = NamedSharding(template[path].sharding.mesh, jax.P()), {}
         for name in ("kernel", *beside):
             entry = saved[f"params/{layer}{name}"]
@@ -100,8 +100,8 @@ class FinishedRun:
             return {name: leaf.astype(template[name].dtype) for name, leaf in zip(made, new, strict=True)}
 
         shardings = {name: template[name].sharding for name in made}
-        parts = self._finite(self._restored(like, step, root if len(like) == 1 else "params"))
-        return self._finite(jax.jit(make, out_shardings=shardings)(parts))
+        parts = finite(self.who, self._restored(like, step, root if len(like) == 1 else "params"))
+        return finite(self.who, jax.jit(make, out_shardings=shardings)(parts))
 
     def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int, root: str) -> dict[str, jax.Array]:
         """Leaves by their paths below `root`."""
@@ -110,11 +110,13 @@ class FinishedRun:
         _, tree = self._saves.restore(template, step, cast=True, only=only)
         return {path.removeprefix(f"{root}/"): leaf for path, leaf in linear.by_path(tree).items()}
 
-    def _finite(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        for path, leaf in leaves.items():
-            if not jnp.all(jnp.isfinite(leaf)):
-                raise FloatingPointError(f"{self.who}: {path} has numbers that are not finite")
-        return leaves
+
+def finite(who: str, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The leaves; a FloatingPointError, which begins with `who`, if a number is not finite."""
+    for path, leaf in leaves.items():
+        if not jnp.all(jnp.isfinite(leaf)):
+            raise FloatingPointError(f"{who}: {path} has numbers that are not finite in {leaf.dtype}")
+    return leaves
 
 
 _MASTERS = "state/extra/master"
