@@ -26,6 +26,8 @@ commands:
           (with nothing given: 8 simulated devices, ZeRO-2, English text)
   generate RUN [OPTIONS]
           text that a run's newest model writes
+  eval RUN [--data PATH]
+          the held-out loss of a run's newest model
   plan [CONFIG.toml] [OPTIONS]
           what training will cost each device, all strategies side by side, on
           machines that are not there; --compile asks their own compilers
@@ -60,7 +62,7 @@ examples:
   jaxshard ckpt verify runs/mine
   jaxshard ckpt export runs/mine --safetensors model.safetensors
 """
-_COMMANDS = ("train", "generate", "plan", "bench", "ckpt")
+_COMMANDS = ("train", "generate", "eval", "plan", "bench", "ckpt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

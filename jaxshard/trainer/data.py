@@ -65,9 +65,9 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
       ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
         tokens than the model.
     """
-    files = None if config.path is None else _readable("data.path", config.path)
-    apart = None if config.heldout_path is None else _readable("data.heldout_path", config.heldout_path)
-    if files and _are_tokens(config.format, files):
+    files = None if config.path is None else readable("data.path", config.path)
+    apart = None if config.heldout_path is None else readable("data.heldout_path", config.heldout_path)
+    if files and are_tokens(config.format, files):
         return _read_tokens(config, files, apart, length, vocabulary)
     text = read_text(config.path)
     if config.heldout_path is None:
@@ -80,7 +80,8 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
     return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
 
 
-def _are_tokens(format: str, files: Sequence[Path]) -> bool:
+def are_tokens(format: str, files: Sequence[Path]) -> bool:
+    """Whether files hold tokens, as `data.format` says."""
     return format.startswith("uint") or (format == "auto" and all(file.suffix == ".bin" for file in files))
 
 
@@ -118,7 +119,12 @@ def _told(option: str, path: str | None) -> Iterator[None]:
         raise ValueError(f"{option}: {path!r} cannot be read: {error}") from error
 
 
-def _readable(option: str, path: str) -> list[Path]:
+def readable(option: str, path: str) -> list[Path]:
+    """The files of a path.
+
+    Raises:
+      ValueError: there is none, or they cannot be read.
+    """
     with _told(option, path):
         files = _files(option, Path(path))
     if not files:

@@ -1,0 +1,109 @@
+"""`jaxshard eval`: the held-out loss of a run's model, on its own text or another."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.text import printable_lines
+from jaxshard.cli import arguments as words
+from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.trainer import data, linear
+from jaxshard.trainer.build import prepare
+from jaxshard.trainer.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.trainer.display import loss_in_words
+from jaxshard.trainer.finished_run import opened
+
+_DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
+
+Parameters are cut over all devices, and adapters are merged. Exit status: 0 done,
+1 a save is corrupt, 2 bad input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The command line of `jaxshard eval`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run's folder."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """A file or folder of text, or of tokens, that is measured whole; by default what the run held out."""
+    rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Sequences that are measured at once, over all devices."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard eval`; returns the exit status."""
+    try:
+        with ended_at_once(lambda: "jaxshard eval: interrupted"):
+            print(measured(parse(arguments)))
+        return 0
+    except FloatingPointError as error:
+        return _fail(error, 1)
+    except (ValueError, OSError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"jaxshard eval: {printable_lines(str(reason))}", file=sys.stderr)
+    return status
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line.
+
+    Raises:
+      ValueError: an option is not known or out of range.
+    """
+    words.check(arguments, Arguments, "jaxshard eval", {"data": str})
+    how: dict[str, Any] = {"prog": "jaxshard eval", "description": _DESCRIPTION, "return_unknown_args": True}
+    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
+    words.check_none_left(unknown, Arguments, "jaxshard eval")
+    if given.data == "":
+        raise ValueError("--data '': it must be a file or a folder; leave it out for the run's own text")
+    if not 1 <= given.rows < 2**20:
+        raise ValueError(f"--rows {given.rows} must be at least 1, and below {2**20}")
+    return given
+
+
+def measured(given: Arguments) -> str:
+    """A line with the loss, and what it was measured on.
+
+    Raises:
+      ValueError: there is no such run or text, or the text is of another kind than the run's.
+    """
+    config, found = opened(given.run, "RUN")
+    whole = DataConfig(given.data, heldout_path=given.data, heldout_bytes=2**31 - 1)
+    devices = jax.device_count()
+    plain = Config(
+        whole if given.data else config.data,
+        config.model,
+        NO_LORA,
+        precision=PrecisionConfig(params=config.model.dtype),
+        sharding=ShardingConfig(strategy="zero3", devices=devices),
+        train=TrainConfig(rows=-(-given.rows // devices) * devices),
+    )
+    if given.data:
+        _check_kind(given.data, config.data.format)
+    run = prepare(plain)
+    params = found.params(linear.by_path(run.template.params))
+    loss = run.make_evaluate()(linear.nested(params))
+    words = loss_in_words(loss, run.text.is_bytes)
+    size = f"{len(run.text.heldout):,} {'bytes' if run.text.is_bytes else 'tokens'}"
+    return f"held out: {words}, {loss:.6f} nats, on {size}"
+
+
+def _check_kind(path: str, format: str) -> None:
+    """Raises ValueError for text where the run's are tokens, and the other way round."""
+    tokens = data.are_tokens("auto", data.readable("--data", path))
+    if tokens != format.startswith("uint"):
+        raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not")
