@@ -13,7 +13,7 @@ from jaxshard.pipelining.timetable import Plan, chart
 RUNNER = ROOT / "tests" / "docs" / "pages.py"
 WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name != "docs/recipes.md"]  # tests/habits
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-FOLDERS = "configs|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
+FOLDERS = "configs|examples|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
 NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./]+)`")
 
 
