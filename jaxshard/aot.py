@@ -30,7 +30,7 @@ from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
 
-__all__ = ["CompilerMissingError", "Machine", "devices", "machine", "report"]
+__all__ = ["CompilerMissingError", "Machine", "compiled", "devices", "machine", "report"]
 
 
 class CompilerMissingError(ImportError):
@@ -113,6 +113,30 @@ def _libtpu_alone() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def compiled(
+    lowered: jax.stages.Lowered,
+    machine: Machine,
+    *,
+    compiler_options: Mapping[str, str | float | bool] | None = None,
+) -> jax.stages.Compiled:
+    """Compiles a program for a machine, so that it can be read back as text.
+
+    Args:
+        lowered, machine, compiler_options: as for `report`.
+
+    Returns:
+        The compiled program. It can be run only if the machine is a CPU.
+
+    Raises:
+        jax.errors.JaxRuntimeError: as `report`.
+    """
+    return lowered.compile(compiler_options=_readable(machine, compiler_options) or None)
+
+
+def _readable(machine: Machine, given: Mapping[str, str | float | bool] | None) -> dict[str, Any]:
+    return {**READABLE.get(machine.chip.name, {}), **(given or {})}
+
+
 # Reports, kept in files.
 
 
@@ -144,12 +168,11 @@ def report(
     """
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(f"aot.report needs a lowered program, jax.jit(f).lower(...), got {type(lowered).__name__}")
-    options = {**READABLE.get(machine.chip.name, {}), **(compiler_options or {})}
+    options = _readable(machine, compiler_options)
     path = _folder() / f"{_key(lowered, machine, options)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not whole
         return Report.from_dict(json.loads(path.read_text()))
-    compiled = lowered.compile(compiler_options=options or None)
-    found = report_of(compiled)
+    found = report_of(lowered.compile(compiler_options=options or None))
     if found.platform != machine.chip.platform:
         raise ValueError(
             f"aot.report: the program was lowered for {found.platform}, and {machine.name!r} is a machine of "

@@ -345,3 +345,23 @@ def test_arguments_on_gpus_are_the_layouts_bytes(name):
     report = _check("zero2", aot.machine(name), jnp.float32)
     assert (report.platform, report.argument_bytes) == ("gpu", sum(report.arguments))
     assert any(c.overlapped for c in report.collectives if c.kind == "reduce-scatter")
+
+
+class Lowered:
+    """Keeps the options that it is compiled with."""
+
+    def compile(self, compiler_options):
+        return compiler_options
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "options"),
+    [
+        ("v5e:2x4", None, None),
+        ("v5e:2x4", {"a": 1}, {"a": 1}),
+        ("v5p:2x2x1", None, {"xla_tpu_offload_gather_to_sparsecore": "false"}),
+        ("v6e:2x4", {"xla_tpu_offload_gather_to_sparsecore": "true"}, {"xla_tpu_offload_gather_to_sparsecore": "true"}),
+    ],
+)
+def test_programs_are_compiled_so_that_they_can_be_read(machine, given, options):
+    assert aot.compiled(Lowered(), aot.machine(machine), compiler_options=given) == options

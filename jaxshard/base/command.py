@@ -4,13 +4,21 @@
   libraries would write into it.
 * Ctrl-C ends it at once, with status 130. An exception would be lost in a callback of the garbage collector, would
   spoil a module that is being imported, and would crash JAX if Python ends while XLA compiles.
+* `jaxshard doctor` says in a line why JAX cannot be imported.
 """
 
+import importlib
 import os
 import signal
 import sys
 
 INTERRUPTED = 128 + signal.SIGINT
+_BEFORE = dict(os.environ)
+
+
+def environment() -> dict[str, str]:
+    """The environment that the user gave the command; JAX adds to it when it is imported."""
+    return dict(_BEFORE if is_command() else os.environ)
 
 
 def is_command() -> bool:
@@ -28,6 +36,19 @@ def _begin() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    if sys.argv[1:2] == ["doctor"]:
+        _check_imports()
+
+
+def _check_imports() -> None:
+    """Ends `jaxshard doctor` with a line that says why JAX, or what else it stands on, cannot be imported."""
+    for name in ("jax", "optax", "flax"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), "")
+            print(f"jaxshard doctor: {name} cannot be imported: {type(error).__name__}: {reason}", file=sys.stderr)
+            sys.exit(1)
 
 
 def _end(number: int, frame: object) -> None:

@@ -1,16 +1,33 @@
-"""Where in the user's code an equation of a traced program comes from."""
+"""Where in the user's code an equation of a traced program, or an operation of a compiled one, comes from."""
 
+import itertools
 import os
 import sysconfig
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from jaxshard.base.types import Equation
 
+Frame: TypeAlias = tuple[str, int]  # the file and the line at which a function stood
+
 _OURS, _JAX = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), jax.__file__))
+_USERS = tuple(os.path.join(_OURS, part) + os.sep for part in ("trainer", "bench"))  # they use the rest as users do
+_ENTRANCES = tuple(os.path.join(_OURS, "core", name) for name in ("loss_program.py", "step.py"))
 _LIBRARIES = tuple(path + os.sep for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+
+
+class Place(NamedTuple):
+    """A line of the user's, and the innermost one of a library that it calls there; "" where there is none."""
+
+    own: str
+    library: str
+
+    def __str__(self) -> str:
+        return f"{self.own} ({self.library})" if self.own and self.library else self.own or self.library
 
 
 def line_of(trail: Sequence[Equation]) -> str:
@@ -19,19 +36,45 @@ def line_of(trail: Sequence[Equation]) -> str:
     Args:
       trail: an equation, after the calls around it, the outermost first.
     """
-    frames = [frame for eqn in reversed(trail) for frame in _frames(eqn)]
-    theirs = [frame for frame in frames if not frame[0].startswith((_OURS, _JAX))]
-    own = next((frame for frame in theirs if not frame[0].startswith(_LIBRARIES)), None)
-    if not theirs:
-        return ""
-    library = "" if own == theirs[0] else _in_short(*theirs[0])
-    return " ".join([*([_in_short(*own)] if own else []), *([f"({library})" if own else library] if library else [])])
+    return str(_place([frame for eqn in reversed(trail) for frame in _within(_frames(eqn))]))
 
 
-def _frames(eqn: Equation) -> list[tuple[str, int]]:
-    """(file, line) of each function that was running, the innermost first."""
+def place_of(frames: Iterable[Frame]) -> Place:
+    """Where functions stood that ran inside each other, the innermost first; who called jaxshard is left out."""
+    return _place(_within((os.path.abspath(file), line) for file, line in frames))
+
+
+def as_written_at(eqn: Equation) -> AbstractContextManager[None]:
+    """While entered, what JAX traces is of the equation's line, in compiled programs, profiles and errors."""
+    from jax.extend.source_info_util import user_context  # importing it takes 60 ms
+
+    return user_context(eqn.source_info.traceback)
+
+
+def _frames(eqn: Equation) -> list[Frame]:
+    """Each function that was running, the innermost first."""
     traceback: Any = eqn.source_info.traceback
     return [(os.path.abspath(x.file_name), int(x.line_num)) for x in traceback.frames] if traceback else []
+
+
+def _within(frames: Iterable[Frame]) -> Iterable[Frame]:
+    """The frames without those of the program that called jaxshard."""
+    return itertools.takewhile(lambda frame: frame[0] not in _ENTRANCES, frames)
+
+
+def _place(frames: Iterable[Frame]) -> Place:
+    theirs = [frame for frame in frames if _is_theirs(frame[0])]
+    own = next((frame for frame in theirs if frame[0].startswith(_USERS) or not frame[0].startswith(_LIBRARIES)), None)
+    library = theirs[0] if theirs and theirs[0] != own else None
+    return Place(*(_in_short(*frame) if frame else "" for frame in (own, library)))
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether a file is the user's, or of a library other than JAX, jaxshard and Python's own."""
+    if file.startswith((_OURS, _JAX)):
+        return file.startswith(_USERS)
+    is_pythons = file.startswith(_PYTHON) or os.path.basename(file).startswith("<frozen ")
+    return file.startswith(_LIBRARIES) or not is_pythons
 
 
 def _in_short(file: str, line: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PACKAGES = (
     *("jaxshard", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "optax", "flax", "numpy"),
-    "torch",
+    *("orbax-checkpoint", "torch"),
 )
 
 

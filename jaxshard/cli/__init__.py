@@ -1,4 +1,4 @@
-"""The command `jaxshard`: it trains the reference model, plans, benchmarks, and looks at checkpoints."""
+"""The command `jaxshard`: it trains the reference model, plans, explains, benchmarks, and looks at checkpoints."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ commands:
   plan [CONFIG.toml] [OPTIONS]
           what training will cost each device, all strategies side by side, on
           machines that are not there; --compile asks their own compilers
+  explain CONFIG.toml|MODULE:FUNCTION [OPTIONS]
+          where a step's parameters lie and are gathered, and which line of the
+          source each collective of the compiled step is for
   bench [OPTIONS]
           steps of jaxshard beside those by other means, by the machines' own
           compilers and on simulated devices
@@ -44,6 +47,9 @@ commands:
           compare two checkpoints
   ckpt export DIR --safetensors FILE
           write a checkpoint's arrays to one file, or to shards with an index
+  doctor [OPTIONS]
+          look at this machine: versions, devices, links, a folder's writes, and
+          settings that hurt, with a line of advice for each finding
 
 options:
   -h, --help
@@ -58,21 +64,24 @@ examples:
   jaxshard generate runs/mine --prompt "The "
   jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
   jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
+  jaxshard explain train:build --compile v5e:2x4
   jaxshard bench --machines h100:8 --steps zero2 gspmd-zero-best
   jaxshard ckpt verify runs/mine
   jaxshard ckpt export runs/mine --safetensors model.safetensors
+  jaxshard doctor --out /mnt/runs
 """
-_COMMANDS = ("train", "generate", "eval", "plan", "bench", "ckpt")
+_COMMANDS = ("train", "generate", "eval", "plan", "explain", "bench", "ckpt", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; `arguments` are those of the shell by default.
 
     Returns:
-      The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ. 2: bad input,
-      and nothing was written. 75: a step hung. 134: another process was lost. 129, 130, 143: interrupted by SIGHUP, by
-      Ctrl-C, by SIGTERM. 141: who read the output has left (`plan`, `bench` and `ckpt`; `train` goes on). After 75 and
-      134 the same command is worth another try.
+      The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ, or something is
+      wrong with the machine (`doctor`), or the compiler refuses a step (`explain`). 2: bad input, and nothing was
+      written. 75: a step hung. 134: another process was lost. 129, 130, 143: interrupted by SIGHUP, by Ctrl-C, by
+      SIGTERM. 141: who read the output has left (`train` goes on). After 75 and 134 the same command is worth another
+      try.
     """
     if is_command():
         _show_any_character()

@@ -76,7 +76,7 @@ def _options_in(
             continue
         option, equals, value = word.partition("=")
         positive = _key(option).removeprefix("no_").replace(".no_", ".")
-        if options.get(positive) is bool and not equals:
+        if bool in (options.get(positive), options.get(_key(option))) and not equals:
             continue
         if _key(option) not in options:
             refuse(command, _not_understood(option, options, command))

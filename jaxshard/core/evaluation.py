@@ -19,6 +19,7 @@ from jaxshard.base.jaxprs import (
     varies_smoothly,
 )
 from jaxshard.base.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
+from jaxshard.base.source import as_written_at
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.core import backward, buckets, collectives, uses
 from jaxshard.core.lookup import Lookup
@@ -84,23 +85,28 @@ class _Evaluation:
     def results(self) -> list[Value]:
         """Runs the program; a result that waits for its first use is gathered."""
         for place, eqn in enumerate(self.jaxpr.eqns):
-            if place in self._reduced_before:
-                self._order(place)
-            self._gather_first_used(eqn)
-            later = self._gradients_before(place, eqn)
-            if later or self._takes_cut(eqn):
-                self._run_waiting()
-                outs = self._run_with_cut(eqn)
-                self._set(eqn, self._after_gradients_of(later, eqn.outvars, outs))
-            elif self.is_ordered and self._run_ordered(eqn):
-                continue
-            else:
-                self._waiting.append(eqn)
-            if eqn.primitive.name in _KEEPS_WEIGHT and self._is_weight(eqn.invars[0]):
-                self.weights.add(eqn.outvars[0])
+            with as_written_at(eqn):
+                self._run(place, eqn)
         self._run_waiting()
         outs = [self._read(v) for v in self.jaxpr.outvars]
         return [x.whole() if isinstance(x, AtFirstUse) else x for x in outs]
+
+    def _run(self, place: int, eqn: Equation) -> None:
+        """Runs an equation, or has it wait for others to run with; first the gathers and the order that it needs."""
+        if place in self._reduced_before:
+            self._order(place)
+        self._gather_first_used(eqn)
+        later = self._gradients_before(place, eqn)
+        if later or self._takes_cut(eqn):
+            self._run_waiting()
+            outs = self._run_with_cut(eqn)
+            self._set(eqn, self._after_gradients_of(later, eqn.outvars, outs))
+        elif self.is_ordered and self._run_ordered(eqn):
+            return
+        else:
+            self._waiting.append(eqn)
+        if eqn.primitive.name in _KEEPS_WEIGHT and self._is_weight(eqn.invars[0]):
+            self.weights.add(eqn.outvars[0])
 
     def _read(self, v: Var) -> Value:
         return v.val if is_literal(v) else self.env[v]

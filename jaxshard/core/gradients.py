@@ -172,7 +172,11 @@ class LossFunction:
 
         Args: as in a call; `ShapeDtypeStruct`s will do.
         """
-        found, notes = self.setup.with_state(params), self.notes(params, batch, *args)
+        return self.noted_layout(params, self.notes(params, batch, *args))
+
+    def noted_layout(self, params: Tree, notes: Notes, state: Tree | None = None) -> Layout:
+        """The layout of params and state (as `init` makes it by default), with what a trace of the loss has found."""
+        found = self.setup.with_state(params, state)
         noted = zip(found.params, notes.reasons, notes.inside, notes.looked_up, strict=True)
         at_once = self.setup.config.regather == "step" and self.options.differentiate
         gathers = {each[0].names: _how_gathered(*each, at_once=at_once) for each in noted}

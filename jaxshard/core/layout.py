@@ -112,17 +112,17 @@ class Layout:
         """The table's rows: kind, leaf, shape, dtype, spec at rest, bytes per device, why."""
         rows: list[tuple[str, ...]] = []
         for kind, leaf, spec in self.at_rest:
-            why = self._why(kind, leaf)
+            why = self.why(kind, leaf)
             if kind == "params" and self.gathers is not None:
                 why += f"; {self.gathers[leaf.names]}"
             num_bytes = str(leaf.bytes(spec, self.sizes))
             rows.append((kind, leaf.path, str(leaf.shape), str(leaf.dtype), str(spec), num_bytes, why))
         return rows
 
-    def _why(self, kind: str, leaf: Leaf) -> str:
+    def why(self, kind: str, leaf: Leaf) -> str:
         """Why a leaf of params or state is cut as it is, and where it lies if not on devices."""
         if leaf.memory == "host":
-            return f"{self._why(kind, dataclasses.replace(leaf, memory='device'))}; on the host"
+            return f"{self.why(kind, dataclasses.replace(leaf, memory='device'))}; on the host"
         if leaf.frozen:
             return leaf.reason
         if not getattr(self.config.cuts, kind):

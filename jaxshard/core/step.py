@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.jaxprs import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
-from jaxshard.base.types import Metrics, Params, State, T, Tree
+from jaxshard.base.types import AnyMesh, Metrics, Params, State, T, Tree
 from jaxshard.core import collectives
 from jaxshard.core import compiler_options as compilers
 from jaxshard.core.arguments import check_batch, checked_arguments
@@ -250,6 +250,14 @@ class TrainStep:
                 new = jax.tree.map(lambda n, o: jnp.where(found.weight == 0, o, n), new, old)
             after = after._replace(extra=after.extra | {"loss_scale": new})
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
+
+
+def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
+    """The same step on other devices; the mesh has the axes and sizes of the one that it was made for."""
+    assert dict(mesh.shape) == step.setup.sizes
+    setup = Setup(step.setup.inner, mesh, step.setup.config)
+    loss = LossFunction(dataclasses.replace(step.loss.options, setup=setup))
+    return TrainStep(loss, step.donate, step.extra, step.max_skips, step.given)
 
 
 def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:

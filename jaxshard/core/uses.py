@@ -43,7 +43,7 @@ class _Search:
             return "returned or carried through a scan"
         if self.once and num_uses(jaxpr, var) > 1:
             return "used in several places"
-        reasons = (self._of_use(jaxpr, eqn, position, in_loop) for eqn, position in _uses(jaxpr, var))
+        reasons = (self._of_use(jaxpr, eqn, position, in_loop) for eqn, position in uses_of(jaxpr, var))
         return next(filter(None, reasons), None)
 
     def _of_use(self, jaxpr: OpenJaxpr, eqn: Equation, position: int, in_loop: bool) -> str | None:
@@ -100,21 +100,21 @@ def only_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims, *, asked: bool = Fals
     """Whether all uses of a table, at least one, look rows up for an exchange."""
     if any(out is var for out in jaxpr.outvars):
         return False
-    uses = _uses(jaxpr, var)
+    uses = uses_of(jaxpr, var)
     return bool(uses) and all(looks_up(jaxpr, eqn, i, dims, asked=asked) for eqn, i in uses)
 
 
 def is_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims) -> bool:
     """Whether some use of a table looks rows up for an exchange."""
-    return any(looks_up(jaxpr, eqn, i, dims, asked=False) for eqn, i in _uses(jaxpr, var))
+    return any(looks_up(jaxpr, eqn, i, dims, asked=False) for eqn, i in uses_of(jaxpr, var))
 
 
 def num_uses(jaxpr: OpenJaxpr, var: Var) -> int:
     """How often a program's equations read a variable, or the program returns it."""
-    return len(_uses(jaxpr, var)) + sum(v is var for v in jaxpr.outvars)
+    return len(uses_of(jaxpr, var)) + sum(v is var for v in jaxpr.outvars)
 
 
-def _uses(jaxpr: OpenJaxpr, var: Var) -> list[tuple[Equation, int]]:
+def uses_of(jaxpr: OpenJaxpr, var: Var) -> list[tuple[Equation, int]]:
     """The equations that read a variable, each with the position of that operand."""
     return [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is var]
 

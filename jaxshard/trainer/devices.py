@@ -20,7 +20,7 @@ def start_devices(config: Config) -> None:
     Raises:
       ValueError: JAX finds no devices.
     """
-    _simulate_cpus(config.sharding.devices)
+    simulate_cpus(config.sharding.devices)
     _join_processes(config.train.heartbeat_seconds)
     try:
         jax.devices()
@@ -47,7 +47,7 @@ def make_mesh(sharding: ShardingConfig) -> Mesh:
     return jaxshard.make_mesh(**sizes, devices=devices)
 
 
-def _simulate_cpus(wanted: int | None) -> None:
+def simulate_cpus(wanted: int | None) -> None:
     """Simulates CPU devices, unless JAX runs already or, with None, the user chose how many there are.
 
     `wanted` counts the devices of all processes. Where there are several, each one's environment says how many it has.

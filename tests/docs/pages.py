@@ -131,6 +131,18 @@ def memory(blocks, names):
     assert base.addressable_shards[0].data.size == base.size // 8
 
 
+def before_doctor(names):
+    simulate()
+    del names
+
+
+def doctor(blocks, names):
+    for block in blocks:
+        run(block)
+    step, params, batch = names["build"]()
+    assert "gathered where unshard is" in str(step.layout(params, batch))
+
+
 def other(blocks, names):
     """A page that promises nothing more than that its blocks run."""
     for block in blocks:
@@ -142,6 +154,7 @@ BEFORE = {
     "docs/checkpoints.md": before_checkpoints,
     "docs/multihost.md": before_multihost,
     "docs/memory.md": before_memory,
+    "docs/doctor.md": before_doctor,
 }
 AFTER = {
     "README.md": readme,
@@ -150,6 +163,7 @@ AFTER = {
     "docs/checkpoints.md": checkpoints,
     "docs/multihost.md": multihost,
     "docs/memory.md": memory,
+    "docs/doctor.md": doctor,
 }
 
 if __name__ == "__main__":
