@@ -65,16 +65,16 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
       ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
         tokens than the model.
     """
-    files = None if config.path is None else readable("data.path", config.path)
-    apart = None if config.heldout_path is None else readable("data.heldout_path", config.heldout_path)
-    if files and are_tokens(config.format, files):
-        return _read_tokens(config, files, apart, length, vocabulary)
+    if config.path is not None and config.format != "bytes":
+        files = readable("data.path", config.path)
+        if are_tokens(config.format, files):
+            return _read_tokens(config, files, length, vocabulary)
     text = read_text(config.path)
     if config.heldout_path is None:
         train, heldout = split(text, config.heldout, length)
         held = np.asarray(heldout[: config.heldout_bytes])
         return Text(train, held, _signed(zlib.crc32(text.data)), whole=text)
-    heldout = read_text(config.heldout_path)
+    heldout = read_text(config.heldout_path, "data.heldout_path")
     check_length(text, "data.path", length)
     check_length(heldout, "data.heldout_path", length)
     return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
@@ -85,11 +85,11 @@ def are_tokens(format: str, files: Sequence[Path]) -> bool:
     return format.startswith("uint") or (format == "auto" and all(file.suffix == ".bin" for file in files))
 
 
-def _read_tokens(
-    config: DataConfig, files: Sequence[Path], apart: Sequence[Path] | None, length: int, vocabulary: int
-) -> Text:
+def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int) -> Text:
     dtype = None if config.format == "auto" else config.format
-    own = [file for file in files if "val" in file.stem.lower()] if apart is None and len(files) > 1 else []
+    apart = None if config.heldout_path is None else readable("data.heldout_path", config.heldout_path)
+    own = [file for file in files if "val" in file.stem.lower()] if apart is None else []
+    own = own if len(own) < len(files) else []  # there must be others to train on
     with _told("data.path", config.path):
         text = token_files.read([file for file in files if file not in own], dtype)
         held = token_files.read(apart or own, dtype) if apart or own else None

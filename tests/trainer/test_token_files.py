@@ -62,6 +62,13 @@ def test_a_folder_has_its_own_heldout_files(tmp_path):
     assert text.fingerprint != apart.fingerprint
 
 
+def test_a_folder_of_files_that_all_have_val_in_their_names_is_trained_on(tmp_path):
+    for i, part in enumerate(np.split(TOKENS, 2)):
+        written(tmp_path / f"val_{i}.bin", part)
+    text = read(str(tmp_path))
+    np.testing.assert_array_equal(np.concatenate([everything(text.train), text.heldout]), TOKENS)
+
+
 def test_several_files_are_as_one(tmp_path):
     one = read(written(tmp_path / "one" / "x.bin", TOKENS)).train
     for i, part in enumerate(np.split(TOKENS, [1, 700, 4321])):
@@ -119,6 +126,12 @@ def test_files_of_two_types_are_told(tmp_path):
     written(tmp_path / "b.bin", TOKENS, "<u4", magic=20240801)
     with pytest.raises(ValueError, match="the files hold tokens of different types"):
         read(str(tmp_path))
+
+
+def test_a_heldout_path_of_text_is_named_where_it_is_wrong(tmp_path):
+    (tmp_path / "text").write_text("some text " * 99)
+    with pytest.raises(ValueError, match=r"^data\.heldout_path: 'nowhere' does not exist"):
+        read(str(tmp_path / "text"), heldout_path="nowhere")
 
 
 def test_bin_files_can_be_text(tmp_path):
