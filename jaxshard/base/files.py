@@ -19,9 +19,14 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def nearest_above(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def check_room(option: str, path: Path) -> None:
     """Raises ValueError if no folder can be made at `path`, or none that is there be written to; `option` names it."""
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    nearest = nearest_above(path)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
 

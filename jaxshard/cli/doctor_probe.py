@@ -112,9 +112,10 @@ def without_devices(path: str) -> Lines:
 
 
 def _folder(path: Path) -> Lines:
-    from jaxshard.inspect.folder import nearest, trials
+    from jaxshard.base.files import nearest_above
+    from jaxshard.inspect.folder import trials
 
-    place = nearest(path)
+    place = nearest_above(path)
     yield {"tried": str(place), "free_bytes": shutil.disk_usage(place).free}
     try:
         from jaxshard.checkpoint.folder_lock import Lock

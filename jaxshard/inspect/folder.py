@@ -29,11 +29,6 @@ class Trial(NamedTuple):
     wrong: str
 
 
-def nearest(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
 def trials(folder: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
     """Tries a folder that is there, in a new folder within it, which is taken away.
 

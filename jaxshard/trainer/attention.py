@@ -39,13 +39,8 @@ def attention_to_cached(
     q_BxLxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array, start: jax.Array | int
 ) -> jax.Array:
     """(B, L, H, K): causal attention of the positions from `start` on to all T that there is room for."""
-    rows, length, heads, features = q_BxLxHxK.shape
-    groups, room = k_BxTxGxK.shape[2], k_BxTxGxK.shape[1]
-    q_BxLxGxQxK = q_BxLxHxK.reshape(rows, length, groups, heads // groups, features)
-    scores = jnp.einsum("blgqk,btgk->bgqlt", q_BxLxGxQxK, k_BxTxGxK, preferred_element_type=jnp.float32)
-    seen_LxT = jnp.arange(room) <= start + jnp.arange(length)[:, None]
-    weights = jax.nn.softmax(jnp.where(seen_LxT, scores / features**0.5, -jnp.inf))
-    return jnp.einsum("bgqlt,btgk->blgqk", weights.astype(q_BxLxHxK.dtype), v_BxTxGxK).reshape(q_BxLxHxK.shape)
+    seen_LxT = jnp.arange(k_BxTxGxK.shape[1]) <= start + jnp.arange(q_BxLxHxK.shape[1])[:, None]
+    return jax.nn.dot_product_attention(q_BxLxHxK, k_BxTxGxK, v_BxTxGxK, mask=seen_LxT[None, None])
 
 
 def why_not_fused(model: ModelConfig, mesh: AnyMesh) -> str | None:

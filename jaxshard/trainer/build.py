@@ -274,8 +274,8 @@ def make_strategy(
     options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
     options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
-    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
     options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
+    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
     options |= {"regather": sharding.regather} if cuts_params else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 

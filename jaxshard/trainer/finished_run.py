@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,14 +75,17 @@ class FinishedRun:
 
     def _all(self, template: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
         found: dict[str, jax.Array] = {}
+        saved = self._saves.info(step)["leaves"]
         for path in template:
             if path.rpartition("/")[2] not in linear.ADDED:
-                found |= self._read(path, template, step)
+                found |= self._read(path, template, step, saved)
         return found
 
-    def _read(self, path: str, template: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, jax.Array]:
+    def _read(
+        self, path: str, template: Mapping[str, jax.ShapeDtypeStruct], step: int, saved: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
         """One leaf, by its path, and its scales where the template has such. No other is held in float32 meanwhile."""
-        saved, layer = self._saves.info(step)["leaves"], path.removesuffix("kernel")
+        layer = path.removesuffix("kernel")
         root = _MASTERS if f"{_MASTERS}/{path}" in saved else "params"
         beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
         made = [path, *([f"{layer}kernel_scale"] if f"{layer}kernel_scale" in template else [])]

@@ -20,15 +20,8 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
-    *(
-        "model.kv_heads",
-        "lora.rank",
-        "train.seed",
-        "train.patience",
-        "train.min_improvement",
-        "train.save_every",
-        "train.max_skips",
-    ),
+    *("model.kv_heads", "lora.rank", "train.seed"),
+    *(f"train.{name}" for name in ("patience", "min_improvement", "save_every", "max_skips")),
     *(f"train.{name}" for name in ("keep_every", "keep_best", "sample", "check_every", "hang_seconds")),
 )
 _OPTIONAL = ("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay")
