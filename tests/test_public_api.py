@@ -80,6 +80,33 @@ def test_importing_jaxshard_imports_no_module_that_few_need():
     assert not wings & {"aot", "checkpoint", "guards", "inspect", "plan", "tensor", "trainer", "cli", "hardware"}
 
 
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(("flax", "orbax", "filelock", "rich", "tyro", "cattrs", "matplotlib", "safetensors")))
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp, optax, jaxshard
+opt = jaxshard.zero2(optax.adamw(1e-3), jaxshard.make_mesh(), min_shard_size=1)
+params = opt.place({"w": jnp.ones((4, 4))})
+step = jaxshard.train_step(lambda params, x: jnp.mean(x @ params["w"]), opt, donate=False)
+arguments = params, opt.init(params), jnp.ones((2, 4))
+step(*arguments)
+print(jaxshard.inspect.report(step.lower(*arguments).compile()), opt.layout(params))
+print(jaxshard.plan.predict(step, *arguments[::2]), jaxshard.tensor, jaxshard.aot, jaxshard.guards, jaxshard.digest)
+try:
+    jaxshard.checkpoint
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_all_but_checkpoints_works_without_any_extra():
+    """On jax, optax and numpy alone; checkpoints say what to install."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'it comes with: pip install "jaxshard[checkpoint]"' in done.stdout.splitlines()[-1]
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="zero4"):
         _ = jaxshard.zero4

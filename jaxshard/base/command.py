@@ -42,7 +42,7 @@ def _begin() -> None:
 
 def _check_imports() -> None:
     """Ends `jaxshard doctor` with a line that says why JAX, or what else it stands on, cannot be imported."""
-    for name in ("jax", "optax", "flax"):
+    for name in ("jax", "optax"):
         try:
             importlib.import_module(name)
         except Exception as error:

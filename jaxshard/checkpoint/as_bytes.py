@@ -5,15 +5,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves
-from jaxshard.checkpoint.errors import CorruptCheckpointError
+from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed
 from jaxshard.checkpoint.leaves import Entry, Leaf
 from jaxshard.checkpoint.manifest import DIGEST_BYTES, FORMAT, check_format, digest_of
 from jaxshard.checkpoint.template import check_fits, unflatten
+
+try:
+    from flax import serialization
+except ModuleNotFoundError as error:
+    raise not_installed(error) from error
 
 
 @unwatched()

@@ -21,7 +21,7 @@ from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
-from jaxshard.checkpoint.errors import CorruptCheckpointError, not_saved
+from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
 from jaxshard.checkpoint.leaves import FlatTree, Index, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
@@ -35,7 +35,7 @@ try:
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name) from error
+    raise not_installed(error) from error
 
 
 _VERIFIED_BYTES = 2**28  # read at once by `verify` and `read`

@@ -43,6 +43,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
 
 
+def not_installed(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error for a package that checkpoints need, with the command that installs it."""
+    return ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name)
+
+
 def not_saved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:
     """The error of a save that failed with `errors` (process -> error): this process's own, else the first."""
     error = errors.get(jax.process_index()) or next(iter(errors.values()))

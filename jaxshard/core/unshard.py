@@ -67,7 +67,7 @@ def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.A
       ids: whole numbers, an array of any shape or a list of them.
 
     Returns:
-      (*ids.shape, ..., D), in the table's dtype.
+      `(*ids.shape, ..., D)`, in the table's dtype.
 
     Raises:
       TypeError: `ids` are no whole numbers.

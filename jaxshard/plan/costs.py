@@ -1,6 +1,6 @@
 """What a traced step will cost each device: arithmetic, bytes moved and the most memory at once. Nothing is compiled.
 
-`docs/plan.md` says how near the compilers this comes.
+`docs/plan_figures.md` says how near the compilers this comes.
 """
 
 import dataclasses

@@ -169,7 +169,7 @@ class Fit:
         return "\n".join(lines)
 
 
-_MOST_OVER_FORETOLD = 1.2  # on large models (docs/plan.md)
+_MOST_OVER_FORETOLD = 1.2  # on large models (docs/plan_figures.md)
 
 
 def _compared(row: Row, best: Row) -> str:

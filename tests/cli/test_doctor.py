@@ -261,8 +261,8 @@ def test_simulated_devices_are_eight_unless_the_user_chose(clean, monkeypatch):
 
 
 def test_it_needs_no_extra(tmp_path):
-    """Where rich, tyro and orbax are missing, nothing but the lock is not tried."""
-    missing = ("rich", "tyro", "cattrs", "tomli_w", "orbax", "filelock", "packaging", "matplotlib")
+    """Where rich, tyro, flax and orbax are missing, nothing but the lock is not tried."""
+    missing = ("rich", "tyro", "cattrs", "flax", "tomli_w", "orbax", "filelock", "packaging", "matplotlib")
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({missing}))

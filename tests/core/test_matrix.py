@@ -416,7 +416,11 @@ strategy. Distances are those of params, state and losses from jitted optax on o
 (|a - b| / |b|). There are three meshes: 8 data; 4 data x 2 tensor, with some leaves cut over tensor; and, for hybrid
 with ZeRO-3, 2 pipeline x 2 data x 2 tensor, with some leaves cut over one model axis and some over both. hsdp has 2
 replicas; hfsdp is hsdp with its state cut over these, too; host is zero3 with its state, if it has one, in the host's
-memory. `make nightly` writes this page; jax {jax}.
+memory. With jax {jax}, this writes the page:
+
+```sh
+make nightly ARGS="-k test_the_whole_matrix"
+```
 
 * A strategy's column has the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
 * "float32" has the largest distance over all strategies and meshes, divided by a control's. The control is the

@@ -14,7 +14,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts}
 
 
 def blocks_of(path):
@@ -37,32 +37,47 @@ def simulate():
 
 
 def before_readme(names):
-    """Its first block names what the second imports; its third takes rows from `next_batch`."""
+    """Its first block names what the second imports."""
     import optax
 
     import jaxshard
 
-    def next_batch(i):
-        if i == names["told_at"]:
-            os.kill(os.getpid(), 15)
-        return jaxshard.shard_batch(names["batch"], names["opt"])
-
     names.update(jaxshard=jaxshard, optax=optax, mesh=jaxshard.mesh.abstract_mesh(8))
-    names.update(next_batch=next_batch, told_at=249)
 
 
 def readme(blocks, names):
-    """Told to end within step 250, the run has saved that; started again, it goes on from there to the end."""
-    import jax
-    import numpy as np
-
-    _, twenty_lines, kept_run = blocks
+    """The twenty lines are at most twenty, learn, and show where each leaf lies."""
+    del names
+    _, twenty_lines = blocks
     assert len([line for line in twenty_lines.parsed.splitlines() if line.strip()]) <= 20
     run(blocks[0])
     printed = run(twenty_lines)
     loss, _ = map(float, printed.splitlines()[0].split())
     assert loss < 0.5, loss
     assert "w1" in printed
+
+
+def before_survive(names):
+    """It takes up the first page's training, whose rows come from `next_batch`."""
+    first = blocks_of(PAGES["docs/first_steps.md"])[0]
+    first.evaluate()
+    found = first.namespace
+
+    def next_batch(i):
+        if i == names["told_at"]:
+            os.kill(os.getpid(), 15)
+        return found["jaxshard"].shard_batch(found["batch"], found["opt"])
+
+    names.update({name: found[name] for name in ("params", "state", "step", "opt")})
+    names.update(next_batch=next_batch, told_at=249)
+
+
+def survive(blocks, names):
+    """Told to end within step 250, the run has saved that; started again, it goes on from there to the end."""
+    import jax
+    import numpy as np
+
+    kept_run, copies = blocks
     run(kept_run)
     assert names["i"] == 250, names["i"]
     fresh = jax.tree.map(np.zeros_like, names["params"])
@@ -70,6 +85,7 @@ def readme(blocks, names):
     names.update(state=names["opt"].init(names["params"]))
     run(kept_run)
     assert names["i"] == 1000, names["i"]
+    run(copies)
 
 
 def parallelism(blocks, names):
@@ -95,7 +111,7 @@ def before_checkpoints(names):
     params = opt.place({"w": jnp.ones((8, 16))})
     state = opt.init(params)
     template = {"params": params, "state": state, "step": 0}
-    names.update(step=700, params=params, state=state, template=template, jax=jax)
+    names.update(step=700, params=params, state=state, template=template, jax=jax, opt=opt)
 
 
 def checkpoints(blocks, names):
@@ -155,6 +171,7 @@ BEFORE = {
     "docs/multihost.md": before_multihost,
     "docs/memory.md": before_memory,
     "docs/doctor.md": before_doctor,
+    "docs/survive.md": before_survive,
 }
 AFTER = {
     "README.md": readme,
@@ -164,6 +181,7 @@ AFTER = {
     "docs/multihost.md": multihost,
     "docs/memory.md": memory,
     "docs/doctor.md": doctor,
+    "docs/survive.md": survive,
 }
 
 if __name__ == "__main__":

@@ -33,6 +33,12 @@ def packages_of(extra):
     return found
 
 
+def test_the_library_stands_on_jax_optax_and_numpy():
+    """All else is an extra: `pip install jaxshard` brings 9 packages."""
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    assert names == {"jax", "optax", "numpy"}
+
+
 def test_training_installs_no_linters_and_no_test_tools():
     others = {"libtpu", "ruff", "pyright", "codespell", "pytest", "pytest-xdist", "sybil", "hypothesis", "ipykernel"}
     assert not packages_of("train") & others
