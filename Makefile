@@ -33,12 +33,12 @@ NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests
 NEWEST_LEAVES_OUT := adamw_with_clipping or on_one_stage_and_on_no_mesh or another_order_of_rows \
   or (asked_for_inside_the_stages and untied)
 
-.PHONY: train test test-floor test-newest test-nightly-jax lint quick coverage nightly notebooks bench clean
+.PHONY: train test test-floor test-newest test-nightly-jax lint docs quick coverage nightly notebooks bench clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/jaxshard train --train.sample 400 $(ARGS)
 
-test: test-floor
+test: test-floor docs
 	$(MAKE) test-newest
 
 test-floor: lint
@@ -53,6 +53,12 @@ lint: $(VENV)/.test
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python scripts/check_types.py
+
+# The site, in docs/_build/html. A warning is an error, and so is a link that leads nowhere, or a public name left out.
+docs: $(VENV)/.docs
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH COLUMNS=100 JAX_PLATFORMS=cpu \
+	  $(VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+	$(VENV)/bin/python scripts/check_site.py docs/_build/html
 
 # A part of the suite again, on the newest JAX, which wants Python 3.12 or later.
 test-newest:
@@ -94,6 +100,10 @@ bench: $(VENV)/.train
 
 %/.train: pyproject.toml | %/bin/python
 	$(install) --editable ".[train]"
+	touch $@
+
+%/.docs: pyproject.toml | %/bin/python
+	$(install) --editable ".[train,docs]"
 	touch $@
 
 %/.test: pyproject.toml | %/bin/python

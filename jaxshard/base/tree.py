@@ -60,8 +60,8 @@ def names_of(path: Iterable[object]) -> Names:
 
 
 def path_of(names: Names) -> str:
-    """The names joined by slashes; "(the whole tree)" if there are none."""
-    return "/".join(names) or "(the whole tree)"
+    """The names joined by slashes; "(the only leaf)" if there are none."""
+    return "/".join(names) or "(the only leaf)"
 
 
 def unambiguous_path(names: Names) -> str:

@@ -102,7 +102,8 @@ class Checkpointer:
         """What a checkpoint says of itself; no array is read.
 
         Returns:
-          `{"step", "metrics", "run", "leaves": {path: {"shape", "dtype", "digest" or "value"}}}`.
+          A dict with "step", "metrics", "run", and "leaves", which has by path a dict with "shape", "dtype", and "digest"
+          or "value".
 
         Raises:
           FileNotFoundError: there is no such checkpoint.

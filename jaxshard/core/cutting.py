@@ -94,7 +94,7 @@ def cut_leaf(
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dataclasses.replace(whole, reason="a PRNG key")
     if size < max(config.min_shard_size, 1):
-        return dataclasses.replace(whole, reason=f"{size} elements, under min_shard_size {config.min_shard_size}")
+        return dataclasses.replace(whole, reason=_too_small(size, config.min_shard_size))
     tiles = _tiles(dtype, config, platform)
     found, places = dict[int, Names](), []
     for before, level in zip([{}, *levels], levels, strict=False):
@@ -274,6 +274,10 @@ def _rank_by_order(dim: int, shape: tuple[int, ...]) -> int:
     if len(shape) >= 3 and dim == 0 and shape[0] <= _MOST_LAYERS:
         return len(shape)
     return 1 - dim if is_table(shape) else dim
+
+
+def _too_small(size: int, least: int) -> str:
+    return f"{size} element{'s' if size != 1 else ''}, under min_shard_size {least}"
 
 
 def is_table(shape: tuple[int, ...]) -> bool:

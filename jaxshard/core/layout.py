@@ -20,6 +20,7 @@ from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
 from jaxshard.core import frozen, host_memory
 from jaxshard.core.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
+from jaxshard.core.layout_table import table
 from jaxshard.core.options import Config
 from jaxshard.core.precision import SCALES
 from jaxshard.core.specs import model_specs
@@ -132,13 +133,9 @@ class Layout:
         return leaf.reason
 
     def __str__(self) -> str:
-        head = ("", "leaf", "shape", "dtype", "at rest", "bytes/device", "why")
-        rows = [head, *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
         known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
-        return "\n".join([*lines, f"bytes per device: {total}", *known])
+        return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
 
 
 def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str) -> Layout:

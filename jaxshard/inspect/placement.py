@@ -37,7 +37,7 @@ def picture(tree: Any, *, width: int = 120) -> str:
     w  (8, 3)  P('data')
     | 0:4, : | 4:8, : |
     """
-    leaves = [("/".join(names) or "(the whole tree)", leaf) for names, leaf in named_leaves(tree)]
+    leaves = [("/".join(names) or "(the only leaf)", leaf) for names, leaf in named_leaves(tree)]
     if not leaves:
         return "no leaves"
     ids = _device_ids(leaves)

@@ -91,7 +91,7 @@ def building(
     *args: Tree,
     **options: Any,
 ) -> Build:
-    """`build` for any model: a loss, an optax optimizer, and params and batch as arrays or `ShapeDtypeStruct`s.
+    """`build` for any model: a loss, an optax optimizer, and params and batch, arrays or abstract ones.
 
     Args:
       loss_fn, params, batch, args: as `train_step` takes them; the batch is that of all devices.
