@@ -122,9 +122,12 @@ value = 3
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with the user's modules; one for all tests, since programs are kept with the lines of their first."""
+    """A folder with the user's modules; one for all tests, since programs are kept with the lines of their first.
+
+    Of the session, for a worker may run other modules' tests in between.
+    """
     made = tmp_path_factory.mktemp("users")
     (made / "mine.py").write_text(USERS)
     (made / "unclosed.py").write_text("def f(:\n")
