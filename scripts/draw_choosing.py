@@ -16,10 +16,8 @@ TITLE = "Which strategy: questions from above to below"
 STEPS = [
     ("Is most of the model frozen (LoRA, QLoRA)?", "zero3\nfrozen=[...]"),
     ("Has the step fewer rows than there are devices?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
-    (
-        "Several nodes, with slower links between them, and params and gradients fit, cut over one node?",
-        "hsdp\nstate_axes=\n(data, replica)",
-    ),
+    ("Several nodes, and params and gradients fit, cut over one?", "hsdp\nstate_axes=\n(data, replica)"),
+    ("Several nodes, and they do not fit, cut over one?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
     ("Do whole params and gradients fit on each device?", "zero1"),
     ("Do whole params fit on each device?", "zero2"),
     ("Does all fit, cut over all devices?", "zero3"),
