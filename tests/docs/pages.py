@@ -14,7 +14,11 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts}
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if "_build" not in path.parts
+}
 
 
 def blocks_of(path):
@@ -159,6 +163,23 @@ def doctor(blocks, names):
     assert "gathered where unshard is" in str(step.layout(params, batch))
 
 
+def choosing(blocks, names):
+    """The table of bytes per parameter is what its block prints."""
+    printed = "".join(map(run, blocks)).splitlines()
+    assert len(printed) == 4
+    page = PAGES["docs/choosing.md"].read_text().splitlines()
+    assert all(line in page for line in printed), printed
+
+
+def jit_and_named_sharding(blocks, names):
+    """The bytes that the page shows for jaxshard are the compiled program's; by hand they are as many or more."""
+    by_hand, ours = "".join(map(run, blocks)).splitlines()
+    assert ours in PAGES["docs/coming_from/jit_and_named_sharding.md"].read_text(), ours
+    sent = [[float(word) for word in line.split() if "." in word] for line in (by_hand, ours)]
+    assert len(sent[0]) == len(sent[1]) == 4
+    assert all(theirs >= mine for theirs, mine in zip(*sent, strict=True)), sent
+
+
 def other(blocks, names):
     """A page that promises nothing more than that its blocks run."""
     for block in blocks:
@@ -182,6 +203,8 @@ AFTER = {
     "docs/memory.md": memory,
     "docs/doctor.md": doctor,
     "docs/survive.md": survive,
+    "docs/choosing.md": choosing,
+    "docs/coming_from/jit_and_named_sharding.md": jit_and_named_sharding,
 }
 
 if __name__ == "__main__":

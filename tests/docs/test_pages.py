@@ -1,6 +1,8 @@
 """README and docs: every Python block runs, every link leads somewhere, every file that is named is there."""
 
+import dataclasses
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -9,12 +11,15 @@ import pytest
 from pages import AFTER, BEFORE, PAGES, ROOT, blocks_of
 
 from jaxshard.pipelining.timetable import Plan, chart
+from jaxshard.trainer.config import Config
 
 RUNNER = ROOT / "tests" / "docs" / "pages.py"
 WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name != "docs/recipes.md"]  # tests/habits
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "configs|examples|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
 NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./]+)`")
+PARTS = "|".join(field.name for field in dataclasses.fields(Config))
+OPTION = re.compile(rf"`(?:--)?((?:{PARTS})\.(?!safetensors)[\w-]+)")
 
 
 @pytest.mark.parametrize("name", WITH_BLOCKS)
@@ -43,6 +48,19 @@ def test_the_chart_in_the_guide_is_the_schedules():
 def test_named_files_exist(name):
     for path in NAMED.findall(PAGES[name].read_text()):
         assert (ROOT / path).exists() or list(ROOT.glob(path + "*")), path
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_functions_exist(name):
+    for path in re.findall(r"`(jaxshard(?:\.\w+)+)", PAGES[name].read_text()):
+        assert pkgutil.resolve_name(path) is not None
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_options_of_the_trainer_exist(name):
+    for option in OPTION.findall(PAGES[name].read_text()):
+        part, key = option.replace("-", "_").split(".")
+        assert hasattr(getattr(Config(), part), key.removeprefix("no_")), option
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -85,6 +103,12 @@ def test_a_long_page_would_be_seen():
     long = "word " * 801
     assert unbroken_words(long) == 801
     assert unbroken_words(f"{long[:2000]}\n```sh\n{long}\n```\n![a](b.png)\n| {long} |\n") == 400
+
+
+def test_a_wrong_name_would_be_seen():
+    assert OPTION.findall("`--sharding.no-such 3`, `train.rows`") == ["sharding.no-such", "train.rows"]
+    with pytest.raises(AttributeError):
+        pkgutil.resolve_name("jaxshard.zero4")
 
 
 def test_a_dead_link_would_be_seen():
