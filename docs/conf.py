@@ -33,13 +33,10 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "repository_url": REPOSITORY,
-    "repository_branch": "main",
-    "path_to_docs": "docs",
     "use_repository_button": True,
-    "use_edit_page_button": True,
     "use_issues_button": True,
     "show_toc_level": 2,
-    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    "navbar_persistent": [],  # the sidebar has a search
 }
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -73,12 +70,23 @@ def copy_notebooks(app):
         shutil.copy2(notebook, ROOT / "docs" / "tutorials" / notebook.name)
 
 
+PLAIN = {}  # docstrings of attributes, as they are written: napoleon takes what stands before a colon for a type
+
+
+def keep_plain(app, what, name, thing, options, lines):
+    """Keeps an attribute's docstring."""
+    if what == "attribute":
+        PLAIN[name] = list(lines)
+
+
 def end_code(app, what, name, thing, options, lines):
     """Code that a letter follows, as in `Array`s, ends for reStructuredText too."""
+    lines[:] = PLAIN.get(name, lines)
     lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=[\w'])", r"\1\\ ", line) for line in lines]
 
 
 def setup(app):
     app.connect("builder-inited", copy_notebooks)
     app.connect("source-read", to_repository)
-    app.connect("autodoc-process-docstring", end_code)
+    app.connect("autodoc-process-docstring", keep_plain, priority=100)
+    app.connect("autodoc-process-docstring", end_code, priority=900)

@@ -64,11 +64,16 @@ class CommonOptions(TypedDict, total=False):
     replica_axes="dp" with data_axes="fsdp" makes HSDP."""
 
     params_axes: str | tuple[str, ...]
+    """The mesh axes that params are cut over, in place of the strategy's own choice; they must be among `grads_axes`."""
+
     grads_axes: str | tuple[str, ...]
+    """The mesh axes that the sums of gradients are cut over, in place of the strategy's own choice; they must be among
+    `state_axes`."""
+
     state_axes: str | tuple[str, ...]
-    """The mesh axes that params, the sums of gradients and state are cut over, in place of the strategy's own choice:
-    data axes or replica axes, params' among gradients', these among state's. hsdp(..., state_axes=("data", "replica"))
-    cuts the state over all devices, params and the sums of gradients within each replica."""
+    """The mesh axes that the state is cut over, in place of the strategy's own choice: data axes or replica axes.
+    hsdp(..., state_axes=("data", "replica")) cuts the state over all devices, params and the sums of gradients within
+    each replica."""
 
     regather: Literal["use", "step"]
     """Where params are cut, when a device gathers them: "use", the default, wherever the loss uses them, in each
