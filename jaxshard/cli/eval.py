@@ -34,7 +34,8 @@ class Arguments:
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A file or folder of text, or of tokens, that is measured whole; by default what the run held out."""
+    """A file or folder of text, or of tokens, that is measured whole; stdlib: Python's standard library; by default
+    what the run held out."""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences that are measured at once, over all devices."""
 

@@ -19,7 +19,8 @@ class DataConfig:
     """The text."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"], metavar="PATH")] = None
-    """A file or folder of text, as bytes, or of tokens; without it, the English text that every Python carries."""
+    """A file or folder of text, as bytes, or of tokens; stdlib: the source of Python's standard library, 8 MB; without
+    it, the English text that every Python carries, 0.5 MB."""
     format: Literal["auto", "bytes", "uint16", "uint32"] = "auto"
     """What the files hold: bytes of text, or tokens as nanoGPT and llm.c write them, which are read in place; auto:
     tokens where all files end in .bin, of uint16 unless llm.c's header says uint32."""

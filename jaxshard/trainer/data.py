@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxshard.trainer import memory, token_files
+from jaxshard.trainer import memory, standard_library, token_files
 from jaxshard.trainer.config import DataConfig
 from jaxshard.trainer.token_files import TokenFiles
 
@@ -126,14 +126,18 @@ def readable(option: str, path: str) -> list[Path]:
       ValueError: there is none, or they cannot be read.
     """
     with _told(option, path):
-        files = _files(option, Path(path))
+        files = _files(option, path)
     if not files:
         raise ValueError(f"{option}: {path!r} is empty (0 files): give a file or a folder of text")
     return files
 
 
 def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
-    """All bytes of a file, or of a folder's files in the order of their relative paths; without a path, `BUILTIN`.
+    """All bytes of a file, or of a folder's files in the order of their relative paths.
+
+    Args:
+      path: of the file or folder; "stdlib": the source of Python's standard library; None: `BUILTIN`.
+      option: that gave the path, for errors.
 
     Returns:
       uint8, one-dimensional.
@@ -146,7 +150,7 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
 
         return _bytes("\n".join(topics[name] for name in sorted(topics)).encode())
     with _told(option, path):
-        files = _files(option, Path(path))
+        files = _files(option, path)
         size = sum(file.stat().st_size for file in files)
         memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
         text = b"\n".join(file.read_bytes() for file in files)
@@ -155,13 +159,16 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
     return _bytes(text)
 
 
-def _files(option: str, root: Path) -> list[Path]:
+def _files(option: str, path: str) -> list[Path]:
     """The file itself, or all files of the folder, in the order of their paths. Links are followed.
 
     Raises:
       ValueError: something there is no file: a pipe, a link to nothing.
       OSError: a folder cannot be read.
     """
+    if path == standard_library.NAME:
+        return standard_library.files(option)
+    root = Path(path)
     if not os.path.lexists(root):
         raise ValueError(f"{option}: {str(root)!r} does not exist: give a file or a folder of text")
     return sorted(_walked(option, root))

@@ -10,7 +10,7 @@ from rich.console import Console
 import jaxshard
 from jaxshard.base.text import printable, shell_command
 from jaxshard.mesh import check_has_devices
-from jaxshard.trainer import linear
+from jaxshard.trainer import linear, standard_library
 from jaxshard.trainer.build import Run
 from jaxshard.trainer.data import zlib_bits_per_byte
 from jaxshard.trainer.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
@@ -75,7 +75,7 @@ def _parameters(run: Run) -> str:
 
 
 def _marks(run: Run) -> Iterator[str]:
-    source = printable(run.config.data.path or "") or "pydoc_data.topics, the English text that every Python carries"
+    source = _source(run.config.data.path)
     train, heldout, whole = run.text.train, run.text.heldout, run.text.whole
     counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
     if whole is None:
@@ -86,3 +86,9 @@ def _marks(run: Run) -> Iterator[str]:
         yield f"zlib -9 on what is held out: {zlib_bits_per_byte(heldout):.2f} bits/byte"
     if whole is not None and len(whole) <= _ZLIB_BYTES:
         yield f"zlib -9 on the whole text: {zlib_bits_per_byte(whole):.2f} bits/byte"
+
+
+def _source(path: str | None) -> str:
+    if path is None:
+        return "pydoc_data.topics, the English text that every Python carries"
+    return f"{path}, the source of Python's standard library" if path == standard_library.NAME else printable(path)

@@ -1,11 +1,13 @@
 """Text in, batches out: pure functions of seed and step."""
 
 import os
+import sys
+import sysconfig
 
 import numpy as np
 import pytest
 
-from jaxshard.trainer import data
+from jaxshard.trainer import data, standard_library
 
 TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
 
@@ -19,6 +21,59 @@ def test_built_in_text_is_english_of_known_size():
     assert 400_000 < len(text) < 600_000
     assert b"the" in text.tobytes()
     assert 2.2 < data.zlib_bits_per_byte(text) < 2.4
+
+
+def test_the_standard_library_is_code_of_known_size():
+    text = data.read_text("stdlib")
+    assert 7_000_000 < len(text) < 10_000_000
+    assert b"def dataclass(" in text.tobytes()
+    assert 1.9 < data.zlib_bits_per_byte(text) < 2.1
+
+
+def test_the_standard_library_is_the_modules_that_every_distribution_has():
+    root = sysconfig.get_path("stdlib")
+    paths = [path.relative_to(root) for path in data.readable("--data", "stdlib")]
+    assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} < {path.as_posix() for path in paths}
+    assert {path.parts[0].removesuffix(".py") for path in paths} <= sys.stdlib_module_names
+    folders = {folder for path in paths for folder in path.parts}
+    assert not {"site-packages", "test", "tests", "idlelib", "encodings", "__pycache__"} & folders
+    assert len(paths) == len(set(paths)) > 300
+
+
+def test_the_end_of_the_standard_library_is_of_many_modules():
+    """In alphabetical order it is XML alone."""
+    paths = data.readable("--data", "stdlib")
+    assert len({path.name[0] for path in paths[-len(paths) // 10 :]}) > 8
+
+
+def test_a_module_has_the_same_place_whatever_others_there_are(tmp_path, monkeypatch):
+    (tmp_path / "json").mkdir()
+    for name in ("ast", "json/decoder", "abc", "typing", "site-packages"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    every = [path.name for path in standard_library.files("--data")]
+    assert sorted(every) == ["abc.py", "ast.py", "decoder.py", "typing.py"] != every
+    (tmp_path / "ast.py").unlink()
+    every.remove("ast.py")
+    assert [path.name for path in standard_library.files("--data")] == every
+
+
+def test_a_python_without_source_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(
+        ValueError, match=r"data.path: 'stdlib': this Python has no source .*python311\.zip': give a file"
+    ):
+        data.read_text("stdlib")
+
+
+def test_a_file_of_the_name_of_the_standard_library_is_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"--data: 'stdlib' is the source of .* has this name: write ./stdlib for that"
+    ):
+        data.readable("--data", "stdlib")
+    assert data.read_text("./stdlib").tobytes() == b"mine"
 
 
 def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
