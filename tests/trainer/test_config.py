@@ -252,7 +252,16 @@ def test_shipped_config_is_written_and_read_back_the_same(tmp_path, path):
 
 def test_shipped_configs_are_all_there_and_default_says_the_defaults():
     strategies = {"ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline", "hybrid_2x2x2"}
-    others = {"default", "beat_zlib", "gpt2_124m", "llama3_8b", "llama3_70b", "qlora", "llama3_70b_qlora"}
+    others = {
+        "default",
+        "beat_zlib",
+        "gpt2_124m",
+        "llama3_8b",
+        "llama3_70b",
+        "qlora",
+        "llama3_70b_qlora",
+        "shakespeare",
+    }
     assert {path.stem for path in CONFIGS} == strategies | others
     assert toml.load(next(path for path in CONFIGS if path.stem == "default")) == Config()
 
