@@ -170,7 +170,7 @@ def _files(option: str, path: str) -> list[Path]:
         return standard_library.files(option)
     root = Path(path)
     if not os.path.lexists(root):
-        raise ValueError(f"{option}: {str(root)!r} does not exist: give a file or a folder of text")
+        raise ValueError(f"{option}: {path!r} does not exist: give a file or a folder of text")
     return sorted(_walked(option, root))
 
 
