@@ -5,11 +5,10 @@ the README's twenty lines under plain optax on one device, and under `zero2` on 
 docs/first_picture.svg.
 """
 
+import functools
 import pathlib
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,7 +34,8 @@ SHAPES = {
 
 def held(mesh):
     """By strategy: gigabytes on each device of params, of gradients while they are summed, and of state."""
-    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, "float32"), SHAPES, is_leaf=lambda x: type(x) is tuple)
+    abstract = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    params = jax.tree.map(abstract, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
     found = {}
     for name in ("ddp", "zero1", "zero2", "zero3"):
         layout = getattr(jaxshard, name)(optax.adamw(3e-4), mesh).layout(params).bytes_per_device
@@ -99,6 +99,7 @@ def draw_losses(axes, table):
 
 
 def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     mesh = jaxshard.make_mesh()
     found = losses(mesh)
     assert np.allclose(*found.values(), rtol=1e-4), "the curves differ: the picture would not be true"

@@ -102,8 +102,8 @@ class Checkpointer:
         """What a checkpoint says of itself; no array is read.
 
         Returns:
-          A dict with "step", "metrics", "run", and "leaves", which has by path a dict with "shape", "dtype", and "digest"
-          or "value".
+          A dict with "step", "metrics", "run", and "leaves", which has for each path a dict with "shape", "dtype", and
+          "digest" or "value".
 
         Raises:
           FileNotFoundError: there is no such checkpoint.

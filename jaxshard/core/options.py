@@ -64,11 +64,12 @@ class CommonOptions(TypedDict, total=False):
     replica_axes="dp" with data_axes="fsdp" makes HSDP."""
 
     params_axes: str | tuple[str, ...]
-    """The mesh axes that params are cut over, in place of the strategy's own choice; they must be among `grads_axes`."""
+    """The mesh axes that params are cut over, in place of the strategy's own choice; they must be among those of
+    gradients."""
 
     grads_axes: str | tuple[str, ...]
     """The mesh axes that the sums of gradients are cut over, in place of the strategy's own choice; they must be among
-    `state_axes`."""
+    those of the state."""
 
     state_axes: str | tuple[str, ...]
     """The mesh axes that the state is cut over, in place of the strategy's own choice: data axes or replica axes.
