@@ -245,8 +245,8 @@ plt.show()
 # %% [markdown]
 # `1f1b` loses as much time as `gpipe`. What it saves is memory: a stage lets go of a microbatch's input as soon as its
 # backward pass is done. So the number of inputs kept is the same however many microbatches there are. `interleaved`
-# loses less time, and keeps the inputs of more but shorter stages. Counted from the timetable, for 4 stages (the program
-# has room for `Plan.num_kept`, 2 v S - 1, which is enough for every stage):
+# loses less time, and keeps the inputs of more but shorter stages. The figures are counted from the timetable, for 4
+# stages. The program has room for `Plan.num_kept`, 2 v S - 1, which is enough for every stage.
 
 
 # %%
