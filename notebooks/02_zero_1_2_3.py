@@ -378,6 +378,7 @@ plt.show()
 peaks = {name: reports[name, MICROBATCHES].peak_bytes for name in strategies}
 assert peaks["zero3"] == min(peaks.values())
 assert peaks["zero2"] < peaks["zero1"] < peaks["ddp"]
+assert reports["zero1", MICROBATCHES].wire_bytes < reports["zero2", MICROBATCHES].wire_bytes
 
 # %% [markdown]
 # The five steps are the same training. Their gradients, summed over the microbatches, are those of one device:

@@ -271,6 +271,7 @@ plt.show()
 
 assert [kept(Plan(4, number), "gpipe") for number in numbers] == list(numbers)
 assert {kept(Plan(4, number), "1f1b") for number in numbers[1:]} == {2 * 4 - 1}
+assert kept(Plan(4, 24, 2), "interleaved") > 2 * 4 - 1
 assert all(kept(Plan(4, number, 2), "interleaved") <= Plan(4, number, 2).num_kept for number in numbers)
 
 # %% [markdown]
@@ -376,6 +377,9 @@ axes.set(xlabel="MB sent by each device in a step", title="Read from the compile
 axes.invert_yaxis()
 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
+
+for r in reports.values():
+    assert r.wire_bytes_by_axes(mesh)["tensor"] > 0.7 * r.wire_bytes
 
 # %% [markdown]
 # The tensor axis sends by far the most: put it where links are fastest, within a host. The pipeline axis sends little,
