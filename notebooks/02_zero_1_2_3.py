@@ -379,6 +379,9 @@ peaks = {name: reports[name, MICROBATCHES].peak_bytes for name in strategies}
 assert peaks["zero3"] == min(peaks.values())
 assert peaks["zero2"] < peaks["zero1"] < peaks["ddp"]
 assert reports["zero1", MICROBATCHES].wire_bytes < reports["zero2", MICROBATCHES].wire_bytes
+alike = reports["zero1", 1], reports["zero2", 1]
+assert alike[0].wire_bytes == alike[1].wire_bytes
+assert alike[0].temp_bytes == alike[1].temp_bytes
 
 # %% [markdown]
 # The five steps are the same training. Their gradients, summed over the microbatches, are those of one device:
