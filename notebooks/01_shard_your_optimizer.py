@@ -15,6 +15,8 @@
 # %% [markdown]
 # # Shard your optimizer
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/01_shard_your_optimizer.ipynb)
+#
 # You train with JAX and optax on several devices, and run out of memory. With AdamW in float32, each device that
 # keeps a whole copy of everything holds 16 bytes per parameter: the parameter, its gradient and two moments.
 #
@@ -25,6 +27,7 @@
 # lines of `jax.config.update`; nothing else changes.
 
 # %%
+# On Colab: %pip install --quiet jaxshard matplotlib
 import functools
 import pydoc_data.topics
 
