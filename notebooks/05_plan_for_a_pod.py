@@ -190,7 +190,7 @@ show_plan("v5p")
 # ## Where time goes
 #
 # The least time of a step is a roofline: products at the chip's peak, all else at the speed of its memory, and what is
-# sent at the speed of the links it goes through, with nothing overlapped. It ranks strategies; a real step takes longer.
+# sent at the speed of its links, with nothing overlapped. It ranks strategies; a real step takes longer.
 
 # %%
 TIMES = {"products": "#1b3a57", "memory": "#7fb7be", "links": "#e4572e", "waits": "#f2b134"}
@@ -326,9 +326,9 @@ plt.show()
 #
 # ## Ask the compiler
 #
-# A plan is a forecast. libtpu, the compiler of TPUs, runs on any Linux machine and compiles for pods that are not there.
-# On a torus the data axis is best made of two axes of the mesh, each along sides of the torus. Otherwise XLA turns
-# scatters into all-reduces, which send twice as much.
+# A plan is a forecast. libtpu, the compiler of TPUs, runs on any Linux machine, and compiles for pods that are not
+# there. On a torus the data axis is best made of two axes of the mesh, each along sides of the torus. Otherwise XLA
+# turns scatters into all-reduces, which send twice as much.
 
 # %%
 machine = aot.machine("v5p:8x8x8")

@@ -25,7 +25,6 @@
 
 # %%
 # On Colab: %pip install --quiet "jaxshard[checkpoint]" matplotlib
-import contextlib
 import importlib
 import itertools
 import os
@@ -37,7 +36,6 @@ import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
@@ -52,6 +50,16 @@ jax.config.update("jax_num_cpu_devices", 8)  # before the first computation
 assert jax.device_count() == 8
 plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 90})
 BLUE, RED, YELLOW = "#1b3a57", "#e4572e", "#f2b134"
+
+
+def error_of(kind, function, *args):
+    """The error of this kind that the function raises; it must raise one."""
+    try:
+        function(*args)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
 
 # %% [markdown]
 # ## A training run that survives
@@ -140,7 +148,8 @@ assert saved[-1] == max(preempted)  # not a step is lost
 # ## Killed
 #
 # Nothing can be done about SIGKILL: the process is gone between two of its instructions, perhaps while it writes a
-# checkpoint. A step counts as saved only when all of it is written, so what is there is whole. Lost are the steps since.
+# checkpoint. A step counts as saved only when all of it is written, so what is there is whole. Only the steps since are
+# lost.
 
 # %%
 status, killed = run("broken", number=signal.SIGKILL)
@@ -272,11 +281,9 @@ plt.show()
 
 # %%
 with Checkpointer(folder / "broken") as checkpoints:
-    try:
-        checkpoints.restore(template, last)
-    except CorruptCheckpointError as error:
-        print("error:", error)
-        assert (error.step, error.leaf) == (last, "params/middle")
+    error = error_of(CorruptCheckpointError, checkpoints.restore, template, last)
+    print("error:", error)
+    assert (error.step, error.leaf) == (last, "params/middle")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step, older = checkpoints.restore(template)
@@ -306,12 +313,10 @@ def flipped(x, device, bit):
 
 
 broken = healthy | {"middle": flipped(healthy["middle"], device=5, bit=20)}
-try:
-    digests(broken)
-except ReplicaError as error:
-    print(error)
-    assert list(error.digests) == ["middle"]
-    assert " on device 5 of process 0 " in str(error)
+error = error_of(ReplicaError, digests, broken)
+print(error)
+assert list(error.digests) == ["middle"]
+assert " on device 5 of process 0 " in str(error)
 
 # %% [markdown]
 # `digests` costs one pass over the arrays. The trainer asks for it every so many steps (`train.check_every`), and each
@@ -319,15 +324,17 @@ except ReplicaError as error:
 # device. If that is the broken one, restore a checkpoint instead.
 
 # %%
-with Checkpointer(folder / "mixed") as checkpoints, contextlib.suppress(ReplicaError):
-    checkpoints.save(1, {"params": broken})
-assert Checkpointer(folder / "mixed").steps() == []
+with Checkpointer(folder / "mixed") as checkpoints:
+    error_of(ReplicaError, checkpoints.save, 1, {"params": broken})
+    assert checkpoints.steps() == []
 
 mended = opt.synchronize(broken)
 assert digests(mended) == digests(healthy)
 
 fig, panels = plt.subplots(1, 3, figsize=(10, 2.2), layout="constrained", sharey=True)
-for axes, (title, params) in zip(panels, {"before": healthy, "a bit has flipped": broken, "mended": mended}.items()):
+for axes, title, params in zip(
+    panels, ("before", "a bit has flipped", "mended"), (healthy, broken, mended), strict=True
+):
     found = replica_digests(params)
     for row, digest in enumerate(found.values()):
         usual = np.median(digest)
@@ -418,20 +425,21 @@ plt.show()
 
 # %%
 opt = jaxshard.zero2(training.optimizer, jaxshard.make_mesh())
-step, params, state = (
-    jaxshard.train_step(training.loss_fn, opt, max_skips=3),
-    opt.place(training.initial),
-    opt.init(training.initial),
-)
-start = digests({"params": params, "state": state})
+step = jaxshard.train_step(training.loss_fn, opt, max_skips=3)
+tree = {"params": opt.place(training.initial), "state": opt.init(training.initial)}
+start = digests(tree)
+
+
+def train_on_nothing_else():
+    for _ in itertools.count():
+        tree["params"], tree["state"], _ = step(tree["params"], tree["state"], batch_at(BAD))
+
+
 with warnings.catch_warnings(record=True):
-    try:
-        for _ in itertools.count():
-            params, state, _ = step(params, state, batch_at(BAD))
-    except jaxshard.NonFiniteError as error:
-        print(error)
-        assert (error.step, error.leaf) == (4, "down")
-assert digests({"params": params, "state": state}) == start
+    error = error_of(jaxshard.NonFiniteError, train_on_nothing_else)
+print(error)
+assert (error.step, error.leaf) == (4, "down")
+assert digests(tree) == start
 place.cleanup()
 
 # %% [markdown]
