@@ -313,7 +313,7 @@ for axes, (name, ranked) in zip(panels, found.items(), strict=True):
         place = row.seconds.total, row.peak_bytes / 1e9
         axes.scatter(*place, size, COLOURS[strategy], marker="os"[m - 1], label=f"{strategy}, m {m}")
         if row is ranked.best:
-            axes.annotate("the pick", place, (-12, -22), textcoords="offset points", fontsize=10)
+            axes.annotate("the pick", place, (-10, -4), textcoords="offset points", fontsize=10, ha="right")
     axes.set(title=f"{N} x {name}", xlabel="seconds per step, at the least", xlim=(1, 3))
 panels[0].set_ylabel("peak, GB")
 handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
@@ -357,11 +357,13 @@ except aot.CompilerMissingError as missing:
     compiled = None
     print(missing)
 else:
-    print(f"compiled for {machine.num_devices} chips of {machine.name}")
-    print(compiled.table())
+    print(f"compiled for {machine.num_devices} chips, {machine.name}\n")
+    print(compiled)
 
 # %% [markdown]
-# What rests on each device, its peak and what it sends, foretold and compiled. The scale is logarithmic.
+# What rests on each device, its peak and what it sends, foretold and compiled, on a logarithmic scale. What rests is
+# equal to the byte. The plan knows no more than the traced program, so the peak may be off by a fifth, and what is sent
+# by a tenth.
 
 # %%
 if compiled is not None:

@@ -198,7 +198,7 @@ for part, colour, name in ((preempted, BLUE, "SIGTERM"), (killed, RED, "SIGKILL"
     axes.axvline(max(part), color=colour, linestyle=":")
     axes.annotate(name, (max(part), 0.83), (4, 0), textcoords="offset points", color=colour)
 axes.set(xlabel="step", ylabel="loss", ylim=(0.2, 0.87), title="Killed twice, and not a bit lost")
-axes.legend(frameon=False, loc="lower left")
+axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.65))
 plt.show()
 
 # %% [markdown]
@@ -414,7 +414,7 @@ _, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
 axes.plot(plain_losses, color=YELLOW, linewidth=6, label=f"plain optax, NaN from step {BAD} on")
 axes.plot(found["loss"], color=BLUE, linewidth=1.8, label="jaxshard")
 axes.axvline(BAD, color=RED, linestyle=":")
-axes.annotate("a NaN in one row", (BAD, 0.78), (6, 0), textcoords="offset points", color=RED)
+axes.annotate("a NaN in one row", (BAD, 0.68), (6, 0), textcoords="offset points", color=RED)
 axes.set(xlabel="step", ylabel="loss", title="One step skipped, or all lost")
 axes.legend(frameon=False, loc="upper right")
 plt.show()

@@ -340,9 +340,8 @@ key = jax.random.key(0)
 
 def dropout_loss(params, batch, key=key):
     hidden = jnp.tanh(batch["x"] @ params["w"])
-    keep = jax.random.bernoulli(key, 0.5, hidden.shape)
-    logits = (2 * hidden * keep) @ params["head"]
-    return cross_entropy(logits, batch["kind"]).mean(), keep.astype(jnp.float32)  # the mask, to look at
+    kept = 2 * hidden * jax.random.bernoulli(key, 0.5, hidden.shape)
+    return cross_entropy(kept @ params["head"], batch["kind"]).mean(), kept  # which shows the mask
 
 
 _, _, text = on_devices(lambda params, batch: dropout_loss(params, batch)[0])
@@ -353,10 +352,10 @@ assert "Pass the key as a further argument" in text
 
 # %%
 drawn = jaxshard.predict(lambda params, batch: dropout_loss(params, batch)[1], alone)
-masks = {"closed over, any step": np.asarray(drawn(params, batch))}
+masks = {"closed over, any step": np.asarray(drawn(params, batch)) != 0}
 for i in range(2):
-    (_, mask), _, text = on_devices(dropout_loss, jax.random.fold_in(key, i), has_aux=True)
-    masks[f"an argument, step {i}"] = np.asarray(mask)
+    (_, kept), _, text = on_devices(dropout_loss, jax.random.fold_in(key, i), has_aux=True)
+    masks[f"an argument, step {i}"] = np.asarray(kept) != 0
     assert text == ""
 
 fig, panels = plt.subplots(1, 3, figsize=(9, 4.2), layout="constrained", sharey=True)
