@@ -235,7 +235,7 @@ plt.show()
 # ## A sum
 #
 # The average of the devices' sums is the batch's sum divided by the number of devices. AdamW hides that, since it
-# divides by the gradient's size; clipping, weight decay and SGD do not.
+# divides by the gradient's size; clipping and SGD do not.
 
 
 # %%
@@ -375,21 +375,45 @@ assert (masks["an argument, step 0"] != masks["an argument, step 1"]).any()
 # %% [markdown]
 # ## What a trace does not show
 #
-# Python may make a number from the count of rows, and the traced program has only the number. Here a temperature is
-# made from the size of the batch. There is no warning, and the check finds it. So ask for it once with each new loss.
+# A rule of your own for a gradient may do anything, and jaxshard does not look into it. `limited` changes nothing on
+# the way forward, and limits the norm of what comes back. There is no warning, only a note in the step's layout.
 
 
 # %%
-def tempered_loss(params, batch):
-    temperature = len(batch["x"]).bit_length() / 7  # 1 for 64 rows
-    return cross_entropy(jnp.tanh(batch["x"] @ params["w"]) @ params["head"] / temperature, batch["kind"]).mean()
+@jax.custom_vjp
+def limited(h):
+    return h
 
 
-_, _, text = on_devices(tempered_loss)
-report = checked("temperature", tempered_loss)
-print(report)
+def forward(h):
+    return h, None
+
+
+def backward(_, gradient):
+    return (gradient / jnp.maximum(1, jnp.linalg.norm(gradient) / 0.01),)
+
+
+limited.defvjp(forward, backward)
+
+
+def limited_loss(params, batch):
+    return cross_entropy(jnp.tanh(limited(batch["x"] @ params["w"])) @ params["head"], batch["kind"]).mean()
+
+
+_, _, text = on_devices(limited_loss)
+layout = str(jaxshard.train_step(limited_loss, opt).layout(params, batch))
+print(layout.splitlines()[-1])
 assert text == ""
+assert "not known" in layout
+
+# %% [markdown]
+# Each device limits what it sees of its own rows. The numbers show it, so ask for the check once with each new loss.
+
+# %%
+report = checked("custom gradient", limited_loss)
+print(report)
 assert not report.ok
+assert "custom derivatives" in report.causes[0]
 
 # %% [markdown]
 # ## All of them
