@@ -314,7 +314,7 @@ for axes, (name, ranked) in zip(panels, found.items(), strict=True):
         axes.scatter(*place, size, COLOURS[strategy], marker="os"[m - 1], label=f"{strategy}, m {m}")
         if row is ranked.best:
             axes.annotate("the pick", place, (-10, -4), textcoords="offset points", fontsize=10, ha="right")
-    axes.set(title=f"{N} x {name}", xlabel="seconds per step, at the least", xlim=(1, 3))
+    axes.set(title=f"{N} x {name}", xlabel="seconds per step, at the least", xlim=(0.7, 3))
 panels[0].set_ylabel("peak, GB")
 handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
 panels[1].legend(handles.values(), handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), markerscale=0.8)

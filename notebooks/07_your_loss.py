@@ -429,7 +429,13 @@ for shift, suffix, colour, label in ((-0.19, "", RED, "as one writes it"), (0.19
     axes.barh(np.arange(len(names)) + shift, values, 0.36, color=colour, label=label)
     for y, value in enumerate(values):
         axes.text(value * 1.3, y + shift, f"{value:.0e}" if value < 0.01 else f"{value:.0%}", va="center")
-axes.set(yticks=range(len(names)), yticklabels=names, xscale="log", xlim=(1e-8, 300), xlabel="relative error")
+axes.set(
+    yticks=range(len(names)),
+    yticklabels=names,
+    xscale="log",
+    xlim=(1e-8, 300),
+    xlabel="difference, relative to the gradient on eight devices",
+)
 axes.invert_yaxis()
 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
