@@ -168,9 +168,9 @@ assert [row.candidate.name for row in rows["h100"] + rows["v5p"] if not row.fits
 # %% [markdown]
 # ## Where memory goes
 #
-# jaxshard draws such rows. Under `zero1` and `zero2` the state of each device is a five hundred and twelfth, and whole
-# parameters remain. Under `zero3` they are gone too, and what is left is the work of two rows, whose logits alone take
-# 4.2 GB in float32.
+# jaxshard draws these figures. Under `zero1` and `zero2` each device has 1/512 of the state, and whole parameters
+# remain. Under `zero3` they are gone too, and what is left is the work of two rows, whose logits alone take 4.2 GB in
+# float32.
 
 
 # %%
@@ -238,7 +238,7 @@ assert h100["hsdp"].seconds.links < 0.3 * h100["zero3"].seconds.links
 assert max(row.seconds.links / row.seconds.total for row in rows["v5p"]) < 0.15
 
 # %% [markdown]
-# `memory` is long in both. The reason is attention by plain operations, which writes a weight for each pair of
+# `memory` takes long on both. A good part of it is attention by plain operations, which write a weight for each pair of
 # positions. So let us plan rows of other lengths, with as many tokens in each step:
 
 # %%
@@ -326,8 +326,8 @@ plt.show()
 #
 # ## Ask the compiler
 #
-# A plan is a forecast. libtpu, the compiler of TPUs, runs on any Linux machine, and compiles for pods that are not
-# there. On a torus the data axis is best made of two axes of the mesh, each along sides of the torus. Otherwise XLA
+# A plan is a forecast. libtpu, the compiler of TPUs, runs on ordinary Linux machines, and compiles for pods that are
+# not there. On a torus the data axis is best made of two axes of the mesh, each along sides of the torus. Otherwise XLA
 # turns scatters into all-reduces, which send twice as much.
 
 # %%

@@ -88,9 +88,9 @@ def _in_short(file: str, line: int) -> str:
 
 
 def _cell(file: str) -> str:
-    """The cell of a notebook, as IPython's tracebacks name it: "Cell In[3]"; "" for a file."""
+    """The cell of a notebook, as IPython's tracebacks name it: "Cell In[3]"; "" for a file, and before IPython 8."""
     shell = ipython.get_ipython() if (ipython := sys.modules.get("IPython")) else None
-    if shell is None:
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if name_of is None:
         return ""
-    names = (shell.compile.format_code_name(name) for name in (file, os.path.basename(file)))
-    return " ".join(next((name for name in names if name), ()))
+    return " ".join(name_of(file) or name_of(os.path.basename(file)) or ())

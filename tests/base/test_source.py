@@ -33,3 +33,11 @@ def test_a_line_in_a_notebook_is_named_by_its_cell(compiler):
     assert "at Cell In[2], line 3 uses it" in " ".join(done.stdout.split()), done.stdout + done.stderr
     assert "ipykernel_" not in done.stdout
     assert "<ipython-input" not in done.stdout
+
+
+def test_an_ipython_that_names_no_cells_is_none():
+    """Before 8 its compiler had no such method; the line is still told."""
+    old = "type('Old', (compilerop.CachingCompiler,), {'format_code_name': None})"
+    done = subprocess.run([sys.executable, "-c", SHELL, old], capture_output=True, text=True, check=False)
+    assert "of a mean" in done.stdout, done.stdout + done.stderr
+    assert ":3 uses it" in " ".join(done.stdout.split())
