@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -78,7 +79,18 @@ def _is_theirs(file: str) -> bool:
 
 
 def _in_short(file: str, line: int) -> str:
+    if cell := _cell(file):
+        return f"{cell}, line {line}"
     for root in (*_LIBRARIES, os.getcwd() + os.sep):
         if file.startswith(root):
             return f"{os.path.relpath(file, root)}:{line}"
     return f"{file}:{line}"
+
+
+def _cell(file: str) -> str:
+    """The cell of a notebook, as IPython's tracebacks name it: "Cell In[3]"; "" for a file, and before IPython 8."""
+    shell = ipython.get_ipython() if (ipython := sys.modules.get("IPython")) else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if name_of is None:
+        return ""
+    return " ".join(name_of(file) or name_of(os.path.basename(file)) or ())
