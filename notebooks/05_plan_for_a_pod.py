@@ -21,7 +21,7 @@
 # strategy would cost there, in memory, traffic and time, before you rent anything. Then it asks the TPU's own compiler
 # about a step for 512 chips, and sets its figures beside the plan's.
 #
-# It takes about a minute. No array is made, and no accelerator is needed.
+# It takes about a minute, most of it in that compiler. No array is made, and no accelerator is needed.
 
 # %%
 # On Colab: %pip install --quiet "jaxshard[aot-tpu]" matplotlib
