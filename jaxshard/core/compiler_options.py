@@ -61,17 +61,17 @@ TWO_STEPS_IN_ONE = CompilerOption(
     True,
     "gpu",
     "always",
-    "Makes two steps of each loop one, and so spares copies of what a loop carries. Kernels other than products move "
-    "30.3 GB for 32.3 GB (zero2).",
+    "Makes two steps of each loop one, and so spares copies of what a loop carries. Kernels other than matrix products "
+    "move 30.3 GB instead of 32.3 GB (zero2).",
 )
 SMALL_GATHERS = CompilerOption(
     "xla_gpu_all_gather_combine_threshold_bytes",
     8_000_000,
     "gpu",
     "where params are cut (zero3, fsdp, hsdp)",
-    "Joins gathers of up to 8 MB alone. XLA's own 30 MB make one gather of a layer in bfloat16, for which its first "
-    "product waits; so its second weight is gathered beside its first product. In bfloat16, products cover 802 MB for "
-    "368 MB of the 1046 MB that collectives take.",
+    "Joins gathers only up to 8 MB. With XLA's own 30 MB a whole layer in bfloat16 is one gather, and its first matrix "
+    "product waits for all of it; with 8 MB its second weight is gathered beside its first product. In bfloat16, "
+    "products cover 802 MB instead of 368 MB of the 1046 MB that collectives take.",
 )
 SEVERAL_AT_ONCE = CompilerOption(
     "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -79,14 +79,14 @@ SEVERAL_AT_ONCE = CompilerOption(
     "gpu",
     "where params are cut (zero3, fsdp, hsdp)",
     "Lets the output layer be gathered beside the last layers, which have collectives of their own. Products cover "
-    "1638 MB for 1507 MB of 2091 MB.",
+    "1638 MB instead of 1507 MB of 2091 MB.",
 )
 SUMS_BEHIND = CompilerOption(
     "xla_gpu_enable_pipelined_all_reduce",
     True,
     "gpu",
     "where gradients are summed whole (ddp)",
-    "Sums a layer's gradients beside the layer before. Products cover 685 MB of 866 MB, for 131 MB.",
+    "Sums a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of 866 MB.",
     renamed=("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON"),
 )
 OURS = (IN_ORDER, TWO_STEPS_IN_ONE, SMALL_GATHERS, SEVERAL_AT_ONCE, SUMS_BEHIND)
