@@ -86,7 +86,8 @@ SUMS_BEHIND = CompilerOption(
     True,
     "gpu",
     "where gradients are summed whole (ddp)",
-    "Sums a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of 866 MB.",
+    "Sums a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of 866 "
+    "MB.",
     renamed=("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON"),
 )
 OURS = (IN_ORDER, TWO_STEPS_IN_ONE, SMALL_GATHERS, SEVERAL_AT_ONCE, SUMS_BEHIND)
