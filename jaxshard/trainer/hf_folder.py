@@ -121,10 +121,11 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
     found = _in_files(files, who)
     places = _named(found, PREFIXES[hf_config.family_of(model)], who)
     _check_tensors(model, places, {place: shape for place, (shape, _) in found.items()}, who)
-    wrong = [f"{place[1]} ({dtype})" for place, (_, dtype) in found.items() if dtype not in _FLOATS]
+    dtypes = {name: found[place][1] for name, place in places.items()}
+    wrong = [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _FLOATS]
     if wrong:
         raise ValueError(f"{who}: {_some(wrong)}: jaxshard reads {', '.join(_FLOATS)}")
-    narrow = all(dtype == "BF16" for _, dtype in found.values())
+    narrow = set(dtypes.values()) == {"BF16"}
     return HuggingFaceFolder(folder, model, "bfloat16" if narrow else "float32", places, who)
 
 

@@ -50,6 +50,13 @@ CASES = {
         3,
         True,
     ),
+    "layer norm, biases": (
+        dataclasses.replace(SMALL, positions="learned", mlp="gelu", norm="layer", bias=True, norm_epsilon=1e-5),
+        Pipelined("1f1b", 2),
+        {"pipeline": 2, "tensor": 2},
+        2,
+        True,
+    ),
     "interleaved": (SMALL, Pipelined("interleaved", 2, 2), {"pipeline": 2, "tensor": 2}, 1, False),
     "no pipeline": (SMALL, None, {"tensor": 4}, 3, True),
     "grouped": (GROUPED, Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3, True),
