@@ -166,7 +166,7 @@ def without(tensors, name):
 C_FC = "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
     "missing": ("gpt2", lambda f: rewritten(f, lambda t: without(t, C_FC)), f"{C_FC} is missing"),
-    "extra": ("gpt2", lambda f: rewritten(f, lambda t: t | {"score.weight": t[C_FC]}), "score.weight is not in the mod"),
+    "extra": ("gpt2", lambda f: rewritten(f, lambda t: t | {"score.weight": t[C_FC]}), "score.weight is not in the"),
     "shape": ("gpt2", lambda f: rewritten(f, lambda t: t | {C_FC: t[C_FC].T.copy()}), f"{C_FC} has the shape (48, 12)"),
     "whole numbers": (
         "gpt2",
@@ -183,8 +183,8 @@ WRONG = {
         lambda f: rewritten(f, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}),
         "lm_head.weight is not transformer.wte.weight",
     ),
-    "architecture": ("gpt2", lambda f: changed(f, model_type="mistral"), "model_type = 'mistral', and jaxshard computes"),
-    "head": ("gpt2", lambda f: changed(f, architectures=["GPT2ForSequenceClassification"]), "architectures has 'GPT2ForS"),
+    "architecture": ("gpt2", lambda f: changed(f, model_type="mistral"), "model_type = 'mistral', and jaxshard"),
+    "head": ("gpt2", lambda f: changed(f, architectures=["GPT2ForSequenceClassification"]), "architectures has 'GPT2"),
     "gelu": ("gpt2", lambda f: changed(f, activation_function="gelu"), 'activation_function = "gelu", and jaxshard'),
     "by layer": ("gpt2", lambda f: changed(f, scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx = true"),
     "rope": (
@@ -203,13 +203,13 @@ WRONG = {
                                               "high_freq_factor": 8.0}),
         "high_freq_factor = 8.0, and jaxshard computes it with 4.0",
     ),
-    "one bias": ("llama", lambda f: changed(f, attention_bias=True), "mlp_bias = false, and jaxshard computes it with true"),
+    "one bias": ("llama", lambda f: changed(f, attention_bias=True), "mlp_bias = false, and jaxshard computes it w"),
     "wide heads": ("llama", lambda f: changed(f, head_dim=8), "head_dim = 8, and jaxshard computes it with null or 4"),
     "quantized": ("llama", lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config = "),
     "text": ("llama", lambda f: changed(f, num_hidden_layers="2"), "num_hidden_layers = '2' is no whole number"),
-    "heads": ("llama", lambda f: changed(f, num_attention_heads=3), "model.width = 16 is no multiple of model.heads = 3"),
+    "heads": ("llama", lambda f: changed(f, num_attention_heads=3), "model.width = 16 is no multiple of model.heads"),
     "no json": ("llama", lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    "no config": ("llama", lambda f: (f / "config.json").unlink(), "config.json, which says what model it is, is not in"),
+    "no config": ("llama", lambda f: (f / "config.json").unlink(), "config.json, which says what model it is, is"),
     "cut short": (
         "llama",
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-8]),
@@ -329,7 +329,7 @@ def test_what_cannot_be_exported_is_told(tmp_path, capfd):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     config = Config(model=FAMILIES["gpt2"])
-    run = saved_run(tmp_path / "run", config, fresh(config, 1e6)[1])
+    saved_run(tmp_path / "run", config, fresh(config, 1e6)[1])
     for words, source, options in (
         ("writes the model of a run of jaxshard train", "saves", ["--huggingface", tmp_path / "out"]),
         ("is there already: name a new folder", "run", ["--huggingface", tmp_path / "full"]),
@@ -357,3 +357,68 @@ def test_special_tokens_and_the_tokenizer_of_the_start_stay_with_the_run(tmp_pat
     assert (folder / "tokenizer.json").read_text() == "{}"
     assert json.loads((RECORDED / "llama" / "config.json").read_text())["bos_token_id"] == 1
     assert hf_config.described(config.model, "float32", {})["bos_token_id"] is None
+
+
+OPTIONS = ["--train.steps", "2", "--train.rows", "8", "--data.heldout-bytes", "200"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "train.bin"
+    np.random.default_rng(0).integers(0, 260, 4000).astype("<u2").tofile(path)
+    return path
+
+
+def test_a_run_takes_its_model_from_the_folder_and_leaves_as_another(tokens, tmp_path, capfd):
+    start = copy_of("gpt2", tmp_path / "gpt 2 [tiny]")
+    options = ["--train.start", str(start), "--data", str(tokens), "--lora.rank", "2", "--out", str(tmp_path / "run")]
+    assert main(["train", *options, *OPTIONS, "--optimizer.warmup-steps", "0"]) == 0
+    assert "the model is that of" in (out := " ".join(capfd.readouterr().out.split()))
+    assert "model.positions = learned, model.norm = layer" in out
+    shutil.rmtree(start)
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--train.steps", "3"]) == 0
+    folder = export(tmp_path / "run", tmp_path / "out")
+    capfd.readouterr()
+    config, _ = opened(RECORDED / "gpt2")
+    assert opened(folder)[0] == config
+    before, after = tensors_of(RECORDED / "gpt2"), tensors_of(folder)
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name in before if re.search(r"h\.\d\.(attn|mlp)\.c_.*weight", name)}
+    shown = []
+    for source in (tmp_path / "run", folder):
+        assert main(["eval", str(source), "--data", str(tokens)]) == 0
+        assert main(["generate", str(source), "--prompt", "7 200", "--tokens", "4", "--temperature", "0"]) == 0
+        shown.append(capfd.readouterr().out)
+    assert shown[0] == shown[1]
+    assert len(shown[0].splitlines()[-1].split()) == 6
+
+
+REFUSED = {
+    "a number": (["--model.layers", "3"], "has another model: model.layers = 3, there 2"),
+    "a flag": (["--model.no-tied"], "model.tied = False, there True"),
+    "length": (["--model.sequence-length", "8"], "model.sequence_length = 8, there 16"),
+    "tensor": (["--sharding.strategy", "tensor_parallel", "--sharding.tensor", "8"], "model.heads = 2 is no multiple"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_is_another_in_the_folder_is_told(name, tokens, tmp_path, capfd):
+    options, words = REFUSED[name]
+    start = ["--train.start", str(RECORDED / "gpt2"), "--data", str(tokens), "--out", str(tmp_path / "run")]
+    assert main(["train", *start, *OPTIONS, *options]) == 2
+    assert words in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_of_a_folder_has_its_bytes(tmp_path, capfd):
+    options = ["--train.start", str(RECORDED / "llama"), "--machine", "cpu:8", "--json", str(tmp_path / "plan.json")]
+    main(["plan", *options, "--strategies", "ddp", "zero3", "--sharding.min-shard-size", "1"])
+    assert "the model is that of" in capfd.readouterr().err
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "plan.json").read_text())["rows"]}
+    whole = sum(x.nbytes for x in tensors_of(RECORDED / "llama").values())
+    assert rows["ddp"]["params"] == whole
+
+
+def test_a_folder_holds_no_text_back(capfd):
+    assert main(["eval", str(RECORDED / "llama")]) == 2
+    assert "name one by --data" in capfd.readouterr().err
