@@ -50,6 +50,8 @@ def parse(arguments: Sequence[str]) -> Given:
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
     _check_encodable("--train.start", given.train.start)
+    if given.train.start is not None and not _goes_on(given):
+        finished_run.opened(Path(given.train.start), "train.start =")
     model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))

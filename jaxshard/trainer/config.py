@@ -226,7 +226,8 @@ class TrainConfig:
     """Saves of steps that are divisible by this are never deleted; 0: all may be."""
     start: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run whose newest saved parameters this one starts from, whatever its strategy and types; adapters
-    that it has are merged. By default they are random."""
+    that it has are merged. Or a Hugging Face folder of a GPT-2 or Llama, which says what the model is. By default
+    parameters are random."""
     keep_best: int = 0
     """How many saves of the lowest held-out loss are kept; only a save that follows an evaluation counts."""
     max_skips: int = 20

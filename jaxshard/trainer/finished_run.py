@@ -151,7 +151,7 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
         return _as_config(found), found
     folder, who = RunFolder(path), f"{option} {path}"
     if folder.latest_step() is None:
-        raise ValueError(f"{who}: no saved run: name the folder that the run printed")
+        raise ValueError(f"{who}: no saved run: name the folder that the run printed, or Hugging Face's")
     if not folder.config.is_file():
         raise ValueError(f"{who}: {folder.config.name}, which says what model it is, is gone")
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)

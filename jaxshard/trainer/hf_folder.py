@@ -98,7 +98,7 @@ class HuggingFaceFolder:
 
 def is_one(path: Path) -> bool:
     """Whether a path stands for weights of Hugging Face's, right or not: a folder, a file in it, or its index."""
-    if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name in _PICKLES:
+    if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name in (CONFIG, *_PICKLES):
         return True
     if not path.is_dir() or (path / "config.toml").is_file():
         return False
@@ -113,7 +113,7 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
       ValueError: it is no model that we compute, or a tensor is missing, is too many or has another shape.
     """
     who, folder = f"{option} {path}", path if path.is_dir() else path.parent
-    files = _files(path, who)
+    files = _files(folder if path.name == CONFIG else path, who)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{who}: {CONFIG}, which says what model it is, is not in {folder}")
     given = hf_config.read(folder / CONFIG)
@@ -173,7 +173,7 @@ def _files(path: Path, who: str) -> Mapping[Path, set[str] | None]:
 def _no_pickle(folder: Path) -> str:
     return (
         f"{_PICKLES[0]} is a pickle, which runs what is in it, and jaxshard opens none: write {WEIGHTS} by python -c "
-        f'"import transformers as t; t.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW)"'
+        f'"import transformers as t; t.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW')"'
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from hf_models import NAMES, RECORDED, expected, fresh, greedy_of, logits_of, placed, saved_run, tensors_of
 from oracle import assert_same_bits
 from safetensors import numpy as safetensors_numpy
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import jaxshard
 from jaxshard.cli import main
@@ -410,15 +411,27 @@ def test_an_option_that_is_another_in_the_folder_is_told(name, tokens, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_the_plan_of_a_folder_has_its_bytes(tmp_path, capfd):
-    options = ["--train.start", str(RECORDED / "llama"), "--machine", "cpu:8", "--json", str(tmp_path / "plan.json")]
-    main(["plan", *options, "--strategies", "ddp", "zero3", "--sharding.min-shard-size", "1"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_plan_of_a_folder_has_its_bytes(name, tmp_path, capfd):
+    options = ["--train.start", str(RECORDED / name), "--machine", "cpu:8", "--json", str(tmp_path / "plan.json")]
+    assert main(["plan", *options, "--strategies", "ddp"]) == 0
     assert "the model is that of" in capfd.readouterr().err
-    rows = {row["strategy"]: row for row in json.loads((tmp_path / "plan.json").read_text())["rows"]}
-    whole = sum(x.nbytes for x in tensors_of(RECORDED / "llama").values())
-    assert rows["ddp"]["params"] == whole
+    (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert row["at_rest"]["params"] == sum(x.nbytes for x in tensors_of(RECORDED / name).values())
 
 
 def test_a_folder_holds_no_text_back(capfd):
     assert main(["eval", str(RECORDED / "llama")]) == 2
     assert "name one by --data" in capfd.readouterr().err
+
+
+def test_a_folder_writes_by_its_own_tokenizer(tmp_path, capfd):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(["some text"], trainers.BpeTrainer(vocab_size=260, initial_alphabet=alphabet))
+    folder = copy_of("gpt2", tmp_path / "a folder")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert main(["generate", str(folder), "--prompt", "some", "--tokens", "2"]) == 0
+    assert capfd.readouterr().out.strip().startswith("some")
+    assert main(["generate", str(RECORDED / "gpt2"), "--prompt", "some", "--tokens", "2"]) == 2
