@@ -171,9 +171,10 @@ def _files(path: Path, who: str) -> Mapping[Path, set[str] | None]:
 
 
 def _no_pickle(folder: Path) -> str:
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     return (
-        f"{_PICKLES[0]} is a pickle, which runs what is in it, and jaxshard opens none: write {WEIGHTS} by python -c "
-        f'"import transformers as t; t.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW')"'
+        f"{_PICKLES[0]} is a pickle, which runs what is in it, and jaxshard opens none: write {WEIGHTS} by "
+        f"""python -c "import transformers; {load}.save_pretrained('NEW')\""""
     )
 
 
