@@ -32,7 +32,7 @@ _DESCRIPTION = """Looks at checkpoints, on the CPU.
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
 Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 
-_File = Annotated[Path, tyro.conf.arg(metavar="FILE")]
+_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 _NewDir = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 _Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
 _Regex = Annotated[str | None, tyro.conf.arg(metavar="REGEX")]
@@ -157,7 +157,7 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
 
 def export(
     folder: _Dir,
-    safetensors: _File | None = None,
+    safetensors: _File = None,
     huggingface: _NewDir = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     shard_size: _Size = "5GB",
