@@ -47,6 +47,8 @@ commands:
           compare two checkpoints
   ckpt export DIR --safetensors FILE
           write a checkpoint's arrays to one file, or to shards with an index
+  ckpt export RUN --huggingface DIR
+          write a run's model to a folder that transformers reads
   doctor [OPTIONS]
           look at this machine: versions, devices, links, a folder's writes, and
           settings that hurt, with a line of advice for each finding

@@ -20,6 +20,7 @@ from jaxshard.trainer.build import prepare
 from jaxshard.trainer.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
 from jaxshard.trainer.display import loss_in_words
 from jaxshard.trainer.finished_run import opened
+from jaxshard.trainer.hf_folder import HuggingFaceFolder
 
 _DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
 
@@ -32,7 +33,7 @@ class Arguments:
     """The command line of `jaxshard eval`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder of text, or of tokens, that is measured whole; stdlib: Python's standard library; by default
     what the run held out."""
@@ -93,6 +94,8 @@ def measured(given: Arguments) -> str:
         sharding=ShardingConfig(strategy="zero3", devices=devices),
         train=TrainConfig(rows=-(-given.rows // devices) * devices),
     )
+    if not given.data and isinstance(found, HuggingFaceFolder):
+        raise ValueError(f"RUN {given.run} is no run, and holds no text back: name one by --data")
     if given.data:
         _check_kind(given.data, config.data.format)
     run = prepare(plain)

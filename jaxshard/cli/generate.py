@@ -15,7 +15,7 @@ from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.text import printable_lines
 from jaxshard.cli import arguments as words
 from jaxshard.cli.interrupts import ended_at_once
-from jaxshard.trainer import generate
+from jaxshard.trainer import generate, hf_folder
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
 
@@ -30,7 +30,7 @@ class Arguments:
     """The command line of `jaxshard generate`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "\n"
     """What the text begins with."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
@@ -42,7 +42,8 @@ class Arguments:
     seed: int = 0
     """Of the chance."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The tokenizer.json of a model of tokens (needs the package tokenizers)."""
+    """The tokenizer.json of a model of tokens (needs the package tokenizers); a Hugging Face folder, or a run that
+    started from one, has its own."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -85,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def _run(given: Arguments) -> None:
     config, found = opened(given.run, "RUN")
-    encode, decode = _coded(given, config)
+    encode, decode = _coded(given.tokenizer or _own_tokenizer(given.run), config)
     prompt = encode(given.prompt)
     _check_prompt(prompt, config)
     model, params = generate.loaded(config, found)
@@ -109,10 +110,16 @@ _Encode = Callable[[str], list[int]]
 _Decode = Callable[[Iterator[int]], Iterator[str]]
 
 
-def _coded(given: Arguments, config: Config) -> tuple[_Encode, _Decode]:
+def _own_tokenizer(run: Path) -> Path | None:
+    """The tokenizer of a Hugging Face folder, or the one that a run has from such a folder."""
+    path = hf_folder.kept_of(run) / hf_folder.TOKENIZER
+    return path if path.is_file() else None
+
+
+def _coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:
     """From a text to tokens, and back, piece by piece."""
-    if given.tokenizer is not None:
-        return _by_tokenizer(given.tokenizer)
+    if tokenizer is not None:
+        return _by_tokenizer(tokenizer)
     if config.data.format.startswith("uint"):
         return _numbers, generate.as_numbers
     return lambda text: list(text.encode()), generate.as_text
@@ -131,7 +138,8 @@ def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ImportError('--tokenizer needs the package tokenizers: pip install "jaxshard[tokens]"') from None
+        needs = f"{path} needs the package tokenizers"
+        raise ImportError(f'{needs}: pip install "jaxshard[tokens]"') from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no other

@@ -31,7 +31,7 @@ from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import finished_run, generate, toml
+from jaxshard.trainer import finished_run, generate, hf_folder, toml
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
@@ -194,6 +194,8 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     if writes:
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
+    if writes and not job.resume and train.start:
+        hf_folder.keep(Path(train.start), folder.huggingface)
     with (
         Recorder(folder, snapshot.step, writes) as recorder,
         Display(console, snapshot.step, train.steps) as display,

@@ -21,17 +21,17 @@ def useful_flops(config: Config) -> float:
 
 def _num_multiplied(model: ModelConfig) -> int:
     """Elements of the matrices that each position is multiplied by; a table is only looked up."""
-    matrices = sum(inputs * outputs for inputs, outputs in _matrices(model))
-    return model.layers * matrices + model.width * model.vocabulary
+    each = sum(inputs * outputs for inputs, outputs in matrices(model))
+    return model.layers * each + model.width * model.vocabulary
 
 
 def _num_adapted(model: ModelConfig, rank: int) -> int:
     """Elements of the adapters of rank `rank`."""
-    return model.layers * rank * sum(inputs + outputs for inputs, outputs in _matrices(model))
+    return model.layers * rank * sum(inputs + outputs for inputs, outputs in matrices(model))
 
 
-def _matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix of a block."""
+def matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of a block: of qkv, out, up and down."""
     groups = model.kv_heads or model.heads
     qkv = model.width // model.heads * (model.heads + 2 * groups)
     up = model.hidden * (2 if model.mlp == "swiglu" else 1)

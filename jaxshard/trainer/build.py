@@ -88,7 +88,7 @@ class Run:
             return {path: leaf.astype(like[path].dtype) for path, leaf in wide.items()}
 
         shardings = {path: leaf.sharding for path, leaf in like.items()}
-        return finished_run.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
+        return linear.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
         """Those of the parameters whose path is wanted, by their paths."""

@@ -16,12 +16,12 @@ import jaxshard
 from jaxshard.base.tree import shape_of
 from jaxshard.trainer import linear
 from jaxshard.trainer.config import Config
-from jaxshard.trainer.finished_run import FinishedRun
+from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
 
 
-def loaded(config: Config, run: FinishedRun) -> tuple[LanguageModel, Params]:
-    """A run's model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
+def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
+    """A trained model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
 
     They have the type of the computation, `model.dtype`.
     """
@@ -32,7 +32,7 @@ def loaded(config: Config, run: FinishedRun) -> tuple[LanguageModel, Params]:
         warnings.filterwarnings("ignore", ".*cannot be cut", UserWarning)
         shardings = jaxshard.zero3(optax.sgd(1.0), mesh).shardings(shapes).params
     template = jax.tree.map(shape_of, shapes, shardings)
-    return model, linear.nested(run.params(linear.by_path(template)))
+    return model, linear.nested(start.params(linear.by_path(template)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def huggingface(self) -> Path:
+        """What the run keeps of the Hugging Face folder that it started from: its configuration, its tokenizer."""
+        return self.path / "huggingface"
+
+    @property
     def figure(self) -> Path:
         """The curves of loss, a PNG."""
         return self.path / "loss.png"
