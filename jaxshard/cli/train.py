@@ -27,7 +27,6 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.streams import output_not_needed
 from jaxshard.cli.train_options import Given, check_folder, parse
 from jaxshard.core.step import TrainStep
-from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
@@ -117,7 +116,13 @@ def _trained(job: Job) -> int:
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
-    except (FloatingPointError, OSError, ReplicaError, CorruptCheckpointError, NewerFormatError) as error:
+    except (
+        FloatingPointError,
+        OSError,
+        jaxshard.digest.ReplicaError,
+        CorruptCheckpointError,
+        NewerFormatError,
+    ) as error:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(_interrupted(job.folder), INTERRUPTED)
