@@ -30,7 +30,7 @@ from jaxshard.core.step import TrainStep
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import finished_run, generate, toml
+from jaxshard.trainer import finished_run, generate, toml, trackers
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
@@ -39,7 +39,7 @@ from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.layer_stack import reshaped
 from jaxshard.trainer.loop import Hooks, Meter, fit
 from jaxshard.trainer.model import LanguageModel
-from jaxshard.trainer.record import Recorder, draw
+from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
 from jaxshard.trainer.summary import conclude, introduce, show_step
@@ -165,6 +165,7 @@ def make_job(given: Given) -> Job:
     run = prepare(config)
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
+    agreement.from_first("start", lambda: trackers.check(config.train.log_to))
     if not resume:
         agreement.together("start", lambda: finished_run.find(config))
     reason = why_not_fused(config.model, run.opt.mesh)
@@ -196,11 +197,14 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     run, folder = job.run, job.folder
     writes, train = jax.process_index() == 0, run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
+    makers = {}
     if writes:
+        found = trackers.before(folder, run.config, snapshot.step)
+        makers = loggers(folder, run.config, found)
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
     with (
-        Recorder(folder, snapshot.step, writes) as recorder,
+        Recorder(makers, lambda text: say(console, text)) as recorder,
         Display(console, snapshot.step, train.steps) as display,
         Preemption(lambda text: say(console, text)) as preemption,
         Watchdog(train.hang_seconds or math.inf) as watchdog,

@@ -199,6 +199,8 @@ class TrainConfig:
     """Decides initial parameters, order of the text and dropout."""
     log_every: int = 10
     """Steps between two lines of metrics."""
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, or several of them, or nowhere."""
     eval_every: int = 100
     """Steps between two evaluations on the held-out text."""
     patience: int = 0

@@ -50,10 +50,9 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
     if math.isfinite(best):
         mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
         say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
-    say(
-        console,
-        f"in {printable(str(folder.path))}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml",
-    )
+    files = [f"model/{snapshot.step}", "metrics.jsonl", "loss.png", "config.toml"]
+    files += [name for name in run.config.train.log_to if name != "trackio"]
+    say(console, f"in {printable(str(folder.path))}: {', '.join(files)}")
     out = str(folder.path)
     command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
     if not interrupted:
