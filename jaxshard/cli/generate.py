@@ -18,6 +18,7 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.trainer import generate
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
+from jaxshard.trainer.run_folder import RunFolder
 
 _DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
 
@@ -42,7 +43,7 @@ class Arguments:
     seed: int = 0
     """Of the chance."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The tokenizer.json of a model of tokens (needs the package tokenizers)."""
+    """The tokenizer.json of a model of tokens, by default the run's own (needs the package tokenizers)."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -113,6 +114,9 @@ def _coded(given: Arguments, config: Config) -> tuple[_Encode, _Decode]:
     """From a text to tokens, and back, piece by piece."""
     if given.tokenizer is not None:
         return _by_tokenizer(given.tokenizer)
+    own = RunFolder(given.run).tokenizer
+    if config.data.format.startswith("uint") and own.is_file():
+        return _by_tokenizer(own)
     if config.data.format.startswith("uint"):
         return _numbers, generate.as_numbers
     return lambda text: list(text.encode()), generate.as_text

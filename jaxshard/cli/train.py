@@ -43,6 +43,7 @@ from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
 from jaxshard.trainer.summary import conclude, introduce, show_step
+from jaxshard.trainer.vocabulary import tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,6 +164,7 @@ def make_job(given: Given) -> Job:
     """
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
+    config = run.config
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
     agreement.from_first("start", lambda: trackers.check(config.train.log_to))
@@ -203,6 +205,7 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
         makers = loggers(folder, run.config, found)
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
+        folder.keep_tokenizer(tokenizer_of(run.config))
     with (
         Recorder(makers, lambda text: say(console, text)) as recorder,
         Display(console, snapshot.step, train.steps) as display,

@@ -20,7 +20,7 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
-from jaxshard.trainer import data, finished_run, linear, memory
+from jaxshard.trainer import data, finished_run, linear, memory, vocabulary
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.config import Config, PrecisionConfig
 from jaxshard.trainer.data import Rows
@@ -208,6 +208,7 @@ def prepare(config: Config) -> Run:
 
 
 def _prepared(config: Config) -> Run:
+    config = vocabulary.chosen(config)
     text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)

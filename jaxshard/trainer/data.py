@@ -82,12 +82,22 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
 
 def are_tokens(format: str, files: Sequence[Path]) -> bool:
     """Whether files hold tokens, as `data.format` says."""
-    return format.startswith("uint") or (format == "auto" and all(file.suffix == ".bin" for file in files))
+    tokens = without_tokenizer(files)
+    return format.startswith("uint") or (
+        format == "auto" and bool(tokens) and all(file.suffix == ".bin" for file in tokens)
+    )
+
+
+def without_tokenizer(files: Sequence[Path]) -> list[Path]:
+    """The files but a tokenizer.json among several, which is no text."""
+    return [file for file in files if file.name != token_files.TOKENIZER or len(files) == 1]
 
 
 def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int) -> Text:
-    dtype = None if config.format == "auto" else config.format
-    apart = None if config.heldout_path is None else readable("data.heldout_path", config.heldout_path)
+    files, dtype = without_tokenizer(files), None if config.format == "auto" else config.format
+    apart = None
+    if config.heldout_path is not None:
+        apart = without_tokenizer(readable("data.heldout_path", config.heldout_path))
     own = [file for file in files if "val" in file.stem.lower()] if apart is None else []
     own = own if len(own) < len(files) else []  # there must be others to train on
     with _told("data.path", config.path):

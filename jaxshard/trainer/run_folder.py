@@ -93,6 +93,11 @@ class RunFolder:
         return self.path / "trackers.json"
 
     @property
+    def tokenizer(self) -> Path:
+        """What made the run's tokens, a copy."""
+        return self.path / "tokenizer.json"
+
+    @property
     def figure(self) -> Path:
         """The curves of loss, a PNG."""
         return self.path / "loss.png"
@@ -164,6 +169,11 @@ class RunFolder:
         """The step of the newest saved model."""
         return max(Checkpointer(self.model).steps(), default=None)
 
+    def keep_tokenizer(self, tokenizer: Path | None) -> None:
+        """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
+        if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
+            replace(self.tokenizer, lambda temporary: temporary.write_bytes(tokenizer.read_bytes()))
+
     def is_configured(self, config: str) -> bool:
         """Whether the run's options were these, and nobody has changed them since."""
         return self.config.is_file() and self.config.read_bytes() == seal.sealed(config).encode()
@@ -178,7 +188,10 @@ class RunFolder:
         What is in the way of a file that is no part of the model's state is moved aside.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        notes = [self._cleared(path, Path.is_file) for path in (self.config, self.metrics, self.trackers, self.figure)]
+        notes = [
+            self._cleared(path, Path.is_file)
+            for path in (self.config, self.metrics, self.trackers, self.tokenizer, self.figure)
+        ]
         notes.append(self._cleared(self.tensorboard, Path.is_dir))
         replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
         notes.append(self.forget_after(step))
