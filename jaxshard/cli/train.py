@@ -39,6 +39,7 @@ from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.layer_stack import reshaped
 from jaxshard.trainer.loop import Hooks, Meter, fit
 from jaxshard.trainer.model import LanguageModel
+from jaxshard.trainer.profile import Profile, steps_in
 from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
@@ -56,6 +57,7 @@ class Job:
       resume: whether the run goes on with what is saved.
       again: whether the same command starts the run and restarts it (--resume-if-saved).
       notes: what there is to say before it starts.
+      profiled: the steps of this process that are traced.
     """
 
     run: Run
@@ -63,6 +65,7 @@ class Job:
     resume: bool
     again: bool = False
     notes: Sequence[str] = ()
+    profiled: range = range(0)
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -172,7 +175,8 @@ def make_job(given: Given) -> Job:
         agreement.together("start", lambda: finished_run.find(config))
     reason = why_not_fused(config.model, run.opt.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
-    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes])
+    profiled = range(0) if given.profile is None else steps_in(given.profile)
+    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes], profiled)
 
 
 def compile_step(job: Job, console: Console) -> TrainStep:
@@ -211,10 +215,13 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
         Display(console, snapshot.step, train.steps) as display,
         Preemption(lambda text: say(console, text)) as preemption,
         Watchdog(train.hang_seconds or math.inf) as watchdog,
+        Profile(job.profiled, folder.profile, lambda text: say(console, text)) as profile,
     ):
         keeping = Safekeeping(run, saves, console, preemption, snapshot.step if job.resume else None)
         evaluate = run.make_evaluate(watchdog.beat)
-        hooks = Hooks(step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back)
+        hooks = Hooks(
+            step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back, profile
+        )
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
         keeping.save_last(snapshot)

@@ -259,6 +259,8 @@ class Arguments(Config):
     """Go on with the run saved in --out, by its own configuration where none is given."""
     resume_if_saved: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with what is saved in --out, if anything is, else start there: the same command starts and restarts."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    """Trace these steps of this process, counted from 0 as in Python's range, into the run's folder profile/."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Start this number of processes here and deal the (simulated) devices out to them, to try a cluster's ways."""
 

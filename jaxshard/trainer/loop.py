@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -17,6 +18,7 @@ from jaxshard.trainer import memory
 from jaxshard.trainer.arithmetic import least_seconds
 from jaxshard.trainer.build import Run, num_updates
 from jaxshard.trainer.display import Display, bits
+from jaxshard.trainer.profile import Profile
 from jaxshard.trainer.record import Recorder
 from jaxshard.trainer.run_folder import Snapshot
 
@@ -33,6 +35,7 @@ class Hooks:
       ended: whether the run is to end before this step.
       alive: called before each step.
       back: after a divergence, the snapshot to go on from; None ends the run.
+      profile: traces some of the steps.
     """
 
     step: Callable[..., tuple[Tree, Tree, Metrics]]
@@ -42,6 +45,7 @@ class Hooks:
     ended: Callable[[int], bool]
     alive: Callable[[], None]
     back: Callable[[Snapshot, str], Snapshot | None]
+    profile: Profile
 
 
 class Meter:
@@ -166,8 +170,10 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
     while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
         hooks.alive()
         batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
+        hooks.profile.before((snapshot.params, snapshot.state, batch))
         try:
-            params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
+            with jax.profiler.StepTraceAnnotation("train", step_num=snapshot.step):
+                params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
             meter.fetch()
             why = _divergence(snapshot.step - 1, error.what, train.max_skips)
@@ -177,6 +183,7 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
             snapshot = back
             meter.go_back(snapshot)
             continue
+        hooks.profile.after((params, state))
         position = dataclasses.replace(snapshot.position, drawn=snapshot.position.drawn + 1)
         snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1, position=position)
         meter.dispatched(snapshot.step, metrics)

@@ -93,6 +93,11 @@ class RunFolder:
         return self.path / "trackers.json"
 
     @property
+    def profile(self) -> Path:
+        """The folder of a trace of some steps."""
+        return self.path / "profile"
+
+    @property
     def tokenizer(self) -> Path:
         """What made the run's tokens, a copy."""
         return self.path / "tokenizer.json"

@@ -282,7 +282,9 @@ def test_every_option_has_a_sentence():
                 assert isinstance(sentence, ast.Expr), ast.unparse(option)
                 assert ast.literal_eval(sentence.value).endswith(".")
                 num_options += 1
-    assert num_options == len(toml.known_keys()) + 5  # and CONFIG, --out, --resume, --resume-if-saved, --processes
+    assert (
+        num_options == len(toml.known_keys()) + 6
+    )  # and CONFIG, --out, --resume, --resume-if-saved, --profile, --processes
 
 
 def test_main_helps_and_refuses(capsys):
