@@ -21,6 +21,7 @@ from rich.console import Console
 import jaxshard.inspect
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.text import printable, printable_lines
+from jaxshard.base.users_code import UsersError
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.cli import several_processes
 from jaxshard.cli.interrupts import ended_at_once
@@ -124,6 +125,7 @@ def _trained(job: Job) -> int:
         FloatingPointError,
         OSError,
         jaxshard.digest.ReplicaError,
+        UsersError,
         CorruptCheckpointError,
         NewerFormatError,
     ) as error:

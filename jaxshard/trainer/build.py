@@ -52,7 +52,7 @@ class Run:
 
     config: Config
     text: data.Text
-    batches: data.TrainingBatches
+    batches: data.TrainingBatches | data.ElementBatches
     model: LanguageModel
     schedule: optax.Schedule
     opt: ShardedOptimizer
@@ -159,7 +159,7 @@ class Run:
             for batch, weight in data.heldout_batches(self.text.heldout, rows, length, first, last):
                 total += weight * float(evaluate(params, self._global(batch, first, rows)))
                 alive()
-            return float(np.float32(total / (len(self.text.heldout) - 1)))  # what a save can keep to the last bit
+            return float(np.float32(total / self.text.num_targets))  # what a save can keep to the last bit
 
         return mean_loss
 
@@ -216,7 +216,7 @@ def _prepared(config: Config) -> Run:
     model, schedule, opt, params = make_parts(config, mesh)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     rows, seed = config.train.rows, config.train.seed
-    batches = data.TrainingBatches(text.train, rows, config.model.sequence_length, seed)
+    batches = data.batches_of(text, rows, config.model.sequence_length, seed)
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
     run = Run(config, text, batches, model, schedule, opt, start)
     _check_memory(run, mesh)

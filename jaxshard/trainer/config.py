@@ -19,7 +19,8 @@ class DataConfig:
     """The text."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"], metavar="PATH")] = None
-    """A file or folder of text, as bytes, or of tokens; without it, the English text that every Python carries."""
+    """A file or folder of text, as bytes, or of tokens; or MODULE:FUNCTION, or FILE.py:FUNCTION, which returns a
+    grain.MapDataset of rows of tokens; without it, the English text that every Python carries."""
     format: Literal["auto", "bytes", "uint16", "uint32"] = "auto"
     """What the files hold: bytes of text, or tokens as nanoGPT and llm.c write them, which are read in place; auto:
     tokens where all files end in .bin, of uint16 unless llm.c's header says uint32."""
@@ -27,7 +28,7 @@ class DataConfig:
     """The last part of the text, never trained on, that measures the model."""
     heldout_path: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder that measures the model, in place of the last part; in a folder of tokens those files do that
-    have val in their names."""
+    have val in their names. Or a function, as for path."""
     heldout_bytes: int = 2**18
     """The most held-out bytes, or tokens, that an evaluation uses."""
 

@@ -77,6 +77,7 @@ def _marks(run: Run) -> Iterator[str]:
     source = printable(run.config.data.path or "") or "pydoc_data.topics, the English text that every Python carries"
     train, heldout, whole = run.text.train, run.text.heldout, run.text.whole
     counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
+    counted = "rows of tokens" if heldout.ndim == 2 else counted
     if whole is None:
         yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
     else:

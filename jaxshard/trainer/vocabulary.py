@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxshard.trainer import data
 from jaxshard.trainer.config import Config, ModelConfig
+from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.token_files import TOKENIZER
 
 _UNIT = 64
@@ -20,7 +21,9 @@ def tokenizer_of(config: Config) -> Path | None:
       ValueError: `data.path` cannot be read.
     """
     path = config.data.path
-    if path is None or not data.are_tokens(config.data.format, data.readable("data.path", path)):
+    if path is None or names_dataset(path):
+        return None
+    if not data.are_tokens(config.data.format, data.readable("data.path", path)):
         return None
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
