@@ -18,6 +18,7 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.trainer import data, linear
 from jaxshard.trainer.build import prepare
 from jaxshard.trainer.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.display import loss_in_words
 from jaxshard.trainer.finished_run import opened
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
@@ -102,12 +103,12 @@ def measured(given: Arguments) -> str:
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
     words = loss_in_words(loss, run.text.is_bytes)
-    size = f"{len(run.text.heldout):,} {'bytes' if run.text.is_bytes else 'tokens'}"
+    size = f"{run.text.heldout.size:,} {'bytes' if run.text.is_bytes else 'tokens'}"
     return f"held out: {words}, {loss:.6f} nats, on {size}"
 
 
 def _check_kind(path: str, format: str) -> None:
     """Raises ValueError for text where the run's are tokens, and the other way round."""
-    tokens = data.are_tokens("auto", data.readable("--data", path))
+    tokens = names_dataset(path) or data.are_tokens("auto", data.readable("--data", path))
     if tokens != format.startswith("uint"):
         raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not")

@@ -18,6 +18,7 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.trainer import generate, hf_folder
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
+from jaxshard.trainer.run_folder import RunFolder
 
 _DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
 
@@ -42,8 +43,8 @@ class Arguments:
     seed: int = 0
     """Of the chance."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The tokenizer.json of a model of tokens (needs the package tokenizers); a Hugging Face folder, or a run that
-    started from one, has its own."""
+    """The tokenizer.json of a model of tokens (needs the package tokenizers); by default the run's own, or that of the
+    Hugging Face folder."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -111,9 +112,9 @@ _Decode = Callable[[Iterator[int]], Iterator[str]]
 
 
 def _own_tokenizer(run: Path) -> Path | None:
-    """The tokenizer of a Hugging Face folder, or the one that a run has from such a folder."""
-    path = hf_folder.kept_of(run) / hf_folder.TOKENIZER
-    return path if path.is_file() else None
+    """What made a run's tokens, or the tokenizer of a Hugging Face folder, or of the one that a run started from."""
+    paths = (RunFolder(run).tokenizer, hf_folder.kept_of(run) / hf_folder.TOKENIZER)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:

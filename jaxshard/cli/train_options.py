@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 
 from jaxshard.cli import arguments as words
-from jaxshard.trainer import finished_run, hf_config, hf_folder, toml
+from jaxshard.trainer import finished_run, hf_config, hf_folder, profile, toml
 from jaxshard.trainer.config import Arguments, Config, ModelConfig, OptimizerConfig, check
 from jaxshard.trainer.run_folder import RunFolder
 
@@ -47,6 +47,8 @@ def parse(arguments: Sequence[str]) -> Given:
     if file is not None:
         config, in_file = toml.parsed(file)
         given = _from_command_line(arguments, Arguments(**vars(config)))
+    if given.profile is not None:
+        profile.steps_in(given.profile)
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
     _check_encodable("--train.start", given.train.start)
@@ -119,6 +121,9 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
       ValueError: the folder cannot be that of this run.
     """
     goes_on = _goes_on(given)
+    if given.profile is not None:
+        taken = folder.latest_step() if goes_on else 0
+        profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
     if goes_on:
         return True, _compared(folder, config)
     if given.resume_if_saved:

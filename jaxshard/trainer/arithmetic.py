@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from jaxshard.hardware.chips import chip_of
 from jaxshard.trainer.config import Config, ModelConfig
 
 
@@ -17,6 +21,16 @@ def useful_flops(config: Config) -> float:
     attention = model.layers * model.width * model.sequence_length  # two products of half of the pairs
     each = 4.0 if config.lora.rank else 6.0
     return positions * (each * _num_multiplied(model) + 6.0 * (attention + _num_adapted(model, config.lora.rank)))
+
+
+def least_seconds(config: Config, devices: Iterable[Any]) -> float | None:
+    """What `useful_flops` take at the peak of all devices, in the type of the computation; None where it is not known.
+
+    `devices` are `jax.Device`s. Divided by a step's seconds it is the model FLOPs utilization, MFU.
+    """
+    peaks = [chip and chip.flops[config.model.dtype] for chip in (chip_of(each.device_kind) for each in devices)]
+    known = [peak for peak in peaks if peak is not None]
+    return useful_flops(config) / sum(known) if len(known) == len(peaks) else None
 
 
 def _num_multiplied(model: ModelConfig) -> int:

@@ -19,8 +19,9 @@ class DataConfig:
     """The text."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"], metavar="PATH")] = None
-    """A file or folder of text, as bytes, or of tokens; stdlib: the source of Python's standard library, 8 MB; without
-    it, the English text that every Python carries, 0.5 MB."""
+    """A file or folder of text, as bytes, or of tokens; stdlib: the source of Python's standard library, 8 MB; or
+    MODULE:FUNCTION, or FILE.py:FUNCTION, which returns a grain.MapDataset of rows of tokens; without it, the English
+    text that every Python carries, 0.5 MB."""
     format: Literal["auto", "bytes", "uint16", "uint32"] = "auto"
     """What the files hold: bytes of text, or tokens as nanoGPT and llm.c write them, which are read in place; auto:
     tokens where all files end in .bin, of uint16 unless llm.c's header says uint32."""
@@ -28,7 +29,7 @@ class DataConfig:
     """The last part of the text, never trained on, that measures the model."""
     heldout_path: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder that measures the model, in place of the last part; in a folder of tokens those files do that
-    have val in their names."""
+    have val in their names. Or a function, as for path."""
     heldout_bytes: int = 2**18
     """The most held-out bytes, or tokens, that an evaluation uses."""
 
@@ -213,6 +214,8 @@ class TrainConfig:
     """Decides initial parameters, order of the text and dropout."""
     log_every: int = 10
     """Steps between two lines of metrics."""
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, or several of them, or nowhere."""
     eval_every: int = 100
     """Steps between two evaluations on the held-out text."""
     patience: int = 0
@@ -272,6 +275,8 @@ class Arguments(Config):
     """Go on with the run saved in --out, by its own configuration where none is given."""
     resume_if_saved: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with what is saved in --out, if anything is, else start there: the same command starts and restarts."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    """Trace these steps of this process, counted from 0 as in Python's range, into the run's folder profile/."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Start this number of processes here and deal the (simulated) devices out to them, to try a cluster's ways."""
 
