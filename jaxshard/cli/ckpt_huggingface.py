@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linea
 from jaxshard.trainer.config import Config, LoraConfig
 from jaxshard.trainer.hf_names import Tensor
 from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.vocabulary import kept_tokenizer
 
 
 def check_free(folder: Path) -> None:
@@ -63,6 +65,8 @@ def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None,
         made = place / "made"
         made.mkdir()
         hf_folder.keep(run, made)
+        if tokenizer := kept_tokenizer(run):
+            shutil.copyfile(tokenizer, made / hf_folder.TOKENIZER)
         (made / hf_folder.CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         files.write(made / hf_folder.WEIGHTS, leaves, reader, {"step": str(step)}, most_bytes)
         check_free(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +15,10 @@ from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.text import printable_lines
 from jaxshard.cli import arguments as words
 from jaxshard.cli.interrupts import ended_at_once
-from jaxshard.trainer import generate, hf_folder
+from jaxshard.trainer import generate
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
-from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.vocabulary import kept_tokenizer
 
 _DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
 
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def _run(given: Arguments) -> None:
     config, found = opened(given.run, "RUN")
-    encode, decode = _coded(given.tokenizer or _own_tokenizer(given.run), config)
+    encode, decode = generate.coded(given.tokenizer or kept_tokenizer(given.run), config)
     prompt = encode(given.prompt)
     _check_prompt(prompt, config)
     model, params = generate.loaded(config, found)
@@ -105,56 +105,3 @@ def _check_prompt(prompt: Sequence[int], config: Config) -> None:
         raise ValueError(f"--prompt has the token {wrong}, and the model's are 0 to {vocabulary - 1}")
     if not prompt:
         raise ValueError("--prompt is empty: give at least one character")
-
-
-_Encode = Callable[[str], list[int]]
-_Decode = Callable[[Iterator[int]], Iterator[str]]
-
-
-def _own_tokenizer(run: Path) -> Path | None:
-    """What made a run's tokens, or the tokenizer of a Hugging Face folder, or of the one that a run started from."""
-    paths = (RunFolder(run).tokenizer, hf_folder.kept_of(run) / hf_folder.TOKENIZER)
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:
-    """From a text to tokens, and back, piece by piece."""
-    if tokenizer is not None:
-        return _by_tokenizer(tokenizer)
-    if config.data.format.startswith("uint"):
-        return _numbers, generate.as_numbers
-    return lambda text: list(text.encode()), generate.as_text
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        raise ValueError(
-            "--prompt: this is a model of tokens: give --tokenizer FILE, or the tokens' numbers, as --prompt '464 3290'"
-        ) from None
-
-
-def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        needs = f"{path} needs the package tokenizers"
-        raise ImportError(f'{needs}: pip install "jaxshard[tokens]"') from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other
-        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
-
-    def decode(tokens: Iterator[int]) -> Iterator[str]:
-        """A token may be a part of a character, so that all that came is decoded again."""
-        seen: list[int] = []
-        shown = ""
-        for token in tokens:
-            seen.append(token)
-            text = tokenizer.decode(seen)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text.removeprefix(shown)
-                shown = text
-
-    return lambda text: tokenizer.encode(text).ids, decode

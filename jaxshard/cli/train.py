@@ -45,7 +45,7 @@ from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
 from jaxshard.trainer.summary import conclude, introduce, show_step
-from jaxshard.trainer.vocabulary import tokenizer_of
+from jaxshard.trainer.vocabulary import kept_tokenizer, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -232,20 +232,24 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
     if train.sample and not keeping.was_ended:
-        say(console, f"a sample:\n{printable_lines(_sample(run, snapshot))}")
+        say(console, f"a sample:\n{printable_lines(_sample(run, folder, snapshot))}")
     if writes:
         _draw(run, folder, console)
     return snapshot, preemption.status if keeping.was_ended else 0
 
 
-def _sample(run: Run, snapshot: Snapshot) -> str:
+def _sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
     """What the model writes after a line's end, or after token 0."""
     stacked = reshaped(snapshot, run.saved_template)
     model = LanguageModel(run.config.model, lora=run.config.lora)
     prompt = [ord("\n") if run.text.is_bytes else 0]
     tokens = generate.generated(model, stacked.params, prompt, generate.Sampling(seed=run.config.train.seed))
-    decode = generate.as_text if run.text.is_bytes else generate.as_numbers
-    return "".join(decode(itertools.islice(tokens, run.config.train.sample)))
+    found = list(itertools.islice(tokens, run.config.train.sample))
+    try:
+        _, decode = generate.coded(kept_tokenizer(folder.path), run.config)
+    except (ImportError, ValueError) as error:
+        return f"({error})\n" + "".join(generate.as_numbers(iter(found)))
+    return "".join(decode(iter(found)))
 
 
 def _draw(run: Run, folder: RunFolder, console: Console) -> None:

@@ -208,6 +208,7 @@ def prepare(config: Config) -> Run:
 
 
 def _prepared(config: Config) -> Run:
+    vocabulary.check_start(config)
     config = vocabulary.chosen(config)
     text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))

@@ -1,6 +1,7 @@
 """Text to tokens and back: nothing is lost, nothing half is left, and the trainer and the generator take them."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from jaxshard.cli import main
 from jaxshard.trainer import data, tokenizing, vocabulary
-from jaxshard.trainer.config import Config, DataConfig, ModelConfig
+from jaxshard.trainer.config import Config, DataConfig, ModelConfig, TrainConfig
 
 TEXTS = {
     "a.txt": "The first text.\r\nIts lines end as in Windows.\r\n\r\n  And  indent.\n" * 30,
@@ -107,9 +108,13 @@ def test_gpt2s_own_files_give_its_tokens():
 def test_the_trainer_takes_the_vocabulary_and_generate_the_tokenizer(texts, tmp_path, capfd):
     made(texts, "--out", tmp_path / "tokens", "--vocabulary", "300")
     run = tmp_path / "run"
-    assert main(["train", *SMALL, "--data", str(tmp_path / "tokens"), "--out", str(run)]) == 0
+    sampled = ["--train.sample", "8"]
+    assert main(["train", *SMALL, "--data", str(tmp_path / "tokens"), *sampled, "--out", str(run)]) == 0
     assert "vocabulary = 320" in (run / "config.toml").read_text()
-    assert "uint16 tokens to train on" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "uint16 tokens to train on" in out
+    _, sample = re.search(r"a sample:\n((.*\n)+)best held-out", out)[0].split("\n", 1)
+    assert not re.match(r"(\d+ ){8}", sample)  # text, no numbers
     assert main(["train", "--resume", "--out", str(run), "--train.steps", "3"]) == 0
     (tmp_path / "tokens").rename(tmp_path / "gone")
     capfd.readouterr()
@@ -120,13 +125,37 @@ def test_the_trainer_takes_the_vocabulary_and_generate_the_tokenizer(texts, tmp_
     assert "model.vocabulary = 290, and " in capfd.readouterr().err
 
 
+def test_text_must_be_in_the_tokens_of_the_model_that_training_starts_from(texts, tmp_path):
+    """It was trained on as bytes, or as another tokenizer's tokens, without a word."""
+    for name, size in (("mine", "300"), ("other", "310")):
+        made(texts, "--out", tmp_path / name, "--vocabulary", size)
+    made(texts, "--out", tmp_path / "again", "--tokenizer", tmp_path / "mine")
+    for start in (tmp_path / "run", tmp_path / "hf"):
+        start.mkdir()
+        (start / "tokenizer.json").write_bytes((tmp_path / "mine" / "tokenizer.json").read_bytes())
+    (tmp_path / "hf" / "config.json").write_text("{}")
+
+    def checked(data, start):
+        train = TrainConfig(start=str(tmp_path / start))
+        vocabulary.check_start(Config(DataConfig(path=data and str(tmp_path / data)), train=train))
+
+    for start in ("run", "hf"):
+        checked("again", start)
+        with pytest.raises(ValueError, match=r"another tokenizer than that of train.start: jaxshard tokenize"):
+            checked("other", start)
+        for text in ("texts", None):
+            with pytest.raises(ValueError, match=r"reads tokens, and this is text, in bytes: jaxshard tokenize"):
+                checked(text, start)
+    checked("texts", "texts")  # a start that keeps no tokenizer
+
+
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", '{"model": {"vocab": 3}}', '{"model": {"vocab": {}}, "added_tokens": []}']
 )
 def test_a_tokenizer_that_is_none_is_told(tmp_path, content):
     np.zeros(500, "<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json (is no tokenizer|has no token)"):
         vocabulary.chosen(Config(DataConfig(path=str(tmp_path))))
 
 
