@@ -37,7 +37,6 @@ from IPython.display import Image
 
 import jaxshard
 from jaxshard import aot, inspect, plan
-from jaxshard.plan import drawing
 
 # %matplotlib inline
 jax.config.update("jax_platforms", "cpu")  # so that JAX looks for no accelerator
@@ -176,7 +175,7 @@ assert [row.candidate.name for row in rows["h100"] + rows["v5p"] if not row.fits
 # %%
 def show_plan(name):
     with tempfile.TemporaryDirectory() as folder:
-        drawing.draw(rows[name], picture := Path(folder) / "plan.png", title="Llama 3 8B, 1024 rows of 4096 tokens")
+        plan.draw(rows[name], picture := Path(folder) / "plan.png", title="Llama 3 8B, 1024 rows of 4096 tokens")
         return Image(picture.read_bytes(), width=900)
 
 

@@ -24,6 +24,8 @@ commands:
   train [CONFIG.toml] [OPTIONS]
           train a byte-level transformer with a sharded optimizer
           (with nothing given: 8 simulated devices, ZeRO-2, English text)
+  tokenize INPUT... --out FOLDER
+          tokens of your text, by a tokenizer that is trained on it, or by yours
   generate RUN [OPTIONS]
           text that a run's newest model writes
   eval RUN [--data PATH]
@@ -47,6 +49,8 @@ commands:
           compare two checkpoints
   ckpt export DIR --safetensors FILE
           write a checkpoint's arrays to one file, or to shards with an index
+  ckpt export RUN --huggingface DIR
+          write a run's model to a folder that transformers reads
   doctor [OPTIONS]
           look at this machine: versions, devices, links, a folder's writes, and
           settings that hurt, with a line of advice for each finding
@@ -61,6 +65,7 @@ examples:
   jaxshard train
   jaxshard train configs/zero3.toml --data my_texts/ --out runs/mine
   jaxshard train --resume --out runs/mine
+  jaxshard tokenize my_texts/ --out my_tokens
   jaxshard generate runs/mine --prompt "The "
   jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
   jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
@@ -70,7 +75,7 @@ examples:
   jaxshard ckpt export runs/mine --safetensors model.safetensors
   jaxshard doctor --out /mnt/runs
 """
-_COMMANDS = ("train", "generate", "eval", "plan", "explain", "bench", "ckpt", "doctor")
+_COMMANDS = ("train", "tokenize", "generate", "eval", "plan", "explain", "bench", "ckpt", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

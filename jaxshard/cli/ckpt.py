@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerForma
 from jaxshard.checkpoint.leaves import Entry, Index
 from jaxshard.checkpoint.step_folders import StepFolders, located
 from jaxshard.cli import ckpt_export as files
-from jaxshard.cli import unknown_command
+from jaxshard.cli import ckpt_huggingface, unknown_command
 from jaxshard.cli.ckpt_diff import differences
 from jaxshard.cli.ckpt_tables import make_console, say, show
 
@@ -32,7 +32,8 @@ _DESCRIPTION = """Looks at checkpoints, on the CPU.
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
 Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 
-_File = Annotated[Path, tyro.conf.arg(metavar="FILE")]
+_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+_NewDir = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 _Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
 _Regex = Annotated[str | None, tyro.conf.arg(metavar="REGEX")]
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
@@ -154,9 +155,21 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     return int(num_apart > 0)
 
 
-def export(folder: _Dir, safetensors: _File, shard_size: _Size = "5GB", step: _Step = None, only: _Regex = None) -> int:
-    """Write a checkpoint's arrays to a .safetensors file. An array's name is its path as `info` shows it; a typed key
-    is written as its uint32 data. Every digest is checked before a file appears.
+def export(
+    folder: _Dir,
+    safetensors: _File = None,
+    huggingface: _NewDir = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    shard_size: _Size = "5GB",
+    step: _Step = None,
+    only: _Regex = None,
+) -> int:
+    """Write a checkpoint's arrays to a .safetensors file, or a run's model to a folder for Hugging Face's transformers.
+    Every digest is checked before a file appears.
+
+    In a file an array's name is its path as `info` shows it; a typed key is written as its uint32 data. In a folder
+    (config.json, model.safetensors, the tokenizer that the run started from) the model is a GPT-2 or a Llama, and
+    adapters are merged.
 
     Arrays that take more than --shard-size are written to several files: in place of model.safetensors there are
     model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as Hugging Face's loaders expect them.
@@ -164,11 +177,22 @@ def export(folder: _Dir, safetensors: _File, shard_size: _Size = "5GB", step: _S
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
       safetensors: the file to write; it must not be there yet.
+      huggingface: the folder to write, in place of a file; it must be new or empty.
+      dtype: of the tensors in that folder; by default the parameters'.
       shard_size: the most that one file holds, such as 500MB, and about what is held in memory.
       step: the step to take; by default the newest.
       only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
     """
     most = _shard_bytes(shard_size)
+    if (safetensors is None) == (huggingface is None):
+        raise ValueError("export writes a file or a folder: give --safetensors FILE or --huggingface DIR")
+    if huggingface is not None:
+        if only is not None:
+            raise ValueError(f"--only {only}: --huggingface writes the whole model: leave it out")
+        return _export_model(folder, huggingface, dtype, most, step)
+    if dtype is not None:
+        raise ValueError(f"--dtype {dtype} is for --huggingface: --safetensors writes arrays as they are")
+    assert safetensors is not None
     checkpoints, step = _chosen(folder, step)
     files.check_free(safetensors)
     found = checkpoints.info(step)
@@ -177,6 +201,14 @@ def export(folder: _Dir, safetensors: _File, shard_size: _Size = "5GB", step: _S
     size = size_in_words(_num_bytes(leaves))
     made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
     say(make_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    return 0
+
+
+def _export_model(folder: Path, target: Path, dtype: str | None, most_bytes: float, step: int | None) -> int:
+    checkpoints, step = _chosen(folder, step)
+    ckpt_huggingface.check_free(target)
+    names = ckpt_huggingface.write(checkpoints, step, target, dtype, most_bytes)
+    say(make_console(), f"wrote {target}: step {step}: {', '.join(names)}; every digest is right")
     return 0
 
 

@@ -111,7 +111,7 @@ def write(file: Path, leaves: Index, read: Read, notes: Mapping[str, str], most_
     shards = shards_of(file, leaves, most_bytes)
     check_free(file, index_of(file), *shards)
     _check_space(file, leaves)
-    with _workplace(file) as folder:
+    with workplace(file) as folder:
         for shard, paths in shards.items():
             _write_shard(folder / shard.name, read(paths), notes)
         if len(shards) > 1:
@@ -152,7 +152,7 @@ def _check_space(file: Path, leaves: Index) -> None:
 
 
 @contextlib.contextmanager
-def _workplace(file: Path) -> Iterator[Path]:
+def workplace(file: Path) -> Iterator[Path]:
     """An empty folder beside `file`, for this process alone; what a killed export left in it is deleted."""
     folder = file.with_name(f".{file.name}.jaxshard-export")
     folder.mkdir(exist_ok=True)
@@ -163,7 +163,9 @@ def _workplace(file: Path) -> Iterator[Path]:
         raise OSError(errno.EBUSY, "another process is exporting to this file", str(file)) from None
     try:
         for left in folder.iterdir():
-            if left.name != ".lock":
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != ".lock":
                 left.unlink()
         yield folder
     finally:

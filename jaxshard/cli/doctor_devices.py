@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ from jaxshard.base.text import printable
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.cli.apart import Told
 from jaxshard.cli.doctor_sections import Section, ended_early, of
+from jaxshard.hardware.chips import chip_of
 from jaxshard.inspect.findings import Finding
-from jaxshard.plan import chip
 
 _LEAST_SHARED = 10**9  # bytes
 _LEAST_LINK = 0.1  # of the links' bandwidth by the data sheet
@@ -132,28 +131,16 @@ def _line(each: Mapping[str, Any]) -> str:
     return f"{each['kind']:<15}{size:>9}{right:>8}{seconds_in_words(each['seconds']):>12}{rate:>13} from each device"
 
 
-_CHIPS = (
-    ("H100 80GB HBM3", "h100"),
-    ("H200", "h200"),
-    ("B200", "b200"),
-    ("A100-SXM", "a100"),
-    ("TPU v4", "v4"),
-    (r"TPU v5 lite|TPU v5e", "v5e"),
-    (r"TPU v5p?$", "v5p"),
-    (r"TPU v6 lite|TPU v6e", "v6e"),
-)
-"""JAX's names of devices, and ours, of those whose links are known."""
-
-
 def _slow(found: Sequence[Mapping[str, Any]], devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Links that carry much less than they should, within one fast domain."""
-    name = next((name for kind, name in _CHIPS if re.search(kind, devices[0]["kind"])), None)
+    known = chip_of(devices[0]["kind"])
     best = max((each["bytes_per_second"] for each in found), default=0.0)
-    if name is None or not found or len({each["process"] for each in devices}) > 1:
+    if known is None or not found or len({each["process"] for each in devices}) > 1:
         return
-    known = chip(name)
     if len(devices) <= known.domain_size and best < _LEAST_LINK * known.link_bandwidth:
-        rates = f"{size_in_words(best)}/s at best, and {name}'s links carry {size_in_words(known.link_bandwidth)}/s"
+        rates = (
+            f"{size_in_words(best)}/s at best, and {known.name}'s links carry {size_in_words(known.link_bandwidth)}/s"
+        )
         cure = "NCCL_DEBUG=INFO and nvidia-smi topo -m show the way it takes" if known.platform == "gpu" else _BUSY
         yield Finding("slow links", True, f"{rates}: {cure}", "jaxshard/hardware/chips.py")
 

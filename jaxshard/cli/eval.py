@@ -18,8 +18,10 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.trainer import data, linear
 from jaxshard.trainer.build import prepare
 from jaxshard.trainer.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.display import loss_in_words
 from jaxshard.trainer.finished_run import opened
+from jaxshard.trainer.hf_folder import HuggingFaceFolder
 
 _DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
 
@@ -32,7 +34,7 @@ class Arguments:
     """The command line of `jaxshard eval`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder of text, or of tokens, that is measured whole; stdlib: Python's standard library; by default
     what the run held out."""
@@ -93,18 +95,20 @@ def measured(given: Arguments) -> str:
         sharding=ShardingConfig(strategy="zero3", devices=devices),
         train=TrainConfig(rows=-(-given.rows // devices) * devices),
     )
+    if not given.data and isinstance(found, HuggingFaceFolder):
+        raise ValueError(f"RUN {given.run} is no run, and holds no text back: name one by --data")
     if given.data:
         _check_kind(given.data, config.data.format)
     run = prepare(plain)
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
     words = loss_in_words(loss, run.text.is_bytes)
-    size = f"{len(run.text.heldout):,} {'bytes' if run.text.is_bytes else 'tokens'}"
+    size = f"{run.text.heldout.size:,} {'bytes' if run.text.is_bytes else 'tokens'}"
     return f"held out: {words}, {loss:.6f} nats, on {size}"
 
 
 def _check_kind(path: str, format: str) -> None:
     """Raises ValueError for text where the run's are tokens, and the other way round."""
-    tokens = data.are_tokens("auto", data.readable("--data", path))
+    tokens = names_dataset(path) or data.are_tokens("auto", data.readable("--data", path))
     if tokens != format.startswith("uint"):
         raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not")

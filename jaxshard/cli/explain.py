@@ -26,7 +26,7 @@ from jaxshard.cli.explanation import Explanation, Subject, explained, with_compi
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.plan import building, own
 from jaxshard.cli.plan_compiled import devices_of
-from jaxshard.cli.train_options import fitting_warmup
+from jaxshard.cli.train_options import fitting_warmup, model_of_start
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
 from jaxshard.trainer import toml
@@ -106,9 +106,10 @@ def parse(arguments: Sequence[str]) -> Arguments:
             raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION")
         config, in_file = toml.parsed(Path(given.what))
         given = _from_command_line(arguments, Arguments(**vars(config)))
+    model, _ = model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, _ = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
-    given = dataclasses.replace(given, optimizer=optimizer)
+    given = dataclasses.replace(given, model=model, optimizer=optimizer)
     check(given)
     return given
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.trainer import generate
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
+from jaxshard.trainer.vocabulary import kept_tokenizer
 
 _DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
 
@@ -30,7 +31,7 @@ class Arguments:
     """The command line of `jaxshard generate`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "\n"
     """What the text begins with."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
@@ -42,7 +43,8 @@ class Arguments:
     seed: int = 0
     """Of the chance."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The tokenizer.json of a model of tokens (needs the package tokenizers)."""
+    """The tokenizer.json of a model of tokens (needs the package tokenizers); by default the run's own, or that of the
+    Hugging Face folder."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -85,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def _run(given: Arguments) -> None:
     config, found = opened(given.run, "RUN")
-    encode, decode = _coded(given, config)
+    encode, decode = generate.coded(given.tokenizer or kept_tokenizer(given.run), config)
     prompt = encode(given.prompt)
     _check_prompt(prompt, config)
     model, params = generate.loaded(config, found)
@@ -103,49 +105,3 @@ def _check_prompt(prompt: Sequence[int], config: Config) -> None:
         raise ValueError(f"--prompt has the token {wrong}, and the model's are 0 to {vocabulary - 1}")
     if not prompt:
         raise ValueError("--prompt is empty: give at least one character")
-
-
-_Encode = Callable[[str], list[int]]
-_Decode = Callable[[Iterator[int]], Iterator[str]]
-
-
-def _coded(given: Arguments, config: Config) -> tuple[_Encode, _Decode]:
-    """From a text to tokens, and back, piece by piece."""
-    if given.tokenizer is not None:
-        return _by_tokenizer(given.tokenizer)
-    if config.data.format.startswith("uint"):
-        return _numbers, generate.as_numbers
-    return lambda text: list(text.encode()), generate.as_text
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        raise ValueError(
-            "--prompt: this is a model of tokens: give --tokenizer FILE, or the tokens' numbers, as --prompt '464 3290'"
-        ) from None
-
-
-def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError('--tokenizer needs the package tokenizers: pip install "jaxshard[tokens]"') from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other
-        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
-
-    def decode(tokens: Iterator[int]) -> Iterator[str]:
-        """A token may be a part of a character, so that all that came is decoded again."""
-        seen: list[int] = []
-        shown = ""
-        for token in tokens:
-            seen.append(token)
-            text = tokenizer.decode(seen)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text.removeprefix(shown)
-                shown = text
-
-    return lambda text: tokenizer.encode(text).ids, decode

@@ -25,7 +25,7 @@ from jaxshard.base.units import size_in_words
 from jaxshard.cli import arguments as words
 from jaxshard.cli import plan_compiled, plan_tables
 from jaxshard.cli.interrupts import ended_at_once
-from jaxshard.cli.train_options import fitting_warmup
+from jaxshard.cli.train_options import fitting_warmup, model_of_start
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import chip as chip_named
 from jaxshard.plan import choices, search
@@ -118,11 +118,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
         given = _from_command_line(arguments, Arguments(**vars(config)))
     _check(given)
     warmup = "optimizer.warmup_steps"
+    model, told = model_of_start(given, arguments, in_file)
     optimizer, notes = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
-    given = dataclasses.replace(given, optimizer=optimizer)
+    given = dataclasses.replace(given, model=model, optimizer=optimizer)
     check(given)
-    for note in notes:
-        print(f"jaxshard plan: {note}", file=sys.stderr)
+    for note in [*told, *notes]:
+        print(f"jaxshard plan: {printable(note)}", file=sys.stderr)
     return given
 
 

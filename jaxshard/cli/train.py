@@ -21,17 +21,17 @@ from rich.console import Console
 import jaxshard.inspect
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.text import printable, printable_lines
+from jaxshard.base.users_code import UsersError
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.cli import several_processes
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.streams import output_not_needed
 from jaxshard.cli.train_options import Given, check_folder, parse
 from jaxshard.core.step import TrainStep
-from jaxshard.digest import ReplicaError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
-from jaxshard.trainer import finished_run, generate, toml
+from jaxshard.trainer import finished_run, generate, hf_folder, toml, trackers
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import Run, prepare
 from jaxshard.trainer.config import Config
@@ -40,10 +40,12 @@ from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.layer_stack import reshaped
 from jaxshard.trainer.loop import Hooks, Meter, fit
 from jaxshard.trainer.model import LanguageModel
-from jaxshard.trainer.record import Recorder, draw
+from jaxshard.trainer.profile import Profile, steps_in
+from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
 from jaxshard.trainer.safekeeping import Safekeeping, resumed
 from jaxshard.trainer.summary import conclude, introduce, show_step
+from jaxshard.trainer.vocabulary import kept_tokenizer, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +58,7 @@ class Job:
       resume: whether the run goes on with what is saved.
       again: whether the same command starts the run and restarts it (--resume-if-saved).
       notes: what there is to say before it starts.
+      profiled: the steps of this process that are traced.
     """
 
     run: Run
@@ -63,6 +66,7 @@ class Job:
     resume: bool
     again: bool = False
     notes: Sequence[str] = ()
+    profiled: range = range(0)
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -117,7 +121,14 @@ def _trained(job: Job) -> int:
     try:
         with saves:
             snapshot, status = execute(job, compile_step(job, console), console, saves)
-    except (FloatingPointError, OSError, ReplicaError, CorruptCheckpointError, NewerFormatError) as error:
+    except (
+        FloatingPointError,
+        OSError,
+        jaxshard.digest.ReplicaError,
+        UsersError,
+        CorruptCheckpointError,
+        NewerFormatError,
+    ) as error:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(_interrupted(job.folder), INTERRUPTED)
@@ -158,13 +169,16 @@ def make_job(given: Given) -> Job:
     """
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config)
+    config = run.config
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
+    agreement.from_first("start", lambda: trackers.check(config.train.log_to))
     if not resume:
         agreement.together("start", lambda: finished_run.find(config))
     reason = why_not_fused(config.model, run.opt.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
-    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes])
+    profiled = range(0) if given.profile is None else steps_in(given.profile)
+    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes], profiled)
 
 
 def compile_step(job: Job, console: Console) -> TrainStep:
@@ -191,38 +205,51 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     run, folder = job.run, job.folder
     writes, train = jax.process_index() == 0, run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
+    makers = {}
     if writes:
+        found = trackers.before(folder, run.config, snapshot.step)
+        makers = loggers(folder, run.config, found)
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
+        folder.keep_tokenizer(tokenizer_of(run.config))
+    if writes and not job.resume and train.start:
+        hf_folder.keep(Path(train.start), folder.huggingface)
     with (
-        Recorder(folder, snapshot.step, writes) as recorder,
+        Recorder(makers, lambda text: say(console, text)) as recorder,
         Display(console, snapshot.step, train.steps) as display,
         Preemption(lambda text: say(console, text)) as preemption,
         Watchdog(train.hang_seconds or math.inf) as watchdog,
+        Profile(job.profiled, folder.profile, lambda text: say(console, text)) as profile,
     ):
         keeping = Safekeeping(run, saves, console, preemption, snapshot.step if job.resume else None)
         evaluate = run.make_evaluate(watchdog.beat)
-        hooks = Hooks(step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back)
+        hooks = Hooks(
+            step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back, profile
+        )
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
         keeping.save_last(snapshot)
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
     if train.sample and not keeping.was_ended:
-        say(console, f"a sample:\n{printable_lines(_sample(run, snapshot))}")
+        say(console, f"a sample:\n{printable_lines(_sample(run, folder, snapshot))}")
     if writes:
         _draw(run, folder, console)
     return snapshot, preemption.status if keeping.was_ended else 0
 
 
-def _sample(run: Run, snapshot: Snapshot) -> str:
+def _sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
     """What the model writes after a line's end, or after token 0."""
     stacked = reshaped(snapshot, run.saved_template)
     model = LanguageModel(run.config.model, lora=run.config.lora)
     prompt = [ord("\n") if run.text.is_bytes else 0]
     tokens = generate.generated(model, stacked.params, prompt, generate.Sampling(seed=run.config.train.seed))
-    decode = generate.as_text if run.text.is_bytes else generate.as_numbers
-    return "".join(decode(itertools.islice(tokens, run.config.train.sample)))
+    found = list(itertools.islice(tokens, run.config.train.sample))
+    try:
+        _, decode = generate.coded(kept_tokenizer(folder.path), run.config)
+    except (ImportError, ValueError) as error:
+        return f"({error})\n" + "".join(generate.as_numbers(iter(found)))
+    return "".join(decode(iter(found)))
 
 
 def _draw(run: Run, folder: RunFolder, console: Console) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from jaxshard.cli import arguments as words
-from jaxshard.trainer import toml
-from jaxshard.trainer.config import Arguments, Config, OptimizerConfig, check
+from jaxshard.trainer import finished_run, hf_config, hf_folder, profile, toml
+from jaxshard.trainer.config import Arguments, Config, ModelConfig, OptimizerConfig, check
 from jaxshard.trainer.run_folder import RunFolder
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
@@ -33,27 +33,63 @@ def parse(arguments: Sequence[str]) -> Given:
     """
     words.check(arguments, Arguments, _COMMAND, {"data": str})
     given = _from_command_line(arguments, Arguments())
-    file, notes = given.config, []
+    file, notes, goes_on_by_itself = given.config, [], False
     if (given.resume or given.resume_if_saved) and given.out is None:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
     if given.out is not None:
         folder = RunFolder(given.out)
         if given.resume:
             folder.check_saved(configured=file is not None)
-        if _goes_on(given) and file is None:
+        goes_on_by_itself = _goes_on(given) and file is None
+        if goes_on_by_itself:
             file, notes = folder.config, _check_own(folder)
     in_file: frozenset[str] = frozenset()
     if file is not None:
         config, in_file = toml.parsed(file)
         given = _from_command_line(arguments, Arguments(**vars(config)))
+    if given.profile is not None:
+        profile.steps_in(given.profile)
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
     _check_encodable("--train.start", given.train.start)
+    if given.train.start is not None and not _goes_on(given):
+        finished_run.opened(Path(given.train.start), "train.start =")
+    model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
-    given = Given(**(vars(given) | {"optimizer": optimizer, "notes": (*notes, *note)}))
+    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *told, *note)}
+    given = Given(**(vars(given) | changed))
     check(given)
     return given
+
+
+def model_of_start(config: Config, arguments: Sequence[str], in_file: Collection[str]) -> tuple[ModelConfig, list[str]]:
+    """The options of the model, those that nobody gave from the Hugging Face folder that `train.start` names.
+
+    Args:
+      config: as given.
+      arguments: the command line.
+      in_file: the keys that CONFIG.toml has.
+
+    Returns:
+      the options, and what there is to say.
+
+    Raises:
+      ValueError: the folder's model is none of ours, or an option that was given is another there.
+    """
+    start, model = config.train.start, config.model
+    if start is None or not hf_folder.is_one(Path(start)):
+        return model, []
+    before, found = finished_run.opened(Path(start), "train.start =")
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - set(finished_run.FREE[1:])
+    unnamed = [name for name in names if not _is_named(f"model.{name}", arguments, in_file)]
+    model = dataclasses.replace(model, **{name: getattr(before.model, name) for name in unnamed})
+    finished_run.check_same_model(found, before.model, model)
+    return model, [f"the model is that of {start}: {hf_config.in_words(model)}"] if unnamed else []
+
+
+def _is_named(key: str, arguments: Sequence[str], in_file: Collection[str]) -> bool:
+    return key in in_file or any(words.is_given(arguments, each) for each in (key, key.replace(".", ".no_")))
 
 
 def fitting_warmup(config: Config, is_given: bool) -> tuple[OptimizerConfig, list[str]]:
@@ -85,6 +121,9 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
       ValueError: the folder cannot be that of this run.
     """
     goes_on = _goes_on(given)
+    if given.profile is not None:
+        taken = folder.latest_step() if goes_on else 0
+        profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
     if goes_on:
         return True, _compared(folder, config)
     if given.resume_if_saved:

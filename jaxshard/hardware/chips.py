@@ -6,6 +6,7 @@ They are peaks, dense: a real step reaches a part of each, never more.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -160,6 +161,31 @@ def chip(name: str) -> Chip:
         hint = f"; did you mean {likely}?" if likely else ""
         raise ValueError(f"chip: {name!r} is not known; there are {', '.join(CHIPS)}{hint}")
     return CHIPS[name]
+
+
+_KINDS = (
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    (r"NVIDIA H200( 141GB HBM3e)?", "h200"),
+    ("NVIDIA B200", "b200"),
+    (r"NVIDIA A100-SXM4?-\d\dGB", "a100"),
+    ("TPU v4", "v4"),
+    ("TPU v5 lite|TPU v5e", "v5e"),
+    ("TPU v5p?", "v5p"),
+    ("TPU v6 lite|TPU v6e", "v6e"),
+)
+"""JAX's names of whole devices whose figures are known; a part of one (MIG) or another board has others."""
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls so; None where its figures are not known.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+
+    >>> chip_of("NVIDIA H100 80GB HBM3").name, chip_of("TPU v5 lite").name, chip_of("NVIDIA H100 PCIe")
+    ('h100', 'v5e', None)
+    """
+    return next((CHIPS[name] for kind, name in _KINDS if re.fullmatch(kind, device_kind)), None)
 
 
 def nearest(name: str) -> str | None:

@@ -28,7 +28,7 @@ _PAGE_COLOURS: Mapping[str, str] = MappingProxyType(
 """Colours of charts that follow the page's, which has a light and a dark look."""
 
 
-def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
+def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     """Draws memory against the limit, and traffic by mesh axes, of all rows to a PNG.
 
     Args:
@@ -38,6 +38,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
 
     Raises:
       ValueError: there are no rows, or they are for different targets.
+      ModuleNotFoundError: matplotlib is not installed; `jaxshard[train]` brings it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from jaxshard.hardware.chips import chip_of
 from jaxshard.trainer.config import Config, ModelConfig
 
 
@@ -19,19 +23,29 @@ def useful_flops(config: Config) -> float:
     return positions * (each * _num_multiplied(model) + 6.0 * (attention + _num_adapted(model, config.lora.rank)))
 
 
+def least_seconds(config: Config, devices: Iterable[Any]) -> float | None:
+    """What `useful_flops` take at the peak of all devices, in the type of the computation; None where it is not known.
+
+    `devices` are `jax.Device`s. Divided by a step's seconds it is the model FLOPs utilization, MFU.
+    """
+    peaks = [chip and chip.flops[config.model.dtype] for chip in (chip_of(each.device_kind) for each in devices)]
+    known = [peak for peak in peaks if peak is not None]
+    return useful_flops(config) / sum(known) if len(known) == len(peaks) else None
+
+
 def _num_multiplied(model: ModelConfig) -> int:
     """Elements of the matrices that each position is multiplied by; a table is only looked up."""
-    matrices = sum(inputs * outputs for inputs, outputs in _matrices(model))
-    return model.layers * matrices + model.width * model.vocabulary
+    each = sum(inputs * outputs for inputs, outputs in matrices(model))
+    return model.layers * each + model.width * model.vocabulary
 
 
 def _num_adapted(model: ModelConfig, rank: int) -> int:
     """Elements of the adapters of rank `rank`."""
-    return model.layers * rank * sum(inputs + outputs for inputs, outputs in _matrices(model))
+    return model.layers * rank * sum(inputs + outputs for inputs, outputs in matrices(model))
 
 
-def _matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix of a block."""
+def matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of a block: of qkv, out, up and down."""
     groups = model.kv_heads or model.heads
     qkv = model.width // model.heads * (model.heads + 2 * groups)
     up = model.hidden * (2 if model.mlp == "swiglu" else 1)

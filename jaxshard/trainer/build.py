@@ -20,7 +20,7 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.core.step import TrainStep
 from jaxshard.processes import agreement
-from jaxshard.trainer import data, finished_run, linear, memory
+from jaxshard.trainer import data, finished_run, linear, memory, vocabulary
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.config import Config, PrecisionConfig
 from jaxshard.trainer.data import Rows
@@ -52,7 +52,7 @@ class Run:
 
     config: Config
     text: data.Text
-    batches: data.TrainingBatches
+    batches: data.TrainingBatches | data.ElementBatches
     model: LanguageModel
     schedule: optax.Schedule
     opt: ShardedOptimizer
@@ -88,7 +88,7 @@ class Run:
             return {path: leaf.astype(like[path].dtype) for path, leaf in wide.items()}
 
         shardings = {path: leaf.sharding for path, leaf in like.items()}
-        return finished_run.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
+        return linear.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
         """Those of the parameters whose path is wanted, by their paths."""
@@ -159,7 +159,7 @@ class Run:
             for batch, weight in data.heldout_batches(self.text.heldout, rows, length, first, last):
                 total += weight * float(evaluate(params, self._global(batch, first, rows)))
                 alive()
-            return float(np.float32(total / (len(self.text.heldout) - 1)))  # what a save can keep to the last bit
+            return float(np.float32(total / self.text.num_targets))  # what a save can keep to the last bit
 
         return mean_loss
 
@@ -208,6 +208,8 @@ def prepare(config: Config) -> Run:
 
 
 def _prepared(config: Config) -> Run:
+    vocabulary.check_start(config)
+    config = vocabulary.chosen(config)
     text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)
@@ -215,7 +217,7 @@ def _prepared(config: Config) -> Run:
     model, schedule, opt, params = make_parts(config, mesh)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     rows, seed = config.train.rows, config.train.seed
-    batches = data.TrainingBatches(text.train, rows, config.model.sequence_length, seed)
+    batches = data.batches_of(text, rows, config.model.sequence_length, seed)
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
     run = Run(config, text, batches, model, schedule, opt, start)
     _check_memory(run, mesh)

@@ -19,8 +19,9 @@ class DataConfig:
     """The text."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"], metavar="PATH")] = None
-    """A file or folder of text, as bytes, or of tokens; stdlib: the source of Python's standard library, 8 MB; without
-    it, the English text that every Python carries, 0.5 MB."""
+    """A file or folder of text, as bytes, or of tokens; stdlib: the source of Python's standard library, 8 MB; or
+    MODULE:FUNCTION, or FILE.py:FUNCTION, which returns a grain.MapDataset of rows of tokens; without it, the English
+    text that every Python carries, 0.5 MB."""
     format: Literal["auto", "bytes", "uint16", "uint32"] = "auto"
     """What the files hold: bytes of text, or tokens as nanoGPT and llm.c write them, which are read in place; auto:
     tokens where all files end in .bin, of uint16 unless llm.c's header says uint32."""
@@ -28,7 +29,7 @@ class DataConfig:
     """The last part of the text, never trained on, that measures the model."""
     heldout_path: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder that measures the model, in place of the last part; in a folder of tokens those files do that
-    have val in their names."""
+    have val in their names. Or a function, as for path."""
     heldout_bytes: int = 2**18
     """The most held-out bytes, or tokens, that an evaluation uses."""
 
@@ -53,6 +54,19 @@ class ModelConfig:
     """Number of token ids, 256 for bytes; more only makes the model as large as one with a tokenizer."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How positions enter: turned queries and keys, or a learned vector for each."""
+    rotary_base: float = 10_000.0
+    """The slowest rotary positions turn about this many times slower than the fastest; Llama 3 has 500000."""
+    rotary_factor: float = 1.0
+    """Slows the slow rotary positions down, as Llama 3.1 does (by 8): those that turn less than once in rotary_length
+    positions by all of it, those that turn four times not at all."""
+    rotary_length: int = 8192
+    """Positions that the model had before rotary_factor made room for more."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Norm before attention, MLP and output: by the mean square alone, or of what the mean is taken from."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square before the norm divides by its root; GPT-2 has 1e-5."""
+    bias: bool = False
+    """Biases of the blocks' matrices and of layer norms, as GPT-2 has them."""
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     """The MLP's non-linearity, gated (swiglu) or plain (gelu)."""
     tied: bool = False
@@ -200,6 +214,8 @@ class TrainConfig:
     """Decides initial parameters, order of the text and dropout."""
     log_every: int = 10
     """Steps between two lines of metrics."""
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, or several of them, or nowhere."""
     eval_every: int = 100
     """Steps between two evaluations on the held-out text."""
     patience: int = 0
@@ -214,7 +230,8 @@ class TrainConfig:
     """Saves of steps that are divisible by this are never deleted; 0: all may be."""
     start: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run whose newest saved parameters this one starts from, whatever its strategy and types; adapters
-    that it has are merged. By default they are random."""
+    that it has are merged. Or a Hugging Face folder of a GPT-2 or Llama, which says what the model is. By default
+    parameters are random."""
     keep_best: int = 0
     """How many saves of the lowest held-out loss are kept; only a save that follows an evaluation counts."""
     max_skips: int = 20
@@ -258,6 +275,8 @@ class Arguments(Config):
     """Go on with the run saved in --out, by its own configuration where none is given."""
     resume_if_saved: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with what is saved in --out, if anything is, else start there: the same command starts and restarts."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    """Trace these steps of this process, counted from 0 as in Python's range, into the run's folder profile/."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Start this number of processes here and deal the (simulated) devices out to them, to try a cluster's ways."""
 
@@ -284,6 +303,7 @@ def check(config: Config) -> None:
             f"model.loss_chunk = {model.loss_chunk} does not divide model.sequence_length = {model.sequence_length}: "
             "change one of them, or set model.loss_chunk = -1 to have it chosen"
         )
+    _check_rotary(model)
     if model.positions == "rotary" and (model.width // model.heads) % 2:
         raise ValueError(
             f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
@@ -293,6 +313,20 @@ def check(config: Config) -> None:
         raise ValueError(
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
             f"train.steps = {config.train.steps}: warm up for fewer"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    """Raises ValueError for an option of rotary positions that would do nothing."""
+    default = ModelConfig()
+    for name in ("rotary_base", "rotary_factor", "rotary_length"):
+        given = getattr(model, name)
+        if model.positions == "learned" and given != getattr(default, name):
+            raise ValueError(f"model.{name} = {given} with model.positions = learned: nothing turns: leave it out")
+    if model.rotary_factor == 1 and model.rotary_length != default.rotary_length:
+        raise ValueError(
+            f"model.rotary_length = {model.rotary_length} with model.rotary_factor = 1: nothing is slowed down: set "
+            "model.rotary_factor, or leave it out"
         )
 
 

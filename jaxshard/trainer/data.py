@@ -14,12 +14,14 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxshard.trainer import memory, standard_library, token_files
+from jaxshard.trainer import dataset, memory, standard_library, token_files
 from jaxshard.trainer.config import DataConfig
+from jaxshard.trainer.dataset import ElementBatches, Elements
 from jaxshard.trainer.token_files import TokenFiles
 
 Rows = dict[str, np.ndarray]
 Array: TypeAlias = np.ndarray | TokenFiles
+Train: TypeAlias = Array | Elements
 
 _FORMATS: Mapping[int, Literal["bytes", "uint16", "uint32"]] = {1: "bytes", 2: "uint16", 4: "uint32"}
 
@@ -31,13 +33,13 @@ class Text:
     """What there is to train on, and what is held out: bytes, or token ids.
 
     Attributes:
-      train: uint8 bytes, or tokens.
-      heldout: the same, in memory.
+      train: uint8 bytes, or tokens, or a dataset of rows of tokens.
+      heldout: the same, in memory; of a dataset, rows.
       fingerprint: a checksum of both, as a signed number of 32 bits.
       whole: all bytes, where both are parts of one text.
     """
 
-    train: Array
+    train: Train
     heldout: np.ndarray
     fingerprint: int
     whole: np.ndarray | None = None
@@ -46,6 +48,12 @@ class Text:
     def is_bytes(self) -> bool:
         """Whether it is text, whose bytes are counted."""
         return self.format == "bytes"
+
+    @property
+    def num_targets(self) -> int:
+        """Held-out tokens, or bytes, that are predicted."""
+        rows = self.heldout
+        return len(rows) - 1 if rows.ndim == 1 else rows[:, 1:].size
 
     @property
     def format(self) -> Literal["bytes", "uint16", "uint32"]:
@@ -65,6 +73,8 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
       ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
         tokens than the model.
     """
+    if config.path is not None and dataset.names_dataset(config.path):
+        return _read_elements(config, config.path, length, vocabulary)
     if config.path is not None and config.format != "bytes":
         files = readable("data.path", config.path)
         if are_tokens(config.format, files):
@@ -80,14 +90,32 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
     return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
 
 
+def _read_elements(config: DataConfig, path: str, length: int, vocabulary: int) -> Text:
+    train, held = dataset.read(path, config.heldout_path, config.heldout, length)
+    rows = held.rows(range(min(len(held), -(-config.heldout_bytes // length))))
+    for piece in (rows, train.rows([0])):
+        token_files.check_vocabulary(piece, vocabulary)
+    return Text(train, rows, _signed(zlib.crc32(rows.tobytes(), train.fingerprint)))
+
+
 def are_tokens(format: str, files: Sequence[Path]) -> bool:
     """Whether files hold tokens, as `data.format` says."""
-    return format.startswith("uint") or (format == "auto" and all(file.suffix == ".bin" for file in files))
+    tokens = without_tokenizer(files)
+    return format.startswith("uint") or (
+        format == "auto" and bool(tokens) and all(file.suffix == ".bin" for file in tokens)
+    )
+
+
+def without_tokenizer(files: Sequence[Path]) -> list[Path]:
+    """The files but a tokenizer.json among several, which is no text."""
+    return [file for file in files if file.name != token_files.TOKENIZER or len(files) == 1]
 
 
 def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int) -> Text:
-    dtype = None if config.format == "auto" else config.format
-    apart = None if config.heldout_path is None else readable("data.heldout_path", config.heldout_path)
+    files, dtype = without_tokenizer(files), None if config.format == "auto" else config.format
+    apart = None
+    if config.heldout_path is not None:
+        apart = without_tokenizer(readable("data.heldout_path", config.heldout_path))
     own = [file for file in files if "val" in file.stem.lower()] if apart is None else []
     own = own if len(own) < len(files) else []  # there must be others to train on
     with _told("data.path", config.path):
@@ -265,6 +293,13 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return generator.permutation(windows), int(generator.integers(slack + 1))
 
 
+def batches_of(text: Text, rows: int, length: int, seed: int) -> TrainingBatches | ElementBatches:
+    """The batches of what there is to train on."""
+    if isinstance(text.train, Elements):
+        return ElementBatches(text.train, rows)
+    return TrainingBatches(text.train, rows, length, seed)
+
+
 def heldout_batches(
     text: np.ndarray, rows: int, length: int, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[Rows, int]]:
@@ -274,6 +309,9 @@ def heldout_batches(
       rows `first` to `last` of `{"tokens": (rows, length + 1) int32, "weights": (rows, length) float32}`, and the
       weight of the whole batch.
     """
+    if text.ndim == 2:
+        yield from _heldout_rows(text, rows, first, last)
+        return
     num_targets = len(text) - 1
     num_batches = -(-num_targets // (rows * length))
     padded = np.zeros(num_batches * rows * length + 1, np.int32)
@@ -283,6 +321,18 @@ def heldout_batches(
         starts = (np.arange(batch * rows, (batch + 1) * rows)[first:last] * length)[:, None]
         tokens, mine = padded[starts + np.arange(length + 1)], weights[starts + np.arange(length)]
         yield {"tokens": tokens, "weights": mine}, min(rows * length, num_targets - batch * rows * length)
+
+
+def _heldout_rows(text: np.ndarray, rows: int, first: int, last: int | None) -> Iterator[tuple[Rows, int]]:
+    """The same of a dataset's rows."""
+    for start in range(0, len(text), rows):
+        numbers = np.arange(start, start + rows)[first:last]
+        weights = np.broadcast_to((numbers < len(text))[:, None], (len(numbers), text.shape[1] - 1))
+        tokens = text[np.minimum(numbers, len(text) - 1)]
+        yield (
+            {"tokens": tokens, "weights": weights.astype(np.float32)},
+            min(rows, len(text) - start) * (text.shape[1] - 1),
+        )
 
 
 def zlib_bits_per_byte(text: np.ndarray) -> float:

@@ -59,6 +59,18 @@ def _loss(scalars: Mapping[str, float], of: str) -> str:
     return loss_in_words(scalars[f"{of}loss"], f"{of}bits_per_byte" in scalars)
 
 
+def _status(scalars: Mapping[str, float]) -> list[str]:
+    """A record of training in short lines, which stand beside a bar in 80 columns."""
+    loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
+    optimizer = [f"{1000 * scalars['step_seconds']:.0f} ms/step", f"lr {scalars['learning_rate']:.1e}"]
+    optimizer += [f"norm {scalars['grad_norm']:.2g}"] if "grad_norm" in scalars else []
+    devices = [f"MFU {scalars['mfu']:.0%}"] if "mfu" in scalars else []
+    devices += [f"{size_in_words(scalars['peak_memory_bytes'])} peak"] if "peak_memory_bytes" in scalars else []
+    devices += [f"{scalars['skipped_steps']} skipped"] if scalars["skipped_steps"] else []
+    lines = [loss, f"{scalars['tokens_per_second']:,.0f} tokens/s"], optimizer, devices
+    return ["  ".join(line) for line in lines if line]
+
+
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
     """Memory of each device, beside what DDP holds.
 
@@ -180,13 +192,10 @@ class Display:
 
     def training(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a record of training."""
-        loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
-        status = f"{loss}  {scalars['tokens_per_second']:,.0f} tokens/s  {1000 * scalars['step_seconds']:.0f} ms/step"
-        if scalars["skipped_steps"]:
-            status += f"  {scalars['skipped_steps']} skipped"
-        self._bar.update(self._task, status=status)
+        lines = _status(scalars)
+        self._bar.update(self._task, status="\n".join(lines))
         if self._bar.disable:
-            self._console.print(f"{self._at(step)}  {status}")
+            self._console.print("  ".join([self._at(step), *lines]))
 
     def heldout(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows an evaluation, above the bar."""

@@ -1,4 +1,5 @@
-"""A run that has ended, as the start of another: its newest saved parameters, in other types and on another mesh."""
+"""What a run starts from: another run's newest saved parameters, in other types and on another mesh, or a Hugging Face
+folder's."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxshard.processes import agreement
-from jaxshard.trainer import linear, toml
-from jaxshard.trainer.config import Config, LoraConfig, ModelConfig
+from jaxshard.trainer import hf_folder, linear, toml
+from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig
+from jaxshard.trainer.hf_folder import HuggingFaceFolder
 from jaxshard.trainer.run_folder import RunFolder
 
-_FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
+FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
 """Options of the model that its parameters do not depend on; but learned positions have a length."""
 
 
@@ -86,11 +87,11 @@ class FinishedRun:
     ) -> dict[str, jax.Array]:
         """One leaf, by its path, and its scales where the template has such. No other is held in float32 meanwhile."""
         layer = path.removesuffix("kernel")
-        root = _MASTERS if f"{_MASTERS}/{path}" in saved else "params"
+        root = MASTERS if f"{MASTERS}/{path}" in saved else "params"
         beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
         made = [path, *([f"{layer}kernel_scale"] if f"{layer}kernel_scale" in template else [])]
         if not beside and len(made) == 1:
-            return finite(self.who, self._restored({path: template[path]}, step, root))
+            return linear.finite(self.who, self._restored({path: template[path]}, step, root))
         whole, like = NamedSharding(template[path].sharding.mesh, jax.P()), {}
         for name in ("kernel", *beside):
             entry = saved[f"params/{layer}{name}"]
@@ -104,8 +105,8 @@ class FinishedRun:
             return {name: leaf.astype(template[name].dtype) for name, leaf in zip(made, new, strict=True)}
 
         shardings = {name: template[name].sharding for name in made}
-        parts = finite(self.who, self._restored(like, step, root if len(like) == 1 else "params"))
-        return finite(self.who, jax.jit(make, out_shardings=shardings)(parts))
+        parts = linear.finite(self.who, self._restored(like, step, root if len(like) == 1 else "params"))
+        return linear.finite(self.who, jax.jit(make, out_shardings=shardings)(parts))
 
     def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int, root: str) -> dict[str, jax.Array]:
         """Leaves by their paths below `root`."""
@@ -115,19 +116,14 @@ class FinishedRun:
         return {path.removeprefix(f"{root}/"): leaf for path, leaf in linear.by_path(tree).items()}
 
 
-def finite(who: str, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The leaves; a FloatingPointError, which begins with `who`, if a number is not finite."""
-    for path, leaf in leaves.items():
-        if not jnp.all(jnp.isfinite(leaf)):
-            raise FloatingPointError(f"{who}: {path} has numbers that are not finite in {leaf.dtype}")
-    return leaves
+MASTERS = "state/extra/master"
 
 
-_MASTERS = "state/extra/master"
+Start = FinishedRun | HuggingFaceFolder
 
 
-def find(config: Config) -> FinishedRun | None:
-    """The run that `train.start` names; None where there is none to start from.
+def find(config: Config) -> Start | None:
+    """What `train.start` names; None where there is nothing to start from.
 
     Raises:
       ValueError: nothing is saved there, or another model, or adapters have nothing to stand beside.
@@ -140,19 +136,22 @@ def find(config: Config) -> FinishedRun | None:
             )
         return None
     before, found = opened(Path(config.train.start), "train.start =")
-    _check_same_model(found, before.model, config.model)
+    check_same_model(found, before.model, config.model)
     return found
 
 
-def opened(path: Path, option: str) -> tuple[Config, FinishedRun]:
-    """A run's configuration, and what it saved.
+def opened(path: Path, option: str) -> tuple[Config, Start]:
+    """A run's configuration, and what it saved; or what a Hugging Face folder says of itself, and the folder.
 
     Raises:
       ValueError: nothing is saved there, or nobody knows what; it begins with `option` and the path.
     """
+    if hf_folder.is_one(path):
+        found = hf_folder.opened(path, option)
+        return _as_config(found), found
     folder, who = RunFolder(path), f"{option} {path}"
     if folder.latest_step() is None:
-        raise ValueError(f"{who}: no saved run: name the folder that the run printed")
+        raise ValueError(f"{who}: no saved run: name the folder that the run printed, or Hugging Face's")
     if not folder.config.is_file():
         raise ValueError(f"{who}: {folder.config.name}, which says what model it is, is gone")
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
@@ -161,8 +160,17 @@ def opened(path: Path, option: str) -> tuple[Config, FinishedRun]:
     return before, FinishedRun(path, before.lora, who)
 
 
-def _check_same_model(run: FinishedRun, before: ModelConfig, now: ModelConfig) -> None:
-    free = _FREE if now.positions == "rotary" else _FREE[1:]
+def _as_config(folder: HuggingFaceFolder) -> Config:
+    """The configuration of a run that would have made the folder: of bytes, where no tokenizer says otherwise."""
+    model = dataclasses.replace(folder.model, dtype=folder.dtype)  # pyright: ignore[reportArgumentType]
+    of_bytes = model.vocabulary == 256 and not (folder.path / hf_folder.TOKENIZER).is_file()
+    wide = "uint32" if model.vocabulary > 2**16 else "uint16"
+    return Config(DataConfig(format="bytes" if of_bytes else wide), model)
+
+
+def check_same_model(run: Start, before: ModelConfig, now: ModelConfig) -> None:
+    """Raises ValueError, naming each option that differs, where the parameters would be another model's."""
+    free = FREE if now.positions == "rotary" else FREE[1:]
     fixed = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     before, now = (dataclasses.replace(each, kv_heads=each.kv_heads or each.heads) for each in (before, now))
     others = [name for name in fixed if getattr(before, name) != getattr(now, name)]

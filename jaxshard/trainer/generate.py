@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ import jaxshard
 from jaxshard.base.tree import shape_of
 from jaxshard.trainer import linear
 from jaxshard.trainer.config import Config
-from jaxshard.trainer.finished_run import FinishedRun
+from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
 
 
-def loaded(config: Config, run: FinishedRun) -> tuple[LanguageModel, Params]:
-    """A run's model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
+def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
+    """A trained model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
 
     They have the type of the computation, `model.dtype`.
     """
@@ -32,7 +33,7 @@ def loaded(config: Config, run: FinishedRun) -> tuple[LanguageModel, Params]:
         warnings.filterwarnings("ignore", ".*cannot be cut", UserWarning)
         shardings = jaxshard.zero3(optax.sgd(1.0), mesh).shardings(shapes).params
     template = jax.tree.map(shape_of, shapes, shardings)
-    return model, linear.nested(run.params(linear.by_path(template)))
+    return model, linear.nested(start.params(linear.by_path(template)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +101,59 @@ def as_text(tokens: Iterator[int]) -> Iterator[str]:
 def as_numbers(tokens: Iterator[int]) -> Iterator[str]:
     """Tokens as numbers."""
     return (f"{token} " for token in tokens)
+
+
+_Encode = Callable[[str], list[int]]
+_Decode = Callable[[Iterator[int]], Iterator[str]]
+
+
+def coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:
+    """From a text to a model's tokens, and back, piece by piece.
+
+    Args:
+      tokenizer: a tokenizer.json, if there is one.
+      config: the model's.
+
+    Raises:
+      ValueError: the tokenizer cannot be read.
+      ImportError: it needs a package that is not installed.
+    """
+    if tokenizer is not None:
+        return _by_tokenizer(tokenizer)
+    if config.data.format.startswith("uint"):
+        return _numbers, as_numbers
+    return lambda text: list(text.encode()), as_text
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise ValueError(
+            "--prompt: this is a model of tokens: give --tokenizer FILE, or the tokens' numbers, as --prompt '464 3290'"
+        ) from None
+
+
+def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        needs = f"{path} needs the package tokenizers"
+        raise ImportError(f'{needs}: pip install "jaxshard[tokens]"') from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
+
+    def decode(tokens: Iterator[int]) -> Iterator[str]:
+        """A token may be a part of a character, so that all that came is decoded again."""
+        seen: list[int] = []
+        shown = ""
+        for token in tokens:
+            seen.append(token)
+            text = tokenizer.decode(seen)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text.removeprefix(shown)
+                shown = text
+
+    return lambda text: tokenizer.encode(text).ids, decode

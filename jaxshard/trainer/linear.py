@@ -39,7 +39,7 @@ def is_adapter(path: str) -> bool:
 
 
 class Linear(nnx.Linear):
-    """x W without bias. With LoRA (Hu et al. 2021) it is x W + alpha / rank x A B, where A and B alone are trained.
+    """x W, maybe with a bias. With LoRA (Hu et al. 2021) x A B alpha / rank is added; A and B alone are trained.
 
     W in 8 bits has a scale for each output (as in QLoRA, Dettmers et al. 2023, whose own code has 4 bits).
 
@@ -50,6 +50,7 @@ class Linear(nnx.Linear):
       init: makes W.
       lora: rank 0 has W alone.
       rngs: for W, and then for A.
+      bias: whether there is one.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Linear(nnx.Linear):
         init: nnx.Initializer,
         lora: LoraConfig,
         rngs: nnx.Rngs,
+        bias: bool = False,
     ):
-        super().__init__(inputs, outputs, use_bias=False, dtype=jnp.dtype(dtype), kernel_init=init, rngs=rngs)
+        super().__init__(inputs, outputs, use_bias=bias, dtype=jnp.dtype(dtype), kernel_init=init, rngs=rngs)
         self.has_adapters, self.in_8_bits, self.factor = lora.rank > 0, lora.base == "int8", lora.factor
         if self.has_adapters:
             narrow = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -87,11 +89,22 @@ class Linear(nnx.Linear):
         return y_BxLxO + self.factor * (x_BxLxR @ self._as("lora_b"))
 
     def _scaled(self, y_BxLxO: jax.Array) -> jax.Array:
-        return (y_BxLxO * self.kernel_scale[...]).astype(self.dtype) if self.in_8_bits else y_BxLxO
+        """With the scales of W, and the bias."""
+        if self.in_8_bits:
+            y_BxLxO = (y_BxLxO * self.kernel_scale[...]).astype(self.dtype)
+        return y_BxLxO + self._as("bias") if self.use_bias else y_BxLxO
 
     def _as(self, name: str) -> jax.Array:
         """A parameter, in the type of the computation."""
         return getattr(self, name)[...].astype(self.dtype)
+
+
+def finite(who: str, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The leaves; a FloatingPointError, which begins with `who`, if a number is not finite."""
+    for path, leaf in leaves.items():
+        if not jnp.all(jnp.isfinite(leaf)):
+            raise FloatingPointError(f"{who}: {path} has numbers that are not finite in {leaf.dtype}")
+    return leaves
 
 
 def quantized(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:

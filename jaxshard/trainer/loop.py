@@ -7,12 +7,18 @@ import math
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxshard import NonFiniteError
 from jaxshard.base.types import Metrics, Tree
+from jaxshard.mesh import check_has_devices
+from jaxshard.trainer import memory
+from jaxshard.trainer.arithmetic import least_seconds
 from jaxshard.trainer.build import Run, num_updates
 from jaxshard.trainer.display import Display, bits
+from jaxshard.trainer.profile import Profile
 from jaxshard.trainer.record import Recorder
 from jaxshard.trainer.run_folder import Snapshot
 
@@ -29,6 +35,7 @@ class Hooks:
       ended: whether the run is to end before this step.
       alive: called before each step.
       back: after a divergence, the snapshot to go on from; None ends the run.
+      profile: traces some of the steps.
     """
 
     step: Callable[..., tuple[Tree, Tree, Metrics]]
@@ -38,6 +45,7 @@ class Hooks:
     ended: Callable[[int], bool]
     alive: Callable[[], None]
     back: Callable[[Snapshot, str], Snapshot | None]
+    profile: Profile
 
 
 class Meter:
@@ -59,7 +67,11 @@ class Meter:
         self._run, self._recorder, self._display = run, recorder, display
         self.skipped = first.step - num_updates(first.state)
         self.owes_save = self.skipping = False
+        mesh = check_has_devices("jaxshard train", run.opt.mesh)
+        self._local_devices = mesh.local_devices
+        self._least_seconds = least_seconds(run.config, mesh.devices.flat)
         self._pending: tuple[int, Metrics] | None = None
+        self._learning_rate: ArrayLike = 0.0  # of the pending step, if it is to be recorded
         self._losses: list[float] = []  # of the steps that were not skipped
         self._grad_norm = 0.0  # of the last of these
         self._num_steps = 0
@@ -70,6 +82,8 @@ class Meter:
         """Takes the metrics, still being computed, of the step just dispatched; fetches those of the one before."""
         self.fetch()
         self._pending = step, metrics
+        if self._is_recorded(step):  # computed behind this step, before the next is dispatched
+            self._learning_rate = self._run.schedule(step - 1 - self.skipped)
 
     def fetch(self) -> None:
         """Waits for the pending metrics, and records them if it is time to."""
@@ -86,8 +100,11 @@ class Meter:
         self._seconds, self._clock = self._seconds + now - self._clock, now
         self._num_steps += 1
         self._display.advance(step)
-        if step % self._run.config.train.log_every == 0:
+        if self._is_recorded(step):
             self._record(step, {"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {})
+
+    def _is_recorded(self, step: int) -> bool:
+        return step % self._run.config.train.log_every == 0
 
     def restart_clock(self) -> None:
         """Leaves the time since the last fetch (of an evaluation, a save) out of the steps' time."""
@@ -117,15 +134,22 @@ class Meter:
             scalars = {"loss": loss, "grad_norm": self._grad_norm}
             scalars |= {"bits_per_byte": bits(loss)} if self._run.text.is_bytes else {}
         scalars |= {
-            "learning_rate": float(np.asarray(self._run.schedule(max(0, step - 1 - self.skipped)))),
+            "learning_rate": float(np.asarray(self._learning_rate)),
             "step_seconds": seconds,
             "tokens_per_second": config.train.rows * config.model.sequence_length / seconds,
             "skipped_steps": self.skipped,
+            **self._use_of_devices(seconds),
             **further,
         }
         self._recorder.write(step, scalars)
         self._display.training(step, scalars)
         self._losses, self._num_steps, self._seconds = [], 0, 0.0
+
+    def _use_of_devices(self, seconds: float) -> dict[str, float]:
+        """MFU and the peak of memory, each where it is known. Neither waits for a device."""
+        peak = memory.peak_bytes(self._local_devices)
+        found = {} if self._least_seconds is None else {"mfu": self._least_seconds / seconds}
+        return found if peak is None else found | {"peak_memory_bytes": peak}
 
 
 def _divergence(step: int, what: str, max_skips: int) -> str:
@@ -146,8 +170,10 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
     while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
         hooks.alive()
         batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
+        hooks.profile.before((snapshot.params, snapshot.state, batch))
         try:
-            params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
+            with jax.profiler.StepTraceAnnotation("train", step_num=snapshot.step):
+                params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
             meter.fetch()
             why = _divergence(snapshot.step - 1, error.what, train.max_skips)
@@ -157,6 +183,7 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
             snapshot = back
             meter.go_back(snapshot)
             continue
+        hooks.profile.after((params, state))
         position = dataclasses.replace(snapshot.position, drawn=snapshot.position.drawn + 1)
         snapshot = dataclasses.replace(snapshot, params=params, state=state, step=snapshot.step + 1, position=position)
         meter.dispatched(snapshot.step, metrics)

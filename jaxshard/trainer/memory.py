@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jaxshard.base.units import size_in_words
 
@@ -24,6 +29,22 @@ def host_bytes() -> float:
         return min(host, int(_LIMIT_OF_CONTAINER.read_text()))
     except (OSError, ValueError):  # no container, or "max"
         return host
+
+
+def peak_bytes(devices: Iterable[Any]) -> int | None:
+    """The most that any of the devices has held since the process began; None where the backend does not say.
+
+    Args:
+      devices: `jax.Device`s of this process.
+    """
+    found = [_stats(device).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in found if peak is not None), default=None)
+
+
+def _stats(device: Any) -> dict[str, int]:
+    with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):  # by platform
+        return device.memory_stats() or {}
+    return {}
 
 
 def check(needed: float, what: str, cure: str, most: float | None = None) -> None:

@@ -27,7 +27,7 @@ Params = dict[str, Any]
 Batch = dict[str, jax.Array]
 Cache = tuple[jax.Array, jax.Array]  # keys and values, (B, T, G, K); of all layers (layers, B, T, G, K)
 
-_ROTARY_BASE = 10_000.0
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions: those between are slowed down by a part
 _MOST_LOGITS = 2**27  # of a row, in float32 512 MB
 
 
@@ -86,10 +86,12 @@ class LanguageModel:
         """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
         stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
         scales = [(r"^blocks/.*(qkv|up)/kernel_scale$", P(*stage, "tensor"))] if self.lora.base == "int8" else []
+        biases = [(r"^blocks/.*(qkv|up)/bias$", P(*stage, "tensor"))] if self.config.bias else []
         rules = [
             (r"^blocks/.*(qkv|up)/(kernel|lora_b)$", P(*stage, None, "tensor")),
             (r"^blocks/.*(out|down)/(kernel|lora_a)$", P(*stage, "tensor")),
             *scales,
+            *biases,
             (r"^blocks/", P(*stage)),
             (r"^embedding/", P("tensor")),
         ]
@@ -244,7 +246,7 @@ class Transformer(nnx.Module):
         self.blocks = _stacked_blocks(config, lora, rngs)
         self.norm = _norm(config, rngs)
         if not config.tied:
-            self.head = _linear(config, config.width, config.vocabulary, NO_LORA, rngs)
+            self.head = _linear(config, config.width, config.vocabulary, NO_LORA, rngs, bias=False)
 
     def parts(self) -> dict[str, nnx.Module]:
         """Its parts by name, those that this configuration has."""
@@ -285,7 +287,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.kv_heads = config.kv_heads or config.heads
         self.queries = config.heads // self.kv_heads
-        self.rotary, self.how = config.positions == "rotary", config.attention
+        self.config, self.how = config, config.attention
         features = config.width // config.heads
         self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, lora, rngs)
         self.out = _linear(config, config.width, config.width, lora, rngs, scale=0.5 / config.layers)
@@ -315,8 +317,8 @@ class Attention(nnx.Module):
         qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
         q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
         k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
-        if self.rotary:
-            q_BxLxHxK, k_BxLxGxK = _rotate(q_BxLxHxK, positions_L), _rotate(k_BxLxGxK, positions_L)
+        if self.config.positions == "rotary":
+            q_BxLxHxK, k_BxLxGxK = (_rotate(x, positions_L, self.config) for x in (q_BxLxHxK, k_BxLxGxK))
         return q_BxLxHxK, k_BxLxGxK, v_BxLxGxK
 
 
@@ -351,14 +353,24 @@ def _stacked_blocks(config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs) -> Bl
 
 
 def _linear(
-    config: ModelConfig, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, scale: float = 1.0
+    config: ModelConfig,
+    inputs: int,
+    outputs: int,
+    lora: LoraConfig,
+    rngs: nnx.Rngs,
+    scale: float = 1.0,
+    bias: bool | None = None,
 ) -> Linear:
+    """`bias`: by default as the configuration has it."""
     init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
-    return Linear(inputs, outputs, config.dtype, init, lora, rngs)
+    return Linear(inputs, outputs, config.dtype, init, lora, rngs, config.bias if bias is None else bias)
 
 
-def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+    how: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": jnp.dtype(config.dtype), "rngs": rngs}
+    if config.norm == "rms":
+        return nnx.RMSNorm(config.width, **how)
+    return nnx.LayerNorm(config.width, use_bias=config.bias, use_fast_variance=False, **how)
 
 
 def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
@@ -374,11 +386,20 @@ def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: i
     return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
 
 
-def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array) -> jax.Array:
+def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array, config: ModelConfig) -> jax.Array:
     """Rotary positions (Su et al. 2021): the two halves of each head turned by an angle that grows with position."""
-    half = x_BxLxHxK.shape[-1] // 2
-    frequencies_K2 = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies_K2 = _frequencies(x_BxLxHxK.shape[-1] // 2, config)
     angles_Lx1xK2 = (positions_L[:, None] * frequencies_K2)[:, None, :]
     cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
     left, right = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BxLxHxK.dtype)
+
+
+def _frequencies(half: int, config: ModelConfig) -> jax.Array:
+    """The angles, in radians, from one position to the next; slow ones made slower (Grattafiori et al. 2024)."""
+    frequencies_K2 = config.rotary_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rotary_factor == 1:
+        return frequencies_K2
+    turns_K2 = config.rotary_length * frequencies_K2 / (2 * jnp.pi)
+    kept_K2 = jnp.clip((turns_K2 - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS), 0, 1)
+    return frequencies_K2 * (kept_K2 + (1 - kept_K2) / config.rotary_factor)

@@ -13,6 +13,7 @@ _LONG = ("data.heldout_bytes", "sharding.min_shard_size", "train.seed")
 
 _POSITIVE = (
     *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
+    *("model.rotary_base", "model.rotary_length", "model.norm_epsilon"),
     *("lora.alpha", "optimizer.learning_rate", "optimizer.clip_norm"),
     *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
     *("sharding.microbatches", "sharding.stage_microbatches"),
@@ -60,6 +61,7 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
     _require(values, "data.heldout_bytes", lambda value: value > 1, "at least 2")
     _require(values, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")
+    _require(values, "model.rotary_factor", lambda value: value >= 1, "at least 1")
     _require(values, "model.loss_chunk", lambda value: value >= -1, "above 0, 0 for all positions, or -1 to choose")
     _require(values, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
     _require(values, "sharding.devices", lambda value: value is None or value > 0, "above 0")

@@ -1,64 +1,148 @@
-"""A run's metrics as JSON lines, TensorBoard events and a figure."""
+"""A run's metrics as JSON lines, TensorBoard events and a figure, and in whatever else logs them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, Self
 
 import tensorboardX
 
 from jaxshard.base.files import replace
 from jaxshard.base.text import printable
+from jaxshard.trainer.config import Config
 from jaxshard.trainer.metrics import Record
 from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.trackers import Before, Tracker
 
 _LARGEST = 1e30  # bits per byte that are drawn
 _TITLE_CHARACTERS = 90
 
 
-class Recorder:
-    """Appends metrics to a run's `metrics.jsonl`, one object per line, and to its TensorBoard events.
+class Logger(Protocol):
+    """A place for a run's metrics."""
 
-    Args:
-      folder: of the run.
-      first: the number of steps already taken; TensorBoard drops later steps that an earlier process recorded.
-      writes: whether this process writes; only the first one should.
-    """
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records the values of `scalars` after `step` steps."""
+        ...
 
-    def __init__(self, folder: RunFolder, first: int, writes: bool):
-        self._folder, self._writes = folder, writes
+    def rewind(self, step: int) -> None:
+        """Drops the records of steps beyond `step`, which will be taken again."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left."""
+        ...
+
+
+class Lines:
+    """Appends metrics to a run's `metrics.jsonl`, one object per line."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._file = folder.metrics.open("a", encoding="utf-8")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends a line."""
+        self._file.write(json.dumps({"step": step, **scalars}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drops lines from the file."""
+        self._file.close()
+        self._folder.forget_after(step)
+        self._file = self._folder.metrics.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Appends metrics to a run's TensorBoard events. TensorBoard drops steps beyond `first` that are there already."""
+
+    def __init__(self, folder: RunFolder, first: int):
+        self._folder, self._number = folder, 0
         self._open(first)
 
     def _open(self, first: int) -> None:
-        if self._writes:
-            self._lines = self._folder.metrics.open("a", encoding="utf-8")
-            self._events = tensorboardX.SummaryWriter(str(self._folder.tensorboard), purge_step=first + 1)
+        """Begins a file; tensorboardX would write over one of the same second."""
+        suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
+        folder = str(self._folder.tensorboard)
+        self._events = tensorboardX.SummaryWriter(folder, purge_step=first + 1, filename_suffix=suffix)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends an event for each value."""
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+    def rewind(self, step: int) -> None:
+        """Begins another file, which takes later steps back."""
+        self._events.close()
+        self._open(step)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._events.close()
+
+
+def loggers(folder: RunFolder, config: Config, found: Before) -> dict[str, Callable[[], Logger]]:
+    """What makes each logger of a run, by its name; `metrics.jsonl` comes first, since trackers read it."""
+    made: dict[str, Callable[[], Logger]] = {folder.metrics.name: lambda: Lines(folder)}
+    for name in config.train.log_to:
+        if name == "tensorboard":
+            made[name] = lambda: TensorBoard(folder, found.first)
+        else:
+            made[name] = lambda name=name: Tracker(name, folder, config, found)
+    return made
+
+
+class Recorder:
+    """Writes a run's metrics to its loggers. One that fails is told once and tried on; it never stops the run.
+
+    Args:
+      makers: what makes each logger, by its name; none in processes but the first.
+      tell: shows the user a line.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Logger]], tell: Callable[[str], None]):
+        self._tell, self._told = tell, set[str]()
+        self._loggers: dict[str, Logger] = {}
+        for name, make in makers.items():
+            with self._kept_going(name):
+                self._loggers[name] = make()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writes:
-            self._lines.close()
-            self._events.close()
+        self._each(lambda logger: logger.close())
 
     def rewind(self, step: int) -> None:
         """Drops the records of steps beyond `step`, which will be taken again."""
-        self.__exit__()
-        if self._writes:
-            self._folder.forget_after(step)
-        self._open(step)
+        self._each(lambda logger: logger.rewind(step))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records the values of `scalars` after `step` steps."""
-        if not self._writes:
-            return
-        self._lines.write(json.dumps({"step": step, **scalars}, allow_nan=False) + "\n")
-        self._lines.flush()
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+        self._each(lambda logger: logger.write(step, scalars))
+
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in self._loggers.items():
+            with self._kept_going(name):
+                act(logger)
+
+    @contextlib.contextmanager
+    def _kept_going(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any type, by package
+            if name not in self._told:
+                self._told.add(name)
+                reason = f"{type(error).__name__}: {error}"
+                self._tell(printable(f"{name} lacks metrics from here on ({reason[:300]}); the run goes on"))
 
 
 def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -> None:

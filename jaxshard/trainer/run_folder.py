@@ -88,6 +88,26 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def huggingface(self) -> Path:
+        """What the run keeps of the Hugging Face folder that it started from: its configuration, its tokenizer."""
+        return self.path / "huggingface"
+
+    @property
+    def trackers(self) -> Path:
+        """The names that wandb and trackio have for the run, in JSON."""
+        return self.path / "trackers.json"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of a trace of some steps."""
+        return self.path / "profile"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What made the run's tokens, a copy."""
+        return self.path / "tokenizer.json"
+
+    @property
     def figure(self) -> Path:
         """The curves of loss, a PNG."""
         return self.path / "loss.png"
@@ -159,6 +179,15 @@ class RunFolder:
         """The step of the newest saved model."""
         return max(Checkpointer(self.model).steps(), default=None)
 
+    def keep_tokenizer(self, tokenizer: Path | None) -> None:
+        """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
+        if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
+            replace(self.tokenizer, lambda temporary: temporary.write_bytes(tokenizer.read_bytes()))
+
+    def is_configured(self, config: str) -> bool:
+        """Whether the run's options were these, and nobody has changed them since."""
+        return self.config.is_file() and self.config.read_bytes() == seal.sealed(config).encode()
+
     def records(self) -> list[Record]:
         """The metrics so far, of what can be read."""
         return metrics.read(self.metrics).records
@@ -169,7 +198,10 @@ class RunFolder:
         What is in the way of a file that is no part of the model's state is moved aside.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        notes = [self._cleared(path, Path.is_file) for path in (self.config, self.metrics, self.figure)]
+        notes = [
+            self._cleared(path, Path.is_file)
+            for path in (self.config, self.metrics, self.trackers, self.tokenizer, self.figure)
+        ]
         notes.append(self._cleared(self.tensorboard, Path.is_dir))
         replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
         notes.append(self.forget_after(step))

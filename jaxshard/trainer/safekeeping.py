@@ -9,7 +9,6 @@ from rich.console import Console
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.guards import Preemption
 from jaxshard.processes import agreement
 from jaxshard.trainer import run_folder
 from jaxshard.trainer.build import Run
@@ -40,7 +39,9 @@ class Safekeeping:
       was_ended: whether a signal has ended the run.
     """
 
-    def __init__(self, run: Run, saves: Checkpointer, console: Console, preemption: Preemption, saved: int | None):
+    def __init__(
+        self, run: Run, saves: Checkpointer, console: Console, preemption: jaxshard.guards.Preemption, saved: int | None
+    ):
         self._run, self._saves, self._console, self._preemption = run, saves, console, preemption
         self._times_back, self._saved = 0, saved
         self.was_ended = False

@@ -50,10 +50,9 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
     if math.isfinite(best):
         mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
         say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
-    say(
-        console,
-        f"in {printable(str(folder.path))}: model/{snapshot.step}, metrics.jsonl, loss.png, tensorboard, config.toml",
-    )
+    files = [f"model/{snapshot.step}", "metrics.jsonl", "loss.png", "config.toml"]
+    files += [name for name in run.config.train.log_to if name != "trackio"]
+    say(console, f"in {printable(str(folder.path))}: {', '.join(files)}")
     out = str(folder.path)
     command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
     if not interrupted:
@@ -78,6 +77,7 @@ def _marks(run: Run) -> Iterator[str]:
     source = _source(run.config.data.path)
     train, heldout, whole = run.text.train, run.text.heldout, run.text.whole
     counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
+    counted = "rows of tokens" if heldout.ndim == 2 else counted
     if whole is None:
         yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
     else:

@@ -11,6 +11,8 @@ import numpy as np
 
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
 """The first of the 256 int32 numbers that llm.c puts before the tokens: of GPT-2's, and of Llama 3's."""
+TOKENIZER = "tokenizer.json"
+"""Beside the tokens, what made them."""
 _HEADER_BYTES = 1024
 _SAMPLES, _SAMPLE_TOKENS = 64, 2**15
 

@@ -133,6 +133,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(kind, _exactly)
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is Literal, _one_of)
+    converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is tuple, _some_of)
     return converter
 
 
@@ -157,6 +158,13 @@ def _one_of(value: object, kind: object) -> object:
     if value not in choices:
         raise ValueError(f"is one of {', '.join(map(repr, choices))}, not {reprlib.repr(value)}")
     return value
+
+
+def _some_of(value: object, kind: object) -> tuple[object, ...]:
+    choice, _ = typing.get_args(kind)
+    if not isinstance(value, list):
+        raise ValueError(f"is a list, not the {type(value).__name__} {reprlib.repr(value)}")
+    return tuple(_one_of(each, choice) for each in value)
 
 
 def _mistakes(error: ClassValidationError, table: Mapping[str, Any], where: str = "") -> Iterator[str]:

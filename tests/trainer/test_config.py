@@ -66,6 +66,8 @@ def an_option(kind):
         return an_option(typing.get_args(kind)[0])
     if typing.get_origin(kind) is typing.Literal:
         return st.sampled_from(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return st.lists(an_option(typing.get_args(kind)[0]), max_size=3).map(tuple)
     if typing.get_args(kind):
         return st.one_of(*map(an_option, typing.get_args(kind)))
     kinds = {bool: st.booleans(), float: st.floats(), type(None): st.none()}
@@ -106,6 +108,9 @@ def test_dump_of_any_configuration_is_read_back(tmp_path_factory, config):
         ("[model]\ntied = 1", "'model.tied' is a bool, not the int 1"),
         ("[data]\npath = 1", "'data.path' is a str, not the int 1"),
         ("[sharding]\nstrategy = 'zero4'", "'sharding.strategy' is one of 'ddp', .*, not 'zero4'"),
+        ("[train]\nlog_to = ['wandb', 'mlflow']", "'train.log_to' is one of 'tensorboard', .*, not 'mlflow'"),
+        ("[train]\nlog_to = 'wandb'", "'train.log_to' is a list, not the str 'wandb'"),
+        ("[train]\nlog_to = [['wandb']]", r"'train.log_to' is one of 'tensorboard', .*, not \['wandb'\]"),
         ("[sharding", "is no TOML: Expected"),
         ("train = 'steps'", r"'train' is a section: write \[train\]"),
         ("[[train]]\nsteps = 3", r"'train' is a section: write \[train\]"),
@@ -286,7 +291,9 @@ def test_every_option_has_a_sentence():
                 assert isinstance(sentence, ast.Expr), ast.unparse(option)
                 assert ast.literal_eval(sentence.value).endswith(".")
                 num_options += 1
-    assert num_options == len(toml.known_keys()) + 5  # and CONFIG, --out, --resume, --resume-if-saved, --processes
+    assert (
+        num_options == len(toml.known_keys()) + 6
+    )  # and CONFIG, --out, --resume, --resume-if-saved, --profile, --processes
 
 
 def test_main_helps_and_refuses(capsys):

@@ -68,17 +68,37 @@ def test_lines_stay_whole_and_brackets_are_no_markup(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{line}\n"
 
 
+DEVICES = {"mfu": 0.4321, "peak_memory_bytes": 61.24e9}
+
+
+@pytest.mark.parametrize("devices", [{}, DEVICES])
 @pytest.mark.parametrize("skipped", [0, 1234])
-def test_the_bar_of_a_long_run_shows_every_figure_in_80_columns(skipped):
+def test_the_bar_of_a_long_run_shows_every_figure_in_80_columns(skipped, devices):
     console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False, color_system=None)
     scalars = {"loss": 0.8554, "bits_per_byte": 1.2345, "tokens_per_second": 1_234_567.0, "step_seconds": 5.678}
+    scalars |= {"learning_rate": 3e-4, "grad_norm": 1234.5, **devices}
     with Display(console, 18_998, 19_000) as display:
         display.advance(18_999)
         display.training(18_999, scalars | {"skipped_steps": skipped})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     assert "…" not in text
-    figures = ["18999/19000", "1.234", "1,234,567", "5678", *(["1234"] if skipped else [])]
-    assert set(figures) <= set(text.split())
+    figures = ["18999/19000", "1.234 bits/byte  1,234,567 tokens/s", "5678 ms/step  lr 3.0e-04  norm 1.2e+03"]
+    figures += ["MFU 43%  61.2 GB peak"] if devices else []
+    figures += ["1234 skipped"] if skipped else []
+    assert [figure for figure in figures if figure not in text] == []
+    assert max(map(len, re.split(r"[\r\n]+", text))) <= 80
+
+
+def test_a_line_shows_no_figure_that_is_not_known():
+    console = Console(file=io.StringIO(), width=120, highlight=False, markup=False)
+    scalars = {"loss": 2.0, "tokens_per_second": 9.0, "step_seconds": 0.5, "skipped_steps": 0, "learning_rate": 0.0}
+    with Display(console, 0, 9) as display:
+        display.training(1, scalars)
+        display.training(2, scalars | {"grad_norm": 0.5, **DEVICES})
+    assert console.file.getvalue().splitlines() == [
+        "step 1/9  2.000 nats/token  9 tokens/s  500 ms/step  lr 0.0e+00",
+        "step 2/9  2.000 nats/token  9 tokens/s  500 ms/step  lr 0.0e+00  norm 0.5  MFU 43%  61.2 GB peak",
+    ]
 
 
 @pytest.mark.parametrize(("columns", "width"), [("0", 120), ("x", 120), ("", 120), ("90", 90)])

@@ -50,6 +50,13 @@ CASES = {
         3,
         True,
     ),
+    "layer norm, biases": (
+        dataclasses.replace(SMALL, positions="learned", mlp="gelu", norm="layer", bias=True, norm_epsilon=1e-5),
+        Pipelined("1f1b", 2),
+        {"pipeline": 2, "tensor": 2},
+        2,
+        True,
+    ),
     "interleaved": (SMALL, Pipelined("interleaved", 2, 2), {"pipeline": 2, "tensor": 2}, 1, False),
     "no pipeline": (SMALL, None, {"tensor": 4}, 3, True),
     "grouped": (GROUPED, Pipelined("1f1b", 2), {"pipeline": 2, "tensor": 2}, 3, True),
@@ -61,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be cut")  # small biases
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(name):
     config, pipelined, sizes, zero, sequence = CASES[name]

@@ -1,0 +1,125 @@
+"""`jaxshard tokenize`: text made into files of tokens that `jaxshard train` and nanoGPT read."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.files import check_room
+from jaxshard.base.text import printable, printable_lines, shell_command
+from jaxshard.cli import arguments as words
+from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.trainer import tokenizing
+from jaxshard.trainer.data import readable
+
+_COMMAND = "jaxshard tokenize"
+_VOCABULARY = 8192
+_DESCRIPTION = """Makes tokens of UTF-8 text: train.bin, val.bin and tokenizer.json, for jaxshard train --data FOLDER.
+
+Each file is a document, and the end-of-text token follows it. The tokenizer is a byte-level BPE trained on the text, or
+one that is given. Exit status: 0 done, 2 bad input, and nothing was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The command line of `jaxshard tokenize`."""
+
+    input: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="INPUT")] = ()
+    """Files of text, or folders of such."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Where the tokens go: a new folder."""
+    vocabulary: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Tokens of the BPE that is trained on the text, by default 8192."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """A tokenizer that is there already: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or
+    encoder.json and vocab.bpe), or gpt2, which is fetched."""
+    heldout: float = 0.1
+    """The last part of the tokens, for val.bin, which measures the model; 0: no val.bin."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Replace the tokens that are in FOLDER."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard tokenize`; returns the exit status."""
+    try:
+        with ended_at_once(lambda: f"{_COMMAND}: interrupted; nothing was written"):
+            _run(parse(arguments))
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", INTERRUPTED)
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"{_COMMAND}: {printable_lines(str(reason))}", file=sys.stderr)
+    return status
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line.
+
+    Raises:
+      ValueError: an option is not known, out of range, or missing.
+    """
+    words.check(arguments, Arguments, _COMMAND, {"tokenizer": str})
+    how: dict[str, Any] = {"prog": _COMMAND, "description": _DESCRIPTION, "return_unknown_args": True}
+    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
+    words.check_none_left(unknown, Arguments, _COMMAND)
+    if not given.input:
+        raise ValueError("INPUT is missing: name a file or a folder of text")
+    if given.out is None:
+        raise ValueError("--out is missing: name a new folder for the tokens")
+    if given.vocabulary is not None and given.tokenizer is not None:
+        raise ValueError("--vocabulary is of a tokenizer that is trained, and --tokenizer is there: give one of them")
+    if given.vocabulary is not None and not 257 <= given.vocabulary < 2**31:
+        raise ValueError(f"--vocabulary {given.vocabulary} must be at least 257 (all bytes and the end), below {2**31}")
+    if not 0 <= given.heldout < 1:
+        raise ValueError(f"--heldout {given.heldout} must be at least 0 and below 1")
+    return given
+
+
+def _run(given: Arguments) -> None:
+    assert given.out is not None  # `parse` has seen to it
+    tokenizing.tokenizers()
+    tokenizing.check_folder(given.out, given.overwrite)
+    check_room("--out", given.out)
+    files = [file for path in given.input for file in readable("INPUT", str(path))]
+    filled = [file for file in files if file.stat().st_size]
+    if not filled:
+        raise ValueError(f"INPUT: {str(given.input[0])!r} is empty ({len(files)} files): give a text")
+    tokenizer = _tokenizer(given, filled)
+    for note in _notes(filled, tokenizer):
+        print(note)
+    train, held = tokenizing.write(filled, tokenizer, given.out, given.heldout)
+    size = sum(file.stat().st_size for file in filled)
+    print(
+        f"{size:,} bytes in {len(filled)} files are {train + held:,} tokens of {tokenizer.get_vocab_size():,} "
+        f"({size / (train + held):.2f} bytes each): {train:,} to train on, {held:,} held out"
+    )
+    print(f"to train: {shell_command('jaxshard', 'train', '--data', str(given.out))}")
+
+
+def _tokenizer(given: Arguments, files: Sequence[Path]) -> Any:
+    if given.tokenizer is not None:
+        return tokenizing.opened(given.tokenizer)
+    wanted = given.vocabulary or _VOCABULARY
+    made = tokenizing.learned(files, wanted)
+    if made.get_vocab_size() < wanted:
+        print(f"the text has no more than {made.get_vocab_size():,} tokens that come twice, of --vocabulary {wanted:,}")
+    return made
+
+
+def _notes(files: Sequence[Path], tokenizer: Any) -> list[str]:
+    notes = []
+    if tokenizing.end_of(tokenizer) is None:
+        notes.append("the tokenizer has no end-of-text token: texts follow each other without one")
+    if not tokenizing.is_lossless(files[0], tokenizer):
+        notes.append(printable(f"the tokenizer changes the text: {files[0]} does not come back from its tokens"))
+    return notes

@@ -1,0 +1,241 @@
+"""Text made into files of tokens, in pieces, so that it may be larger than memory; and what makes the tokens."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxshard.trainer.token_files import HEADERS, TOKENIZER
+
+END = "<|endoftext|>"
+_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_PIECE = 2**18  # bytes that are read at once
+_CUTS = (r"(?<=\S)\n(?=\S)", r"(?<=[^\W_])(?=\r\n\S)", r"(?<=\S)(?= \S)")
+"""Where GPT-2's and its heirs' regular expressions end one word and begin another, whatever else is there."""
+_LONGEST = 2**24  # characters without a place to cut at
+_PIECES = 16  # that are encoded at once
+_FILES = ("train.bin", "val.bin", TOKENIZER)
+_MODELS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_CURE = "fetch its vocab.json and merges.txt, or tokenizer.json, where there is a network, and name their folder"
+
+
+def tokenizers() -> Any:
+    """The package.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError('this needs the package tokenizers: pip install "jaxshard[tokens]"') from None
+    return tokenizers
+
+
+def pieces(file: Path) -> Iterator[str]:
+    """The text of a file in pieces, cut where byte-level tokenizers cut, too, so that tokens stay the same.
+
+    Raises:
+      ValueError: it is no UTF-8.
+      OSError: it cannot be read.
+    """
+    decode, rest, read = codecs.getincrementaldecoder("utf-8")(), "", 0
+    with file.open("rb") as stream:
+        while block := stream.read(_PIECE):
+            try:
+                rest += decode.decode(block)
+            except UnicodeDecodeError as error:
+                place = read - (len(error.object) - len(block)) + error.start
+                raise ValueError(f"{file}: byte {place:,} is no UTF-8: convert it (iconv), or leave it out") from None
+            read += len(block)
+            cut = _cut(rest)
+            if cut:
+                yield rest[:cut]
+            rest = rest[cut:]
+    try:
+        rest += decode.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: it ends within a character of UTF-8: it was cut short") from None
+    if rest:
+        yield rest
+
+
+def _cut(text: str) -> int:
+    """The last place to cut at, 0 if there is none yet."""
+    for pattern in _CUTS:
+        tail = text[-2 * _PIECE :]
+        found = [match.end() for match in re.finditer(pattern, tail)]
+        if found:
+            return len(text) - len(tail) + found[-1]
+    return len(text) if len(text) > _LONGEST else 0
+
+
+def learned(files: Sequence[Path], vocabulary: int) -> Any:
+    """A byte-level BPE (Radford et al. 2019) of at most `vocabulary` tokens, the end of a text among them."""
+    package = tokenizers()
+    made = _byte_level(package.models.BPE())
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": vocabulary, "special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    text = itertools.chain.from_iterable(map(pieces, files))
+    made.train_from_iterator(text, package.trainers.BpeTrainer(**how))
+    return made
+
+
+def _byte_level(model: Any) -> Any:
+    package = tokenizers()
+    made = package.Tokenizer(model)
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    return made
+
+
+def opened(name: str) -> Any:
+    """A tokenizer that is there.
+
+    Args:
+      name: a tokenizer.json, a folder with one or with GPT-2's two files, or "gpt2", which is fetched.
+
+    Raises:
+      ValueError: it cannot be had.
+    """
+    package, path = tokenizers(), Path(name)
+    try:
+        if path.is_file():
+            return package.Tokenizer.from_file(name)
+        if path.is_dir():
+            return _of_folder(path)
+        if name == "gpt2":
+            return package.Tokenizer.from_pretrained(name)
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raises no other
+        cure = f": {_CURE}" if name == "gpt2" and not path.exists() else ""
+        raise ValueError(f"--tokenizer {name} cannot be read: {error}{cure}") from error
+    raise ValueError(f"--tokenizer {name} does not exist: name a tokenizer.json, a folder with one, or gpt2")
+
+
+def _of_folder(path: Path) -> Any:
+    package = tokenizers()
+    if (path / TOKENIZER).is_file():
+        return package.Tokenizer.from_file(str(path / TOKENIZER))
+    for names in _MODELS:
+        vocabulary, merges = (path / name for name in names)
+        if vocabulary.is_file() and merges.is_file():
+            made = _byte_level(package.models.BPE.from_file(str(vocabulary), str(merges)))
+            if made.token_to_id(END) is not None:
+                made.add_special_tokens([END])
+            return made
+    pairs = ", or ".join(" and ".join(names) for names in _MODELS)
+    raise ValueError(f"--tokenizer {path}: it has no {TOKENIZER}, nor {pairs}")
+
+
+def end_of(tokenizer: Any) -> int | None:
+    """The token that ends a text; None where there is none."""
+    return next((token for token in map(tokenizer.token_to_id, _ENDS) if token is not None), None)
+
+
+def check_folder(path: Path, overwrite: bool) -> None:
+    """Raises ValueError where tokens cannot be written to `path` without loss of what is there."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise ValueError(f"--out {path} is a file: name a folder")
+    others = sorted({entry.name for entry in path.iterdir()} - set(_FILES))
+    if others:
+        raise ValueError(f"--out {path} has {others[0]}, which is no file of tokens: name another folder")
+    if any(path.iterdir()) and not overwrite:
+        raise ValueError(f"--out {path} is there already: name another folder, or add --overwrite")
+
+
+def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> tuple[int, int]:
+    """Writes train.bin, val.bin and tokenizer.json, which appear together, once they are whole.
+
+    Tokens are uint16 or, where the vocabulary is larger, uint32 behind llm.c's header.
+
+    Args:
+      files: documents; the end of a text follows each.
+      tokenizer: makes the tokens.
+      path: the folder, which `check_folder` has seen.
+      heldout: part of the tokens that val.bin has, the last ones; 0: there is none.
+
+    Returns:
+      How many tokens train.bin and val.bin have.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{name}") for name in ("new", "old"))
+    new.mkdir()
+    try:
+        counts = _write_tokens(files, tokenizer, new, heldout)
+        tokenizer.save(str(new / TOKENIZER))
+        for file in new.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return counts
+
+
+def _write_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, heldout: float) -> tuple[int, int]:
+    """Writes all tokens to one file, and then moves the last of them to another."""
+    dtype = np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
+    everything = folder / "all"
+    with everything.open("wb") as stream:
+        for tokens in _tokens(files, tokenizer):
+            stream.write(np.asarray(tokens, dtype).tobytes())
+    total = everything.stat().st_size // dtype.itemsize
+    held = int(total * heldout)
+    with everything.open("rb") as stream:
+        for name, count in (("train.bin", total - held), ("val.bin", held)):
+            if count:
+                _copy(stream, folder / name, count, dtype)
+    everything.unlink()
+    return total - held, held
+
+
+def _copy(stream: Any, file: Path, count: int, dtype: np.dtype) -> None:
+    with file.open("wb") as out:
+        if dtype.itemsize == 4:
+            magic = next(magic for magic, name in HEADERS.items() if name == "uint32")
+            out.write(np.asarray([magic, _LLAMA3, count, *[0] * 253], "<i4").tobytes())
+        left = count * dtype.itemsize
+        while left:
+            block = stream.read(min(left, 2**24))
+            out.write(block)
+            left -= len(block)
+
+
+_LLAMA3 = 7  # the version that llm.c writes
+
+
+def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
+    end = end_of(tokenizer)
+    tokenizer.encode_special_tokens = True  # those that stand in the text are text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for file in files:
+        text = pieces(file)
+        while batch := list(itertools.islice(text, _PIECES)):
+            for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield encoded.ids
+        if end is not None:
+            yield [end]
+
+
+def is_lossless(file: Path, tokenizer: Any) -> bool:
+    """Whether the file's first piece is what its tokens say."""
+    piece = next(pieces(file), "")
+    tokenizer.encode_special_tokens = True
+    return tokenizer.decode(tokenizer.encode(piece, add_special_tokens=False).ids, skip_special_tokens=False) == piece
