@@ -233,6 +233,7 @@ class LossFunction:
         )(params, batch, args, scale)
         if notes is None:
             _warn_if_mixed(found_out.program, options)
+            _warn_of_sums(found_out.program, options)
             _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
@@ -264,6 +265,23 @@ def _warn_if_mixed(program: Program, options: LossOptions) -> None:
         of_outputs = "predict: an output depends on more than its own row"
         what = of_outputs if options.per_row else of_loss
         warnings.warn(f"{what}: {problem}", RowsWarning, stacklevel=2)
+
+
+def _warn_of_sums(program: Program, options: LossOptions) -> None:
+    """Warns of leaves of aux that are sums over rows, since devices and microbatches are averaged."""
+    if options.per_row or options.setup.config.rows == "mixed" or program.verdict.alone:
+        return
+    outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
+    split = tuple(options.setup.split_axes)
+    axes = split[0] if len(split) == 1 else split
+    for (names, _), where in zip(named_leaves(outputs[2]), program.verdict.sums[2:], strict=False):
+        if where:
+            warnings.warn(
+                f"aux leaf {path_of(names)} is a sum over rows ({where}), and aux is averaged over devices and "
+                f"microbatches. Return a mean; or, with microbatches=1, jax.lax.psum(x, {axes!r})",
+                RowsWarning,
+                stacklevel=2,
+            )
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

@@ -273,10 +273,11 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
         if names[0] != "2" or row_dim is not None:
             continue
         if folded and not options.per_row:
+            cause = f". The loss may show the cause: {program.verdict.problem}" if program.verdict.problem else ""
             raise ValueError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
-                "with something else, lie in another order, or depend on their number, their places, or this "
-                "device's other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean"
+                "with something else, lie in another order, or depend on their number, their places, or this device's "
+                f"other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean{cause}"
             )
         if options.per_row:
             raise ValueError(

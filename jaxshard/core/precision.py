@@ -3,6 +3,7 @@
 The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ def wide(config: Config, dtype: DType) -> DType:
 
 _LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
 _FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen to be never negative"
+_WIDENED = "adding the update has widened them: optax.apply_updates keeps their dtype, eqx.apply_updates and a plain sum do not"
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
@@ -80,7 +82,7 @@ def check_params(config: Config, params: Tree) -> None:
     if config.stochastic_rounding and not any(leaf.dtype == jnp.bfloat16 for _, leaf in named):
         raise ValueError(
             "stochastic_rounding: no parameter is bfloat16, so there is nothing to round; cast the params, or leave "
-            "the option out"
+            f"the option out. If some were, {_WIDENED}"
         )
 
 
@@ -254,6 +256,7 @@ def step(
     added = dict(state.extra)
     wider = params
     if params is not None and config.widens:
+        _warn_if_wide(config, params)
         wider = widened(config, params)
         if "master" in added:
             wider = jax.tree.map(_master_of, added["master"], params, wider)
@@ -271,6 +274,17 @@ def step(
     if "rounding" in added:
         added["rounding"] += 1
     return updates, new, ShardedState(inner_state, added)
+
+
+def _warn_if_wide(config: Config, params: Tree) -> None:
+    """Warns of masters that are copies: most often, a sum without a cast has made all params as wide as these."""
+    dtypes = {p.dtype for p in jax.tree.leaves(params)}
+    if config.master_dtype is not None and all(dtype == like(config.master_dtype, dtype) for dtype in dtypes):
+        warnings.warn(
+            f"master_dtype: all params are {' or '.join(sorted(map(str, dtypes)))}, as wide as their masters. "
+            f"If some were narrower, {_WIDENED}",
+            stacklevel=2,
+        )
 
 
 def _master_of(master: jax.Array, param: jax.Array, widened: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ _SUMS = (
     "conv_general_dilated",
     "reduce_window_sum",
 )
+_GUARDS = ("max", "clamp", "gt", "ge", "lt", "le", "eq", "ne")  # against division by 0
 
 
 def named(trail: Trail) -> str:
@@ -69,6 +70,13 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
         return (
             f"{used}, where each device has rows of its own alone. Take the rows of all devices first: "
             f"jax.lax.all_gather(x, {axes}, tiled=True). {INTENDED}"
+        )
+    if of and label.trail[-1].primitive.name in _GUARDS:
+        return (
+            f"{used}, where each device has rows of its own alone. If it guards the division of another sum over rows "
+            "by this one, return (that sum, this one) and set weighted=True, which divides the sums over all devices "
+            f"and skips a batch of weight 0. If it does not, take it over all devices first, jax.lax.psum(x, {axes}). "
+            f"jaxshard.check tells by numbers whether the loss is right. {INTENDED}"
         )
     return (
         f"{used}, where each device has rows of its own alone. Take it over all devices: jax.lax.pmean(x, {axes}) of a "

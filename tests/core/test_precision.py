@@ -553,3 +553,27 @@ def test_the_local_view_cannot_round(option):
     run = jax.shard_map(local, mesh=opt.mesh, in_specs=(jax.P(), specs), out_specs=jax.P())
     with pytest.raises(ValueError, match="call update outside shard_map"):
         jax.jit(run)(params(dtype), state)
+
+
+WIDENED = r"eqx\.apply_updates and a plain sum do not"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"master_dtype": jnp.float32}, pytest.warns(UserWarning, match="all params are float32.*" + WIDENED)),
+        ({"stochastic_rounding": True}, pytest.raises(ValueError, match="no parameter is bfloat16.*" + WIDENED)),
+    ],
+)
+def test_params_that_a_plain_sum_widened_are_told(options, told):
+    """As `eqx.apply_updates` does: the model then computed in float32, without a word."""
+    opt = make("zero2", optax.sgd(0.1), **options)
+    params = opt.place({"w": jnp.ones((16, 8), jnp.bfloat16)})
+    state, grads = opt.init(params), {"w": jnp.ones((16, 8), jnp.bfloat16)}
+    updates, state = opt.update(grads, state, params)
+    kept = optax.apply_updates(params, updates)
+    assert kept["w"].dtype == jnp.bfloat16
+    opt.update(grads, state, kept)
+    wide = jax.tree.map(lambda p, u: p + u.astype(jnp.float32), params, updates)
+    with told:
+        opt.update(grads, state, wide)

@@ -159,3 +159,77 @@ def test_a_gradient_of_a_mean_that_is_compared_with_a_number_is_not_known(recwar
     layout = str(jaxshard.value_and_grad(large, opt_of()).layout(weights(), batch_of(32)))
     assert "rows: not known: a number in it may depend on the number of rows" in layout
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        lambda total, count: total / jnp.maximum(count, 1.0),
+        lambda total, count: total / jnp.clip(count, 1.0),
+        lambda total, count: total / jnp.where(count > 0, count, 1.0),
+        lambda total, count: jnp.where(count > 0, total / count, 0.0),
+        lambda total, count: total / (count + 1e-6),
+    ],
+)
+def test_a_guarded_division_of_sums_has_the_cure_of_a_plain_one(guarded):
+    """The cure was a psum of the count, which leaves the loss too small by the number of devices."""
+
+    def loss(p, batch):
+        terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+        return guarded(jnp.sum(terms * batch["mask"]), jnp.sum(batch["mask"]))
+
+    batch = batch_of(32)
+    batch = {"x": batch["x"], "mask": (np.arange(32) % 3 > 0).astype(float)}
+    with pytest.warns(jaxshard.RowsWarning, match=r"set weighted=True, which divides the sums over all devices"):
+        jax.eval_shape(jaxshard.value_and_grad(loss, opt_of()), weights(), batch)
+
+
+def aux_of(loss_fn, **options):
+    """(aux of one call over the mesh, the warnings' words)"""
+    f = jaxshard.value_and_grad(loss_fn, opt_of(), has_aux=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (_, aux), _ = f(weights(), batch_of(32))
+    return aux, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_in_aux_are_told_and_means_are_not(weighted, microbatches):
+    def loss(p, batch):
+        terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+        aux = {"sum": terms.sum(), "mean": terms.mean(), "of no row": jnp.sum(p["w"] ** 2)}
+        if microbatches == 1:
+            aux |= {"over all": jax.lax.psum(terms.sum(), "data"), "rows": terms}
+        return ((terms.sum(), jnp.float32(len(terms))) if weighted else terms.mean()), aux
+
+    aux, told = aux_of(loss, weighted=weighted, microbatches=microbatches)
+    (text,) = told
+    assert text.startswith("aux leaf sum is a sum over rows (`reduce_sum` at")
+    assert "jax.lax.psum(x, 'data')" in text
+    (_, whole), _ = jax.value_and_grad(lambda p, b: _plain(loss, p, b), has_aux=True)(weights(), batch_of(32))
+    assert float(aux["mean"]) == pytest.approx(float(whole["mean"]))
+    assert float(aux["sum"]) == pytest.approx(float(whole["sum"]) / DEVICES / microbatches)
+    if microbatches == 1:
+        assert float(aux["over all"]) == pytest.approx(float(whole["sum"]))
+
+
+def _plain(loss, p, batch):
+    """The same on one device, where there is no axis to sum over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "psum", lambda x, axis: x)
+        value, aux = loss(p, batch)
+    return (value[0] if isinstance(value, tuple) else value), aux
+
+
+def test_an_aux_leaf_that_is_refused_comes_with_what_is_wrong_with_the_loss():
+    """Of a BatchNorm without its axis the error named neither the operation nor the cure."""
+
+    def loss(p, batch):
+        hidden = batch["x"] @ p["w"]
+        hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)
+        return jnp.mean(hidden**4), hidden
+
+    f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True)
+    with pytest.raises(ValueError, match=r"or its mean\. The loss may show the cause: `reduce_sum` at .*axis_name="):
+        jax.eval_shape(f, weights(), batch_of(32))
