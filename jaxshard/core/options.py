@@ -121,7 +121,25 @@ class CommonOptions(TypedDict, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """The options of `ddp`, `zero1`, `zero2`, `zero3` and `hsdp`: the common ones, and the model's specs."""
+    """The options of `ddp`, `zero1`, `zero2`, `zero3` and `hsdp`: the common ones, and the model's specs.
+
+    In a line each; the site's reference has more:
+
+    * specs: how the model's own axes (tensor, pipeline) cut the params.
+    * data_axes, replica_axes: the mesh axes that cut, and those over which there are copies.
+    * params_axes, grads_axes, state_axes: the axes that cut each of these, in place of the strategy's choice.
+    * regather: "use" or "step": gathers params wherever they are used, or once per step.
+    * frozen: params that are not trained, by rules or a tree of bools.
+    * min_shard_size: leaves of fewer elements stay whole; 2048.
+    * reduce_dtype: the dtype in which gradients are summed.
+    * master_dtype: the dtype of masters, copies of the params in the state.
+    * moment_dtype: jnp.bfloat16 or "int8", for the optimizer's moments.
+    * stochastic_rounding: updates bf16 params in float32, without masters.
+    * state_memory: "host" keeps the state in the host's memory.
+    * loss_scale: a `LossScale`, for fp16.
+    * auto_axes: mesh axes that XLA's partitioner has.
+    * rows: "mixed" for a loss that is meant to mix rows of a device.
+    """
 
     specs: Tree | Rules | None
     """How the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or rules

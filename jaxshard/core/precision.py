@@ -55,7 +55,10 @@ def wide(config: Config, dtype: DType) -> DType:
 
 _LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
 _FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen to be never negative"
-_WIDENED = "adding the update has widened them: optax.apply_updates keeps their dtype, eqx.apply_updates and a plain sum do not"
+_WIDENED = (
+    "adding the update has widened them: optax.apply_updates keeps their dtype; eqx.apply_updates and a plain sum do "
+    "not"
+)
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
