@@ -479,8 +479,9 @@ assert largest < 1e-12
 # %% [markdown]
 # ## Where to go next
 #
-# * **Which strategy?** `zero2` if the parameters fit on each device; `zero3` (the same as `fsdp`) with `unshard` if
-#   they do not; `hsdp` to shard over the devices of one host and copy over hosts, with `make_mesh(replica=...)`.
+# * **Which strategy?** `zero1` if parameters and gradients fit on each device, `zero2` if parameters do; `zero3` (the
+#   same as `fsdp`) with `unshard` if they do not; `hsdp` to shard over the devices of one host and copy over hosts,
+#   with `make_mesh(replica=...)`.
 # * **Larger batches**: `train_step(..., microbatches=m)`. **Padded or packed rows**: `weighted=True`, the exact mean
 #   over all tokens. **bfloat16 parameters**: `master_dtype=jnp.float32`.
 # * **Held-out loss**: `jaxshard.evaluate(loss_fn, opt)`. **Several hosts**: `jaxshard.initialize()` first, and

@@ -202,7 +202,7 @@ for name in strategies:
 # %% [markdown]
 # Drawn over the step, a bar is what a device sends at that place. `zero1` is silent until the last microbatch is
 # through, then sends everything. `zero2` scatters the gradients of each layer as soon as the backward pass has them.
-# `zero3` also gathers each layer before its use, on the way up and again on the way down, and so has nothing to gather
+# `zero3` also gathers each layer before its use, forward and again backward, and so has nothing to gather
 # at the end.
 
 # %%
@@ -362,7 +362,7 @@ assert growth["zero3, unshard"] < 0.5 * block_bytes
 #
 # ## All of it in one picture
 #
-# To the left is little traffic, below is little memory. Each strategy that holds less sends more, but for
+# To the left is little traffic, below is little memory. Each strategy that holds less sends more, except
 # `regather="step"`: during the step it is like `zero2`. What it saves is the parameters' memory between steps.
 
 # %%

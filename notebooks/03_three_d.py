@@ -191,7 +191,7 @@ assert mu.addressable_shards[0].data.size * 8 == mu.size  # and x 2 data
 # ## In which order the stages work
 #
 # The batch goes through the stages in microbatches, and a stage waits until its first one comes. The library keeps its
-# timetable in whole numbers. This is ours, of 2 stages:
+# timetable. This is ours, of 2 stages:
 
 # %%
 print(chart(Plan(num_stages=2, num_microbatches=MICROBATCHES), "1f1b"))
@@ -278,8 +278,8 @@ assert all(kept(Plan(4, number, 2), "interleaved") <= Plan(4, number, 2).num_kep
 # ## The same training
 #
 # Three steps on one device, in plain JAX and optax, and three under each schedule. The optimizer clips by the norm of
-# *all* gradients, which lie in eighths on eight devices, and is none the wiser. `interleaved` wants its layers as (2,
-# layers / 2, ...), a reshape, cut on the second dim.
+# *all* gradients, which lie in eighths on eight devices, and does not know of the devices. `interleaved` wants its
+# layers as (2, layers / 2, ...), a reshape, cut on the second dim.
 
 
 # %%

@@ -78,8 +78,8 @@ def loss_fn(params, batch):
 # norm of each parameter, Adafactor means over rows and columns, Muon whole matrices.
 #
 # SOAP is not in optax, so here it is, for matrices: Adam in the eigenbasis of Shampoo's two factors, which one QR step
-# per update follows. The last one is a whim: momentum with centred columns, as large as the parameter. Neither knows of
-# devices.
+# per update follows. The last one is made up: momentum with centred columns, as large as the parameter. Neither knows
+# of devices.
 
 
 # %%
@@ -188,8 +188,8 @@ assert wrong["Muon"][-1] > 1
 
 # %% [markdown]
 # Only AdamW is right. The others train, but each number of devices trains another model. With clipping and Muon on
-# eight devices the difference is larger than the way itself: a learning rate that was found on two is not the one for
-# eight.
+# eight devices the difference is larger than the way that the parameters went: a learning rate that was found on two is
+# not the one for eight.
 #
 # Muon shows how it comes about. It makes of a gradient the nearest orthogonal matrix, whose singular values are all
 # about 1. From shards it makes eight small orthogonal matrices, and these together are not orthogonal: directions that
@@ -441,4 +441,4 @@ assert work["left to XLA"] > 1.5 * work["jaxshard"]
 # * **Muon for matrices, AdamW for the rest**: `optax.partition`, as in `examples/muon_and_adamw.py`.
 # * **Which optimizers are tested?** All of optax and optax.contrib, in every strategy: `docs/matrix.md`.
 # * **Your own**: write it for whole arrays, wrap it, and compare five steps with `jaxshard.ddp`, as above.
-# * **SOAP's traffic**: stack layers by a number that N divides, so that its factors stay where they are.
+# * **SOAP's traffic**: stack a number of layers that N divides, so that its factors stay where they are.

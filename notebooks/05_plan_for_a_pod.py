@@ -188,8 +188,8 @@ show_plan("v5p")
 # %% [markdown]
 # ## Where time goes
 #
-# The least time of a step is a roofline: products at the chip's peak, all else at the speed of its memory, and what is
-# sent at the speed of its links, with nothing overlapped. It ranks strategies; a real step takes longer.
+# The least time of a step is a roofline: matrix products at the chip's peak, all else at the speed of its memory, and
+# what is sent at the speed of its links, with nothing overlapped. It ranks strategies; a real step takes longer.
 
 # %%
 TIMES = {"products": "#1b3a57", "memory": "#7fb7be", "links": "#e4572e", "waits": "#f2b134"}
@@ -360,7 +360,7 @@ else:
     print(compiled)
 
 # %% [markdown]
-# What rests on each device, its peak and what it sends, foretold and compiled, on a logarithmic scale. What rests is
+# What rests on each device, its peak and what it sends, predicted and compiled, on a logarithmic scale. What rests is
 # equal to the byte. The plan knows no more than the traced program, so the peak may be off by a fifth, and what is sent
 # by a tenth.
 
@@ -401,6 +401,6 @@ assert not jax.live_arrays()
 #
 # * **Without Python**: `jaxshard plan --machine v5p:8x8x8` plans the reference model, whose sizes are options;
 #   `--fit` searches tensor and pipeline axes as well, and `--compile v5p:8x8x8` is the last section in one command.
-# * **How good are such plans?** The guide to plans has some 60 cases beside the compilers' figures, for TPU and GPU.
+# * **How good are such plans?** "Plans against compilers" has 78 cases beside the compilers' figures, for TPU and GPU.
 # * **Too large for any strategy?** `plan.fewest_devices` says how many chips would do.
 # * **On real devices**: the same `zero3` on `jaxshard.make_mesh()`, and nothing else changes.

@@ -65,7 +65,7 @@ def error_of(kind, function, *args):
 # ## A training run that survives
 #
 # What is to be killed must be a process of its own, so here is a whole training script. For its survival, `Preemption`
-# turns SIGTERM into a wish to stop between two steps, `Checkpointer` keeps checkpoints in a folder, `restore` continues
+# turns SIGTERM into an end between two steps, `Checkpointer` keeps checkpoints in a folder, `restore` continues
 # from the newest, and `save` writes one every 20 steps, and one at the end.
 
 # %%
@@ -447,6 +447,6 @@ place.cleanup()
 #
 # * **Hangs**: `jaxshard.guards.Watchdog` ends a process that takes no step for too long, with the stacks of all its
 #   threads. With several processes, one that dies ends the others within seconds, so that all can be started again.
-# * **The whole list**: the page on faults has some 70 that were tried, each with the answer and the test.
+# * **The whole list**: the page on faults has more than 60 that were tried, each with the answer and the test.
 # * **Without code**: `jaxshard train` does all of this by itself, and `jaxshard ckpt verify DIR` reads a folder's
 #   checkpoints and names the leaf that is not what was saved.

@@ -73,8 +73,8 @@ def mean_loss(params, batch):
 
 # %% [markdown]
 # jaxshard follows the rows through the traced loss, before anything is compiled, and warns if they are mixed.
-# `jaxshard.check` computes loss and gradients with rows dealt out in other ways, and compares. We note how far the
-# worst gradient is from that of one device.
+# `jaxshard.check` computes loss and gradients with the rows on other devices and in other orders, and compares. We note
+# how far the worst gradient is from that of one device.
 
 # %%
 ERRORS = {}
@@ -270,7 +270,7 @@ np.testing.assert_allclose(norms["the mean, times 64"], norms["the sum"][0], rto
 # ## Padding
 #
 # Rows of different lengths are padded, and the mean is over real tokens. Each device has another number of these, so
-# the mean of the devices' means gives tokens in short company more weight. The rows here are sorted by length, as
+# the mean of the devices' means gives tokens of short rows more weight. The rows here are sorted by length, as
 # loaders like to do.
 
 # %%
