@@ -22,6 +22,7 @@ from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.display import loss_in_words
 from jaxshard.trainer.finished_run import opened
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
+from jaxshard.trainer.vocabulary import check_tokenizer
 
 _DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
 
@@ -99,6 +100,7 @@ def measured(given: Arguments) -> str:
         raise ValueError(f"RUN {given.run} is no run, and holds no text back: name one by --data")
     if given.data:
         _check_kind(given.data, config.data.format)
+    check_tokenizer(plain, given.run, f"RUN {given.run}")
     run = prepare(plain)
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
