@@ -40,8 +40,9 @@ def kept_tokenizer(start: Path) -> Path | None:
 
 def check_start(config: Config) -> None:
     """Raises ValueError where the text is not in the tokens of the model that training starts from."""
-    kept = kept_tokenizer(Path(config.train.start)) if config.train.start is not None else None
-    path = config.data.path
+    if config.train.start is None:
+        return
+    kept, path = kept_tokenizer(Path(config.train.start)), config.data.path
     if kept is None or (path is not None and names_dataset(path)):
         return
     if path is None or not data.are_tokens(config.data.format, data.readable("data.path", path)):

@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +182,21 @@ def test_tokens_go_where_a_link_points(texts, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "disk", "link"}
     assert (tmp_path / "link").is_symlink()
     assert len(tokens(tmp_path / "disk" / "tokens")) < len(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_half_is_left_after_a_signal(texts, tmp_path, number):
+    """All tokens made so far stayed in .tokens.PID.new."""
+    made(texts, "--out", tmp_path / "mine", "--vocabulary", "300")
+    (tmp_path / "long.txt").write_text("The text of an hour. " * 2_000_000)
+    words = ["long.txt", "--out", "tokens", "--tokenizer", "mine"]
+    process = subprocess.Popen([sys.executable, "-m", "jaxshard", "tokenize", *words], cwd=tmp_path)
+    while not any(file.stat().st_size for file in tmp_path.glob(".tokens.*.new/all")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "mine", "long.txt"}
 
 
 def test_more_tokens_than_the_header_can_count(tmp_path):
