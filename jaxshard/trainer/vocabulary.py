@@ -47,7 +47,7 @@ def check_start(config: Config) -> None:
         return
     if path is None or not data.are_tokens(config.data.format, data.readable("data.path", path)):
         raise ValueError(
-            f"data.path: the model of train.start reads tokens, and this is text, in bytes: {_tokens_by(kept)}"
+            f"data.path: the model of train.start reads tokens, and this is text, in bytes: {tokens_by(kept)}"
         )
     check_tokenizer(config, Path(config.train.start), "train.start")
 
@@ -62,10 +62,11 @@ def check_tokenizer(config: Config, model: Path, name: str) -> None:
     """
     kept, tokenizer = kept_tokenizer(model), tokenizer_of(config)
     if kept is not None and tokenizer is not None and _ids(tokenizer) != _ids(kept):
-        raise ValueError(f"data.path: {tokenizer} is another tokenizer than that of {name}: {_tokens_by(kept)}")
+        raise ValueError(f"data.path: {tokenizer} is another tokenizer than that of {name}: {tokens_by(kept)}")
 
 
-def _tokens_by(kept: Path) -> str:
+def tokens_by(kept: Path) -> str:
+    """How to make tokens with the tokenizer that a model keeps."""
     return f"{shell_command('jaxshard', 'tokenize', 'TEXT', '--tokenizer', str(kept))} --out FOLDER, then --data FOLDER"
 
 

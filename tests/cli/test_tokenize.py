@@ -166,6 +166,8 @@ def test_a_run_is_measured_and_goes_on_with_the_tokens_of_its_tokenizer_only(tex
         assert main(["eval", str(run), "--data", str(tmp_path / data_of)]) == status
     cure = f"jaxshard tokenize TEXT --tokenizer '{run / 'tokenizer.json'}' --out FOLDER"
     assert f"is another tokenizer than that of RUN {run}: {cure}" in capfd.readouterr().err
+    assert main(["eval", str(run), "--data", str(texts / "a.txt")]) == 2
+    assert f"is of bytes, and the run's model is not: {cure}" in capfd.readouterr().err
     resume = ["train", "--resume", "--out", str(run), "--train.steps"]
     assert main([*resume, "4", "--data", str(tmp_path / "other")]) == 2
     assert f"is another tokenizer than that of --out {run}: {cure}" in capfd.readouterr().err
