@@ -22,6 +22,7 @@ from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.display import loss_in_words
 from jaxshard.trainer.finished_run import opened
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
+from jaxshard.trainer.vocabulary import check_tokenizer, kept_tokenizer, tokens_by
 
 _DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
 
@@ -98,7 +99,8 @@ def measured(given: Arguments) -> str:
     if not given.data and isinstance(found, HuggingFaceFolder):
         raise ValueError(f"RUN {given.run} is no run, and holds no text back: name one by --data")
     if given.data:
-        _check_kind(given.data, config.data.format)
+        _check_kind(given.data, config.data.format, given.run)
+    check_tokenizer(plain, given.run, f"RUN {given.run}")
     run = prepare(plain)
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
@@ -107,8 +109,10 @@ def measured(given: Arguments) -> str:
     return f"held out: {words}, {loss:.6f} nats, on {size}"
 
 
-def _check_kind(path: str, format: str) -> None:
+def _check_kind(path: str, format: str, run: Path) -> None:
     """Raises ValueError for text where the run's are tokens, and the other way round."""
     tokens = names_dataset(path) or data.are_tokens("auto", data.readable("--data", path))
     if tokens != format.startswith("uint"):
-        raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not")
+        kept = None if tokens else kept_tokenizer(run)
+        cure = f": {tokens_by(kept)}" if kept else ""
+        raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not{cure}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.command import INTERRUPTED, is_command
 from jaxshard.base.files import check_room
 from jaxshard.base.text import printable, printable_lines, shell_command
 from jaxshard.cli import arguments as words
@@ -97,13 +99,30 @@ def _run(given: Arguments) -> None:
     tokenizer = _tokenizer(given, filled)
     for note in _notes(filled, tokenizer):
         print(note)
-    train, held = tokenizing.write(filled, tokenizer, given.out, given.heldout)
+    with _clearing_up():
+        train, held = tokenizing.write(filled, tokenizer, given.out, given.heldout)
     size = sum(file.stat().st_size for file in filled)
     print(
         f"{size:,} bytes in {len(filled)} files are {train + held:,} tokens of {tokenizer.get_vocab_size():,} "
         f"({size / (train + held):.2f} bytes each): {train:,} to train on, {held:,} held out"
     )
     print(f"to train: {shell_command('jaxshard', 'train', '--data', str(given.out))}")
+
+
+@contextlib.contextmanager
+def _clearing_up() -> Iterator[None]:
+    """While entered, Ctrl-C and SIGTERM raise, so that what is half written is removed."""
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _end) for number in heard if is_command()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _: object) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _tokenizer(given: Arguments, files: Sequence[Path]) -> Any:

@@ -13,6 +13,7 @@ from jaxshard.cli import arguments as words
 from jaxshard.trainer import finished_run, hf_config, hf_folder, profile, toml
 from jaxshard.trainer.config import Arguments, Config, ModelConfig, OptimizerConfig, check
 from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.vocabulary import check_tokenizer
 
 _DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
 _COMMAND = "jaxshard train"
@@ -125,6 +126,7 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
         taken = folder.latest_step() if goes_on else 0
         profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
     if goes_on:
+        check_tokenizer(config, folder.path, f"--out {folder.path}")
         return True, _compared(folder, config)
     if given.resume_if_saved:
         folder.check_unsaved()

@@ -11,6 +11,8 @@ import numpy as np
 
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
 """The first of the 256 int32 numbers that llm.c puts before the tokens: of GPT-2's, and of Llama 3's."""
+COUNTED = 2**32
+"""The header's number of tokens is the whole number modulo this."""
 TOKENIZER = "tokenizer.json"
 """Beside the tokens, what made them."""
 _HEADER_BYTES = 1024
@@ -67,7 +69,7 @@ def _part(file: Path, dtype: str | None) -> np.ndarray:
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = np.frombuffer(stream.read(_HEADER_BYTES), np.uint8)
-    numbers = head.view("<i4") if len(head) == _HEADER_BYTES else np.zeros(3, np.int32)
+    numbers = head.view("<u4") if len(head) == _HEADER_BYTES else np.zeros(3, np.uint32)
     of_header = HEADERS.get(int(numbers[0]))
     if of_header and dtype not in (None, of_header):
         raise ValueError(
@@ -81,7 +83,7 @@ def _part(file: Path, dtype: str | None) -> np.ndarray:
             f"data.path: {file} has {size - start:,} bytes of tokens, no multiple of {chosen.itemsize}, the size of "
             f"{chosen.name}: it was cut short, or is text: set data.format = bytes"
         )
-    if of_header and count != int(numbers[2]):
+    if of_header and count % COUNTED != int(numbers[2]):
         raise ValueError(
             f"data.path: {file} holds {count:,} tokens, and its header says {int(numbers[2]):,}: copy it anew"
         )

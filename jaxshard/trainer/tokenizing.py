@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.trainer.token_files import HEADERS, TOKENIZER
+from jaxshard.trainer.token_files import COUNTED, HEADERS, TOKENIZER
 
 END = "<|endoftext|>"
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -169,7 +169,7 @@ def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> 
     Returns:
       How many tokens train.bin and val.bin have.
     """
-    path = path.absolute()
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}.{os.getpid()}.{name}") for name in ("new", "old"))
     new.mkdir()
@@ -209,10 +209,9 @@ def _copy(stream: Any, file: Path, count: int, dtype: np.dtype) -> None:
     with file.open("wb") as out:
         if dtype.itemsize == 4:
             magic = next(magic for magic, name in HEADERS.items() if name == "uint32")
-            out.write(np.asarray([magic, _LLAMA3, count, *[0] * 253], "<i4").tobytes())
+            out.write(np.asarray([magic, _LLAMA3, count % COUNTED, *[0] * 253], "<u4").tobytes())
         left = count * dtype.itemsize
-        while left:
-            block = stream.read(min(left, 2**24))
+        while block := stream.read(min(left, 2**24)):
             out.write(block)
             left -= len(block)
 

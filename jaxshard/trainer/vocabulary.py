@@ -7,6 +7,7 @@ import json
 import operator
 from pathlib import Path
 
+from jaxshard.base.text import shell_command
 from jaxshard.trainer import data, hf_folder
 from jaxshard.trainer.config import Config, ModelConfig
 from jaxshard.trainer.dataset import names_dataset
@@ -39,16 +40,34 @@ def kept_tokenizer(start: Path) -> Path | None:
 
 def check_start(config: Config) -> None:
     """Raises ValueError where the text is not in the tokens of the model that training starts from."""
-    kept = kept_tokenizer(Path(config.train.start)) if config.train.start is not None else None
-    path = config.data.path
+    if config.train.start is None:
+        return
+    kept, path = kept_tokenizer(Path(config.train.start)), config.data.path
     if kept is None or (path is not None and names_dataset(path)):
         return
-    again = f"jaxshard tokenize TEXT --tokenizer {kept} --out FOLDER, then --data FOLDER"
     if path is None or not data.are_tokens(config.data.format, data.readable("data.path", path)):
-        raise ValueError(f"data.path: the model of train.start reads tokens, and this is text, in bytes: {again}")
-    tokenizer = tokenizer_of(config)
-    if tokenizer is not None and _ids(tokenizer) != _ids(kept):
-        raise ValueError(f"data.path: {tokenizer} is another tokenizer than that of train.start: {again}")
+        raise ValueError(
+            f"data.path: the model of train.start reads tokens, and this is text, in bytes: {tokens_by(kept)}"
+        )
+    check_tokenizer(config, Path(config.train.start), "train.start")
+
+
+def check_tokenizer(config: Config, model: Path, name: str) -> None:
+    """Raises ValueError where another tokenizer than that of the model in a folder made the tokens.
+
+    Args:
+      config: has `data.path`.
+      model: a run, or a Hugging Face folder.
+      name: its name in the message.
+    """
+    kept, tokenizer = kept_tokenizer(model), tokenizer_of(config)
+    if kept is not None and tokenizer is not None and _ids(tokenizer) != _ids(kept):
+        raise ValueError(f"data.path: {tokenizer} is another tokenizer than that of {name}: {tokens_by(kept)}")
+
+
+def tokens_by(kept: Path) -> str:
+    """How to make tokens with the tokenizer that a model keeps."""
+    return f"{shell_command('jaxshard', 'tokenize', 'TEXT', '--tokenizer', str(kept))} --out FOLDER, then --data FOLDER"
 
 
 def chosen(config: Config) -> Config:

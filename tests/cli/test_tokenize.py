@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from jaxshard.cli import main
-from jaxshard.trainer import data, tokenizing, vocabulary
+from jaxshard.trainer import data, token_files, tokenizing, vocabulary
 from jaxshard.trainer.config import Config, DataConfig, ModelConfig, TrainConfig
 
 TEXTS = {
@@ -147,6 +151,65 @@ def test_text_must_be_in_the_tokens_of_the_model_that_training_starts_from(texts
             with pytest.raises(ValueError, match=r"reads tokens, and this is text, in bytes: jaxshard tokenize"):
                 checked(text, start)
     checked("texts", "texts")  # a start that keeps no tokenizer
+
+
+def test_a_run_is_measured_and_goes_on_with_the_tokens_of_its_tokenizer_only(texts, tmp_path, capfd):
+    """Of as many tokens, another's gave a loss without meaning, and took the place of the run's own."""
+    made(texts, "--out", tmp_path / "mine", "--vocabulary", "300")
+    made(texts / "a.txt", "--out", tmp_path / "other", "--vocabulary", "300")
+    made(texts / "a.txt", "--out", tmp_path / "again", "--tokenizer", tmp_path / "mine")
+    run = tmp_path / "my run"
+    assert main(["train", *SMALL, "--data", str(tmp_path / "mine"), "--out", str(run)]) == 0
+    kept = (run / "tokenizer.json").read_bytes()
+    capfd.readouterr()
+    for data_of, status in (("again", 0), ("other", 2)):
+        assert main(["eval", str(run), "--data", str(tmp_path / data_of)]) == status
+    cure = f"jaxshard tokenize TEXT --tokenizer '{run / 'tokenizer.json'}' --out FOLDER"
+    assert f"is another tokenizer than that of RUN {run}: {cure}" in capfd.readouterr().err
+    assert main(["eval", str(run), "--data", str(texts / "a.txt")]) == 2
+    assert f"is of bytes, and the run's model is not: {cure}" in capfd.readouterr().err
+    resume = ["train", "--resume", "--out", str(run), "--train.steps"]
+    assert main([*resume, "4", "--data", str(tmp_path / "other")]) == 2
+    assert f"is another tokenizer than that of --out {run}: {cure}" in capfd.readouterr().err
+    assert main([*resume, "3", "--data", str(tmp_path / "again")]) == 0
+    assert (run / "tokenizer.json").read_bytes() == kept
+
+
+def test_tokens_go_where_a_link_points(texts, tmp_path):
+    """The link was lost, and lay beside as .link.PID.old."""
+    made(texts, "--out", tmp_path / "disk" / "tokens", "--vocabulary", "300")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "tokens")
+    before = tokens(tmp_path / "disk" / "tokens")
+    made(texts / "a.txt", "--out", tmp_path / "link", "--vocabulary", "300", "--overwrite")
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "disk", "link"}
+    assert (tmp_path / "link").is_symlink()
+    assert len(tokens(tmp_path / "disk" / "tokens")) < len(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_half_is_left_after_a_signal(texts, tmp_path, number):
+    """All tokens made so far stayed in .tokens.PID.new."""
+    made(texts, "--out", tmp_path / "mine", "--vocabulary", "300")
+    (tmp_path / "long.txt").write_text("The text of an hour. " * 2_000_000)
+    words = ["long.txt", "--out", "tokens", "--tokenizer", "mine"]
+    process = subprocess.Popen([sys.executable, "-m", "jaxshard", "tokenize", *words], cwd=tmp_path)
+    while not any(file.stat().st_size for file in tmp_path.glob(".tokens.*.new/all")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "mine", "long.txt"}
+
+
+def test_more_tokens_than_the_header_can_count(tmp_path):
+    """The header of 2**31 tokens was an OverflowError, after all of them had been made."""
+    count, file = 2**32 + 3, tmp_path / "train.bin"
+    with (tmp_path / "none").open("wb+") as nothing:
+        tokenizing._copy(nothing, file, 2**31, np.dtype("<u4"))
+        tokenizing._copy(nothing, file, count, np.dtype("<u4"))
+    with file.open("rb+") as stream:
+        stream.truncate(1024 + 4 * count)  # zeros that take no room
+    assert len(token_files.read([file], None)) == count
 
 
 @pytest.mark.parametrize(
