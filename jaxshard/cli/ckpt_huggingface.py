@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +21,10 @@ import numpy as np
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.leaves import Entry
 from jaxshard.cli import ckpt_export as files
-from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linear
+from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linear, tokenizing, vocabulary
 from jaxshard.trainer.config import Config, LoraConfig
 from jaxshard.trainer.hf_names import Tensor
 from jaxshard.trainer.run_folder import RunFolder
-from jaxshard.trainer.vocabulary import kept_tokenizer
 
 
 def check_free(folder: Path) -> None:
@@ -59,19 +59,36 @@ def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None,
         name: {"shape": list(tensor.shape), "dtype": dtype, "digest": 0} for name, tensor in tensors.items()
     }
     reader = _Reader(checkpoints, step, config.lora, tensors, dtype)
-    before = RunFolder(run).huggingface / hf_folder.CONFIG
-    described = hf_config.described(config.model, dtype, hf_config.read(before) if before.is_file() else {})
+    described = hf_config.described(config.model, dtype, _known_before(RunFolder(run)))
     with files.workplace(folder) as place:
         made = place / "made"
         made.mkdir()
         hf_folder.keep(run, made)
-        if tokenizer := kept_tokenizer(run):
-            shutil.copyfile(tokenizer, made / hf_folder.TOKENIZER)
+        _add_tokenizer(RunFolder(run), made, described["eos_token_id"])
         (made / hf_folder.CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         files.write(made / hf_folder.WEIGHTS, leaves, reader, {"step": str(step)}, most_bytes)
         check_free(folder)
         made.rename(folder)
     return sorted(file.name for file in folder.iterdir())
+
+
+def _known_before(run: RunFolder) -> dict[str, Any]:
+    """The config.json that the run started from; else what the run's own tokenizer says."""
+    before = run.huggingface / hf_folder.CONFIG
+    if before.is_file():
+        return hf_config.read(before)
+    return {"eos_token_id": vocabulary.end_of(run.tokenizer)} if run.tokenizer.is_file() else {}
+
+
+def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
+    """Copies the run's own tokenizer, and says how `transformers` is to read it, unless the start's files do."""
+    config = folder / "tokenizer_config.json"
+    if not run.tokenizer.is_file():
+        return
+    shutil.copyfile(run.tokenizer, folder / hf_folder.TOKENIZER)
+    if not config.is_file() and end is not None and end == vocabulary.end_of(run.tokenizer):
+        said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizing.END}
+        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def _config_of(checkpoints: Checkpointer) -> Config:

@@ -13,6 +13,7 @@ from jaxshard.trainer.config import Config, ModelConfig
 from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.run_folder import RunFolder
 from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.tokenizing import END
 
 _UNIT = 64
 
@@ -97,6 +98,15 @@ def vocabulary_of(tokenizer: Path) -> int:
       ValueError: it is none.
     """
     return max(_ids(tokenizer).values()) + 1
+
+
+def end_of(tokenizer: Path) -> int | None:
+    """The token for the end of a text, of a tokenizer that `jaxshard tokenize` made, or GPT-2's; None of others.
+
+    Raises:
+      ValueError: it is none.
+    """
+    return _ids(tokenizer).get(END)
 
 
 def _ids(tokenizer: Path) -> dict[str, int]:

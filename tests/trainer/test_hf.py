@@ -360,6 +360,19 @@ def test_special_tokens_and_the_tokenizer_of_the_start_stay_with_the_run(tmp_pat
     assert hf_config.described(config.model, "float32", {})["bos_token_id"] is None
 
 
+def test_a_runs_own_tokenizer_goes_along_with_its_end_of_text(tmp_path):
+    """`transformers` would write on for ever."""
+    config = Config(model=FAMILIES["llama"])
+    run = saved_run(tmp_path / "run", config, fresh(config)[1])
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator(["some text"], trainers.BpeTrainer(vocab_size=30, special_tokens=["<|endoftext|>"]))
+    tokenizer.save(str(run / "tokenizer.json"))
+    folder = export(run, tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert (folder / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+
+
 OPTIONS = ["--train.steps", "2", "--train.rows", "8", "--data.heldout-bytes", "200"]
 
 
