@@ -33,10 +33,22 @@ def steps_in(words: str) -> range:
 
 
 def check(steps: range, left: int) -> None:
-    """Raises ValueError for steps that a process with `left` steps to take does not reach."""
+    """Raises ValueError for steps that a process with `left` steps to take does not reach, or cannot trace."""
+    given = f"--profile {steps.start}:{steps.stop}"
     if steps.stop > left:
-        given = f"{steps.start}:{steps.stop}"
-        raise ValueError(f"--profile {given}: this process takes {left} steps: name steps below {left + 1}")
+        raise ValueError(f"{given}: this process takes {left} steps: name steps below {left + 1}")
+    if steps and _would_crash():
+        backend = jax.default_backend()
+        raise ValueError(
+            f"{given}: JAX's profiler crashes where libtpu has looked for a TPU and there is none: set "
+            f"JAX_PLATFORMS={'cuda' if backend == 'gpu' else backend}"
+        )
+
+
+def _would_crash() -> bool:
+    """Whether libtpu is loaded, not only installed, in a process without a TPU (seen with jax 0.10.2)."""
+    maps = Path("/proc/self/maps")
+    return jax.default_backend() != "tpu" and maps.is_file() and "/libtpu.so" in maps.read_text(errors="replace")
 
 
 class Profile:

@@ -37,24 +37,47 @@ def traced(folder):
     return sorted({int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "step_num" in e["args"]})
 
 
-def test_it_has_these_steps_alone_and_counts_those_of_its_process(tmp_path, capsys):
+def ended(*options, **variables):
+    """`jaxshard train` in a process of its own: JAX's profiler crashes where libtpu has been loaded."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "COLUMNS"))}
+    kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": fast_flags()} | variables
+    command = [sys.executable, "-m", "jaxshard", "train", *options]
+    return subprocess.run(command, env=kept, timeout=300, capture_output=True, text=True, check=False)
+
+
+def trained(*options):
+    """What it prints."""
+    done = ended(*options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_has_these_steps_alone_and_counts_those_of_its_process(tmp_path):
     run = tmp_path / "my run"
-    assert main(["train", *TINY, "--out", str(run), "--profile", "1:3"]) == 0
+    printed = trained(*TINY, "--out", str(run), "--profile", "1:3")
     assert traced(run / "profile") == [1, 2]
-    assert f"a profile of 2 steps: xprof --logdir '{run}/profile'" in capsys.readouterr().out
+    assert f"a profile of 2 steps: xprof --logdir '{run}/profile'" in printed.replace("\n", " ")
     (run / "profile").rename(tmp_path / "earlier")
-    assert main(["train", "--resume", "--out", str(run), "--train.steps", "8", "--profile", "0:2"]) == 0
+    trained("--resume", "--out", str(run), "--train.steps", "8", "--profile", "0:2")
     assert traced(run / "profile") == [6, 7]
 
 
 def test_each_of_several_processes_writes_its_own(tmp_path):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "COLUMNS"))}
-    kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": fast_flags()}
-    options = ["--out", str(tmp_path / "run"), "--processes", "2", "--profile", "2:3"]
-    command = [sys.executable, "-m", "jaxshard", "train", *TINY, *options]
-    subprocess.run(command, env=kept, check=True, timeout=300, capture_output=True)
+    trained(*TINY, "--out", str(tmp_path / "run"), "--processes", "2", "--profile", "2:3")
     for index in range(2):
         assert traced(tmp_path / "run" / "profile" / f"process_{index}") == [2]
+
+
+def test_beside_a_libtpu_without_a_tpu_it_is_refused_and_works_on_the_cpu_alone(tmp_path):
+    """It crashed there, in the middle of a training."""
+    (compilers,) = {path for path in sys.path if Path(path, "libtpu").is_dir()}
+    beside = {"PYTHONPATH": f"{ROOT}{os.pathsep}{compilers}"}
+    done = ended(*TINY, "--out", str(tmp_path / "run"), "--profile", "1:2", **beside, JAX_PLATFORMS="")
+    assert done.returncode == 2
+    assert "set JAX_PLATFORMS=cpu" in done.stderr.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+    assert ended(*TINY, "--out", str(tmp_path / "run"), "--profile", "1:2", **beside).returncode == 0
+    assert traced(tmp_path / "run" / "profile") == [1]
 
 
 WRONG = {
