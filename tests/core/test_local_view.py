@@ -123,7 +123,6 @@ def test_params_may_be_left_out():
     assert_close(got, oracle(INNERS["sgd"](), params_of(8), [rows(0, 16)]))
 
 
-@pytest.mark.filterwarnings("ignore:master_dtype. all params are float32")
 def test_masters_in_the_local_view():
     opt = jaxshard.zero2(INNERS["sgd"](), mesh_of(8), min_shard_size=32, master_dtype=jnp.float32)
     params = opt.place(params_of(8))

@@ -592,7 +592,6 @@ def test_reduce_dtype_sums_in_that_dtype(strategy):
         assert (np.asarray(grads["w"], np.float32) == mean).all() == (dtype is not None)
 
 
-@pytest.mark.filterwarnings("ignore:master_dtype. all params are complex64")
 @pytest.mark.parametrize("option", ["reduce_dtype", "master_dtype"])
 def test_complex_params_keep_their_imaginary_part(option):
     opt = make("zero2", optax.sgd(0.1), **{option: jnp.float32})
