@@ -74,8 +74,8 @@ PLAIN = {}  # docstrings of attributes, as they are written: napoleon takes what
 
 
 def keep_plain(app, what, name, thing, options, lines):
-    """Keeps an attribute's docstring."""
-    if what == "attribute":
+    """Keeps the docstring of an attribute or a property."""
+    if what in ("attribute", "property"):
         PLAIN[name] = list(lines)
 
 
