@@ -8,10 +8,14 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
+
+import tyro
 
 from jaxshard.base.text import printable
 from jaxshard.trainer import toml
+
+T = TypeVar("T")
 
 _LONGEST = 60  # characters of a value that are shown
 
@@ -48,6 +52,17 @@ def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, 
         _check_values(option, values, options[_key(option)], command)
     if "" in words and _positional(words, options):
         refuse(command, "an argument is empty: leave it out, or name a file")
+
+
+def parsed(
+    words: Sequence[str], kind: type[T], command: str, description: str, further: Mapping[str, object] | None = None
+) -> T:
+    """The command line as `kind`, a dataclass; `check` says what is refused, and what `further` is."""
+    check(words, kind, command, further)
+    how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
+    given, unknown = tyro.cli(kind, args=list(words), **how)
+    check_none_left(unknown, kind, command)
+    return given
 
 
 def check_none_left(unknown: Sequence[str], kind: type, command: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,6 @@ from rich.console import Console
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_file, check_room
-from jaxshard.base.text import printable_lines
 from jaxshard.base.units import nearest
 from jaxshard.bench import models, ours, processes, steps
 from jaxshard.bench.about import about
@@ -26,6 +25,7 @@ from jaxshard.cli import arguments as words
 from jaxshard.cli import bench_tables
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.plan_compiled import devices_of
+from jaxshard.cli.streams import fail
 from jaxshard.trainer.display import make_console, say
 
 _DESCRIPTION = """Steps of jaxshard beside those by other means: memory, traffic and overlap as the machines' own
@@ -85,9 +85,7 @@ def command(arguments: Sequence[str]) -> int:
         jax.config.update("jax_platforms", before)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard bench: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, "jaxshard bench")
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -96,10 +94,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: a name is not known, or a number out of range.
     """
-    words.check(arguments, Arguments, "jaxshard bench")
-    how: dict[str, Any] = {"prog": "jaxshard bench", "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
-    words.check_none_left(unknown, Arguments, "jaxshard bench")
+    given = words.parsed(arguments, Arguments, "jaxshard bench", _DESCRIPTION)
     _check_names("--models", given.models, models.MODELS)
     _check_names("--steps", given.steps, steps.NAMES)
     _check_names("--against", [given.against], steps.NAMES)

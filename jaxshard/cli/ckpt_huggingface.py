@@ -21,10 +21,11 @@ import numpy as np
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.leaves import Entry
 from jaxshard.cli import ckpt_export as files
-from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linear, tokenizing, vocabulary
+from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linear, vocabulary
 from jaxshard.trainer.config import Config, LoraConfig
 from jaxshard.trainer.hf_names import Tensor
 from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.token_files import TOKENIZER
 
 
 def check_free(folder: Path) -> None:
@@ -77,7 +78,8 @@ def _known_before(run: RunFolder) -> dict[str, Any]:
     before = run.huggingface / hf_folder.CONFIG
     if before.is_file():
         return hf_config.read(before)
-    return {"eos_token_id": vocabulary.end_of(run.tokenizer)} if run.tokenizer.is_file() else {}
+    end = vocabulary.end_of(run.tokenizer) if run.tokenizer.is_file() else None
+    return {"eos_token_id": end[1]} if end else {}
 
 
 def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
@@ -85,9 +87,10 @@ def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
     config = folder / "tokenizer_config.json"
     if not run.tokenizer.is_file():
         return
-    shutil.copyfile(run.tokenizer, folder / hf_folder.TOKENIZER)
-    if not config.is_file() and end is not None and end == vocabulary.end_of(run.tokenizer):
-        said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizing.END}
+    shutil.copyfile(run.tokenizer, folder / TOKENIZER)
+    own = vocabulary.end_of(run.tokenizer)
+    if not config.is_file() and own is not None and own[1] == end:
+        said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": own[0]}
         config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from jaxshard.base.command import INTERRUPTED, environment
 from jaxshard.base.files import check_file
-from jaxshard.base.text import printable, printable_lines
+from jaxshard.base.text import printable
 from jaxshard.base.units import nearest
 from jaxshard.bench.about import about
 from jaxshard.cli import doctor_devices, doctor_sections
@@ -24,6 +25,7 @@ from jaxshard.cli.apart import Told, told_by
 from jaxshard.cli.doctor_devices import Machine
 from jaxshard.cli.doctor_sections import Section
 from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import fail
 from jaxshard.core.compiler_options import OURS
 from jaxshard.inspect import machine
 from jaxshard.inspect.findings import Finding, Here
@@ -53,9 +55,7 @@ def command(arguments: Sequence[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"{_COMMAND}: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, _COMMAND)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import tyro
 
 from jaxshard.base.command import INTERRUPTED
-from jaxshard.base.text import printable_lines
 from jaxshard.cli import arguments as words
 from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import fail
 from jaxshard.trainer import data, linear
 from jaxshard.trainer.build import prepare
 from jaxshard.trainer.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
@@ -57,9 +57,7 @@ def command(arguments: Sequence[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard eval: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, "jaxshard eval")
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -68,10 +66,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: an option is not known or out of range.
     """
-    words.check(arguments, Arguments, "jaxshard eval", {"data": str})
-    how: dict[str, Any] = {"prog": "jaxshard eval", "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
-    words.check_none_left(unknown, Arguments, "jaxshard eval")
+    given = words.parsed(arguments, Arguments, "jaxshard eval", _DESCRIPTION, {"data": str})
     if given.data == "":
         raise ValueError("--data '': it must be a file or a folder; leave it out for the run's own text")
     if not 1 <= given.rows < 2**20:

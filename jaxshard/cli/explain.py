@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,6 @@ from rich.console import Console
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_file
-from jaxshard.base.text import printable_lines
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli import arguments as words
 from jaxshard.cli import explain_tables, users_step
@@ -26,6 +25,7 @@ from jaxshard.cli.explanation import Explanation, Subject, explained, with_compi
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.plan import building, own
 from jaxshard.cli.plan_compiled import devices_of
+from jaxshard.cli.streams import fail
 from jaxshard.cli.train_options import fitting_warmup, model_of_start
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
@@ -77,9 +77,7 @@ def command(arguments: Sequence[str]) -> int:
             jax.config.update(name, value)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"{_COMMAND}: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, _COMMAND)
 
 
 def parse(arguments: Sequence[str]) -> Arguments:

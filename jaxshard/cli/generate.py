@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -15,6 +15,7 @@ from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.text import printable_lines
 from jaxshard.cli import arguments as words
 from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import fail
 from jaxshard.trainer import generate
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import opened
@@ -61,9 +62,7 @@ def command(arguments: Sequence[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard generate: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, "jaxshard generate")
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -72,10 +71,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: an option is not known, or a number out of range.
     """
-    words.check(arguments, Arguments, "jaxshard generate", {"prompt": str})
-    how: dict[str, Any] = {"prog": "jaxshard generate", "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
-    words.check_none_left(unknown, Arguments, "jaxshard generate")
+    given = words.parsed(arguments, Arguments, "jaxshard generate", _DESCRIPTION, {"prompt": str})
     for name, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
         if not least <= getattr(given, name) < 2**31:
             option = name.replace("_", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -19,12 +20,13 @@ from rich.console import Console
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_room
-from jaxshard.base.text import printable, printable_lines
+from jaxshard.base.text import printable
 from jaxshard.base.types import AnyMesh
 from jaxshard.base.units import size_in_words
 from jaxshard.cli import arguments as words
 from jaxshard.cli import plan_compiled, plan_tables
 from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import fail
 from jaxshard.cli.train_options import fitting_warmup, model_of_start
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import chip as chip_named
@@ -100,9 +102,7 @@ def _check_files(given: Arguments) -> None:
         check_room("--out", given.out)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard plan: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, "jaxshard plan")
 
 
 def parse(arguments: Sequence[str]) -> Arguments:

@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from jaxshard.base.command import is_command
+from jaxshard.base.text import printable_lines
 
 _GLOO = b"[Gloo] Rank "
+
+
+def fail(command: str, reason: object, status: int) -> int:
+    """Tells on standard error, in `command`'s name, why it ends; returns its exit status."""
+    print(f"{command}: {printable_lines(str(reason))}", file=sys.stderr)
+    return status
 
 
 class OutputGoneError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +14,10 @@ import tyro
 
 from jaxshard.base.command import INTERRUPTED, is_command
 from jaxshard.base.files import check_room
-from jaxshard.base.text import printable, printable_lines, shell_command
+from jaxshard.base.text import printable, shell_command
 from jaxshard.cli import arguments as words
 from jaxshard.cli.interrupts import ended_at_once
+from jaxshard.cli.streams import fail
 from jaxshard.trainer import tokenizing
 from jaxshard.trainer.data import readable
 
@@ -59,9 +60,7 @@ def command(arguments: Sequence[str]) -> int:
         return _fail("interrupted; nothing was written", INTERRUPTED)
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"{_COMMAND}: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, _COMMAND)
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -70,10 +69,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     Raises:
       ValueError: an option is not known, out of range, or missing.
     """
-    words.check(arguments, Arguments, _COMMAND, {"tokenizer": str})
-    how: dict[str, Any] = {"prog": _COMMAND, "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), **how)
-    words.check_none_left(unknown, Arguments, _COMMAND)
+    given = words.parsed(arguments, Arguments, _COMMAND, _DESCRIPTION, {"tokenizer": str})
     if not given.input:
         raise ValueError("INPUT is missing: name a file or a folder of text")
     if given.out is None:
@@ -137,7 +133,7 @@ def _tokenizer(given: Arguments, files: Sequence[Path]) -> Any:
 
 def _notes(files: Sequence[Path], tokenizer: Any) -> list[str]:
     notes = []
-    if tokenizing.end_of(tokenizer) is None:
+    if tokenizing.end_of(tokenizer.token_to_id) is None:
         notes.append("the tokenizer has no end-of-text token: texts follow each other without one")
     if not tokenizing.is_lossless(files[0], tokenizer):
         notes.append(printable(f"the tokenizer changes the text: {files[0]} does not come back from its tokens"))

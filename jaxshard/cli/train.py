@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
+import functools
 import itertools
 import math
 import os
@@ -25,7 +26,7 @@ from jaxshard.base.users_code import UsersError
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.cli import several_processes
 from jaxshard.cli.interrupts import ended_at_once
-from jaxshard.cli.streams import output_not_needed
+from jaxshard.cli.streams import fail, output_not_needed
 from jaxshard.cli.train_options import Given, check_folder, parse
 from jaxshard.core.step import TrainStep
 from jaxshard.guards import HUNG, Preemption, Watchdog
@@ -276,6 +277,4 @@ def _saved_so_far(folder: RunFolder) -> str:
     return "nothing was saved" if step is None else f"the last save is step {step}"
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard train: {printable_lines(str(reason))}", file=sys.stderr)
-    return status
+_fail = functools.partial(fail, "jaxshard train")

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> Given:
     _check_encodable("--data", given.data.path)
     _check_encodable("--out", given.out)
     _check_encodable("--train.start", given.train.start)
-    if given.train.start is not None and not _goes_on(given):
+    if given.train.start is not None and not _goes_on(given) and not hf_folder.is_one(Path(given.train.start)):
         finished_run.opened(Path(given.train.start), "train.start =")
     model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"

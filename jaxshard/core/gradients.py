@@ -26,6 +26,7 @@ from jaxshard.core.per_device import DeviceLoss, Notes
 from jaxshard.core.sharding import Setup
 from jaxshard.core.state import within_reach
 from jaxshard.core.unshard import Scale
+from jaxshard.rows import words
 from jaxshard.rows.verdict import RowsWarning
 
 LossFn = Callable[..., Tree]
@@ -272,16 +273,10 @@ def _warn_of_sums(program: Program, options: LossOptions) -> None:
     if options.per_row or options.setup.config.rows == "mixed" or program.verdict.alone:
         return
     outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    split = tuple(options.setup.split_axes)
-    axes = split[0] if len(split) == 1 else split
     for (names, _), where in zip(named_leaves(outputs[2]), program.verdict.sums[2:], strict=False):
         if where:
-            warnings.warn(
-                f"aux leaf {path_of(names)} is a sum over rows ({where}), and aux is averaged over devices and "
-                f"microbatches. Return a mean; or, with microbatches=1, jax.lax.psum(x, {axes!r})",
-                RowsWarning,
-                stacklevel=2,
-            )
+            text = words.of_sum_in_aux(path_of(names), where, options.setup.split_axes)
+            warnings.warn(text, RowsWarning, stacklevel=2)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

@@ -153,8 +153,9 @@ def _of_aux(
 
 
 def _sum_in_words(label: Label) -> str:
-    is_sum = isinstance(label, Stat) and label.degree == 1 and not (label.running or label.guessed or label.by_sum)
-    return words.named(label.trail) if is_sum and isinstance(label, Stat) else ""
+    if isinstance(label, Stat) and label.degree == 1 and not (label.running or label.guessed or label.by_sum):
+        return words.named(label.trail)
+    return ""
 
 
 def _may_grow(label: Label, shape: Sequence[int], rows: int) -> bool:

@@ -24,10 +24,14 @@ def named(trail: Trail) -> str:
     return f"`{trail[-1].primitive.name}`" + (f" at {line}" if line else "")
 
 
+def _axes(names: Sequence[str]) -> str:
+    """Axes as a collective takes them."""
+    return repr(names[0]) if len(names) == 1 else repr(tuple(names))
+
+
 def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> str:
     """The sentence for a loss that depends on several rows at a time."""
-    axes = repr(split_axes[0]) if len(split_axes) == 1 else repr(tuple(split_axes))
-    here = named(label.trail)
+    axes, here = _axes(split_axes), named(label.trail)
     if label.kind == "ratio":
         return (
             f"{here} divides one sum over rows by another, and each device has rows of its own. Return "
@@ -64,6 +68,12 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
             f"{here} puts the rows of all devices together, but only those of one microbatch of {microbatches}. Set "
             f"microbatches=1. {INTENDED}"
         )
+    return _of_statistic(label, axes)
+
+
+def _of_statistic(label: Mixed, axes: str) -> str:
+    """The sentence for a statistic of a device's rows that is used further."""
+    here = named(label.trail)
     of = named(label.of) if label.of and label.of[-1] is not label.trail[-1] else ""
     used = f"{of} is taken over the rows, and {here} uses it" if of else f"{here} is taken over the rows"
     if (label.of or label.trail)[-1].primitive.name not in _SUMS:
@@ -81,6 +91,14 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
     return (
         f"{used}, where each device has rows of its own alone. Take it over all devices: jax.lax.pmean(x, {axes}) of a "
         f"mean, jax.lax.psum(x, {axes}) of a sum or a count; or axis_name={axes} in a BatchNorm. {INTENDED}"
+    )
+
+
+def of_sum_in_aux(path: str, where: str, split_axes: Sequence[str]) -> str:
+    """The sentence for a leaf of aux that is the sum `where` over rows."""
+    return (
+        f"aux leaf {path} is a sum over rows ({where}), and aux is averaged over devices and microbatches. Return a "
+        f"mean; or, with microbatches=1, jax.lax.psum(x, {_axes(split_axes)})"
     )
 
 

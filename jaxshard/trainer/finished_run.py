@@ -19,6 +19,7 @@ from jaxshard.trainer import hf_folder, linear, toml
 from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
 from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.token_files import TOKENIZER
 
 FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
 """Options of the model that its parameters do not depend on; but learned positions have a length."""
@@ -163,7 +164,7 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
 def _as_config(folder: HuggingFaceFolder) -> Config:
     """The configuration of a run that would have made the folder: of bytes, where no tokenizer says otherwise."""
     model = dataclasses.replace(folder.model, dtype=folder.dtype)  # pyright: ignore[reportArgumentType]
-    of_bytes = model.vocabulary == 256 and not (folder.path / hf_folder.TOKENIZER).is_file()
+    of_bytes = model.vocabulary == 256 and not (folder.path / TOKENIZER).is_file()
     wide = "uint32" if model.vocabulary > 2**16 else "uint16"
     return Config(DataConfig(format="bytes" if of_bytes else wide), model)
 

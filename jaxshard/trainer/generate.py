@@ -15,7 +15,7 @@ import optax
 
 import jaxshard
 from jaxshard.base.tree import shape_of
-from jaxshard.trainer import linear
+from jaxshard.trainer import linear, tokenizing
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
@@ -135,13 +135,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
+    package = tokenizing.tokenizers(str(path))
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        needs = f"{path} needs the package tokenizers"
-        raise ImportError(f'{needs}: pip install "jaxshard[tokens]"') from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = package.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no other
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
 

