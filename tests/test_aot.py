@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import aot, inspect, plan
-from jaxshard.cli import plan as command
+from jaxshard.cli import plan_rows
 from jaxshard.core.state import init
 from jaxshard.hardware import chips
 from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
@@ -308,8 +308,10 @@ def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
     sizes = {"layers": 4, "width": 512, "heads": 4, "hidden": 1024, "sequence_length": 64, "vocabulary": 1024}
     config = Config(model=ModelConfig(**sizes), sharding=ShardingConfig(**_STYLES[style]), train=TrainConfig(rows=32))
     target = plan.Target(machine.chip, 8, machine.chip.memory_bytes)
-    mine = command.own(config, target)
-    step, params, batch = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes, devices=aot.devices(machine)))
+    mine = plan_rows.own(config, target)
+    step, params, batch = plan_rows.building(config)(
+        mine, jaxshard.make_mesh(**mine.sizes, devices=aot.devices(machine))
+    )
     report = aot.report(step.lower(params, init(step.setup, params), batch), machine)
     predicted = plan.predict(step, params, batch)
     assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)

@@ -23,8 +23,8 @@ from jaxshard.cli import arguments as words
 from jaxshard.cli import explain_tables, users_step
 from jaxshard.cli.explanation import Explanation, Subject, explained, with_compiled
 from jaxshard.cli.interrupts import ended_at_once
-from jaxshard.cli.plan import building, own
 from jaxshard.cli.plan_compiled import devices_of
+from jaxshard.cli.plan_rows import building, own
 from jaxshard.cli.streams import fail
 from jaxshard.cli.train_options import fitting_warmup, model_of_start
 from jaxshard.mesh import make_mesh

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
-import numpy as np
 import tyro
 from rich.console import Console
 
@@ -21,22 +20,17 @@ from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_room
 from jaxshard.base.text import printable
-from jaxshard.base.types import AnyMesh
 from jaxshard.base.units import size_in_words
 from jaxshard.cli import arguments as words
-from jaxshard.cli import plan_compiled, plan_tables
+from jaxshard.cli import plan_compiled, plan_rows, plan_tables
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.streams import fail
 from jaxshard.cli.train_options import fitting_warmup, model_of_start
-from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import chip as chip_named
-from jaxshard.plan import choices, search
-from jaxshard.plan.choices import Candidate, Target
-from jaxshard.plan.search import Build, Built, Row
+from jaxshard.plan import search
+from jaxshard.plan.choices import Target
+from jaxshard.plan.search import Row
 from jaxshard.trainer import toml
-from jaxshard.trainer.arithmetic import useful_flops
-from jaxshard.trainer.attention import why_not_fused
-from jaxshard.trainer.build import check_rows, make_parts, make_step
 from jaxshard.trainer.config import Config, check
 from jaxshard.trainer.display import make_console
 
@@ -169,173 +163,23 @@ def target_of(given: Arguments) -> Target:
     return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9, torus)
 
 
-# What is planned.
-
-
-def building(config: Config) -> Build:
-    """`build` for the configuration's model, as `plan.compare` takes it."""
-
-    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
-        chosen = sharded_as(config, candidate)
-        check(chosen)
-        check_rows(chosen, mesh)
-        model, _, opt, params = make_parts(chosen, mesh)
-        batch = {"tokens": jax.ShapeDtypeStruct((chosen.train.rows, chosen.model.sequence_length + 1), np.int32)}
-        keys = [jax.eval_shape(lambda: jax.random.key(0))] if chosen.model.dropout else []
-        return (make_step(chosen, model, opt), params, batch, *keys)
-
-    return build
-
-
-def sharded_as(config: Config, candidate: Candidate) -> Config:
-    """The configuration with another strategy and mesh."""
-    chosen = {"strategy": candidate.strategy, "microbatches": candidate.microbatches, "devices": None}
-    chosen |= {**candidate.sizes, "state_over": "+".join(candidate.state_axes) or "data"}
-    chosen |= {"state_memory": candidate.state_memory}
-    chosen |= {} if candidate.zero is None else {"zero": candidate.zero}
-    chosen |= {} if candidate.pipeline > 1 else {"schedule": "1f1b", "virtual": 1}
-    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **chosen))
-
-
-def own(config: Config, target: Target) -> Candidate:
-    """The configuration's own strategy on the target's devices.
-
-    Raises:
-      ValueError: its axes do not make so many devices.
-    """
-    sharding = config.sharding
-    sizes = {axis: getattr(sharding, axis) for axis in ("data", "tensor", "pipeline", "replica")}
-    try:
-        mesh = abstract_mesh(target.num_devices, **sizes)
-    except ValueError:
-        given = ", ".join(f"--sharding.{axis} {size}" for axis, size in sizes.items())
-        raise ValueError(
-            f"{given} do not make {target.num_devices} devices: change one (-1 stands for what the others leave), or "
-            "--machine or --devices"
-        ) from None
-    zero = sharding.zero if sharding.strategy == "hybrid" else None
-    strategy = "zero3" if sharding.strategy == "fsdp" else sharding.strategy
-    state_axes = ("data", "replica") if sharding.state_over == "data+replica" else ()
-    sizes = dict(mesh.shape)
-    return Candidate(
-        strategy,
-        **sizes,
-        zero=zero,
-        microbatches=sharding.microbatches,
-        state_axes=state_axes,
-        state_memory=sharding.state_memory,
-    )
-
-
-def candidates(given: Arguments, target: Target) -> list[Candidate]:
-    """The strategies that --strategies names; by default all that cut over data, and the configuration's own."""
-    all_data = choices.side_by_side(target, given.sharding.microbatches)
-    if not given.strategies:
-        mine = own(given, target)
-        return all_data if mine in all_data else [*all_data, mine]
-    named = {"hfsdp" if c.state_axes else c.strategy: c for c in all_data} | {"own": own(given, target)}
-    missing = [name for name in given.strategies if name not in named]
-    if missing:
-        raise ValueError(
-            f"--strategies {' '.join(missing)}: it needs several groups of devices that fast links join, and the "
-            f"{target.num_devices} x {target.chip.name} are one"
-        )
-    return [named[name] for name in given.strategies]
-
-
-def to_try(given: Arguments, target: Target) -> list[Candidate]:
-    """Strategy x mesh x microbatches for --fit: what the model's sizes allow."""
-    model = given.model
-    groups = model.kv_heads or model.heads
-    tensors = [n for n in (1, 2, 4, 8) if groups % n == 0 and n <= target.chip.domain_size]
-    pipelines = [n for n in (1, 2, 4, 8) if model.layers % n == 0]
-    rows = given.train.rows
-    microbatches = [m for m in (1, 4, 16) if rows % m == 0]
-    return choices.candidates(target, microbatches=microbatches, tensors=tensors, pipelines=pipelines)
-
-
 def _planned(given: Arguments) -> int:
     target, console = target_of(given), make_console()
-    build = building(given)
     if given.fit:
-        found = search.fit(build, to_try(given, target), target)
+        found = search.fit(plan_rows.building(given), plan_rows.to_try(given, target), target)
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
-        rows, notes = rows_of(given, candidates(given, target), target)
-    rows = _with_useful_seconds(given, rows, target)
-    notes += _unfused(given, target)
+        rows, notes = plan_rows.rows_of(given, plan_rows.candidates(given, given.strategies, target), target)
+    rows = plan_rows.with_useful_seconds(given, rows, target)
+    notes += plan_rows.unfused(given, target)
     if rows and not any(row.fits for row in rows):
-        notes.append(too_large(given, rows, target))
+        notes.append(plan_rows.too_large(given, rows, target))
     if rows:
         _show(console, given, rows, target)
         _write(given, rows, notes)
     for note in notes:
         console.print(note, soft_wrap=not console.is_terminal)  # a terminal would break it within a word
     return 0 if any(row.fits for row in rows) else 1
-
-
-def rows_of(given: Config, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:
-    """A row for each candidate, with the largest batch that fits, from one trace each; and why others cannot be.
-
-    Raises:
-      ValueError: none can be.
-    """
-    build, rows, refused = building(given), [], []
-    for candidate in wanted:
-        unit = given.sharding.stage_microbatches if candidate.pipeline > 1 else 1
-        try:
-            found = search.AnyRows(*build(candidate, candidate.mesh(target)), unit=unit)
-            rows.append(Row(candidate, found.at(given.train.rows), target, search.largest_batch(found, target)))
-        except ValueError as error:
-            refused.append((candidate, error))
-    if not rows:
-        raise refused[0][1]
-    return rows, [f"{candidate.name} cannot be: {error}" for candidate, error in refused]
-
-
-def _with_useful_seconds(given: Config, rows: Sequence[Row], target: Target) -> list[Row]:
-    each = useful_flops(given) / target.num_devices / target.chip.flops[given.model.dtype]
-    return [dataclasses.replace(row, useful_seconds=each) for row in rows]
-
-
-def _unfused(given: Config, target: Target) -> list[str]:
-    """A note where attention runs by plain operations, which another shape or type would spare."""
-    reason = why_not_fused(given.model, Candidate("ddp", data=target.num_devices).mesh(target))
-    return [f"Attention is not fused: {reason}."] if reason else []
-
-
-def too_large(given: Config, rows: Sequence[Row], target: Target) -> str:
-    """A note: how much too large the smallest is, and the fewest devices that would do, with more rows if need be."""
-    least = min(rows, key=lambda row: row.excess_bytes)
-    text = (
-        f"Too large for every strategy: {least.candidate.name} needs {size_in_words(least.peak_bytes)} on each device, "
-        f"{size_in_words(least.excess_bytes)} more than its {size_in_words(target.memory_bytes)}."
-    )
-    build = _with_enough_rows(given)
-    counts = [search.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
-    enough = min((count for count in counts if count), default=None)
-    more = f"{enough} devices would do." if enough else "More devices alone would not do."
-    return f"{text} {more} {_cures(least)}"
-
-
-def _with_enough_rows(config: Config) -> Build:
-    """`building`, with rows enough for the microbatches of every device."""
-
-    def build(candidate: Candidate, mesh: AnyMesh) -> Built:
-        stages = config.sharding.stage_microbatches if candidate.pipeline > 1 else 1
-        unit = candidate.data * candidate.replica * candidate.microbatches * stages
-        rows = max(1, -(-config.train.rows // unit)) * unit
-        wide = dataclasses.replace(config, train=dataclasses.replace(config.train, rows=rows))
-        return building(wide)(candidate, mesh)
-
-    return build
-
-
-def _cures(row: Row) -> str:
-    held = row.prediction.at_rest["params"] + row.prediction.at_rest["state"]
-    if held < row.target.memory_bytes:
-        return "Or fewer rows a step, or more microbatches: params and state fit."
-    return f"Params and state alone take {size_in_words(held)}."
 
 
 # What is shown.
@@ -376,13 +220,13 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
 
 
 def _compiled(given: Arguments) -> int:
-    machine, build = aot.machine(str(given.compile)), building(given)
+    machine, build = aot.machine(str(given.compile)), plan_rows.building(given)
     devices = plan_compiled.devices_of(machine)  # first: a machine that cannot be is told before what is wrong on it
     target, console = target_of(given), make_console()
-    wanted = candidates(given, target) if given.strategies else [own(given, target)]
-    rows = _with_useful_seconds(given, search.compare(build, wanted, target), target)
+    wanted = plan_rows.candidates(given, given.strategies or ("own",), target)
+    rows = plan_rows.with_useful_seconds(given, search.compare(build, wanted, target), target)
     _show(console, given, rows, target)
-    for note in _unfused(given, target):
+    for note in plan_rows.unfused(given, target):
         console.print(note, soft_wrap=True)
     found = plan_compiled.compiled(console, build, rows, machine, devices)
     if given.json is not None:

@@ -4,7 +4,7 @@ The state that they need beyond optax's own is in `ShardedState.extra`, cut like
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard.base.jaxprs import depends, hands_on, linear, never_negative, subtracts
-from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
-from jaxshard.base.types import DType, Jaxpr, Tree
+from jaxshard.base.tree import Names, named_leaves, path_of
+from jaxshard.base.types import DType, Tree
 from jaxshard.core import eight_bits
-from jaxshard.core.cutting import is_table
+from jaxshard.core.moments import stored_dtypes
 from jaxshard.core.options import Config
-from jaxshard.inner.trace import Traced, first_state, first_update
+from jaxshard.inner.trace import first_state
 from jaxshard.inner.update import Update, fast, update
 
 
@@ -53,8 +52,6 @@ def wide(config: Config, dtype: DType) -> DType:
     return like(config.master_dtype, dtype)
 
 
-_LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
-_FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen to be never negative"
 _WIDENED = (
     "adding the update has widened them: optax.apply_updates keeps their dtype; eqx.apply_updates and a plain sum do "
     "not"
@@ -119,119 +116,10 @@ def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> T
     if config.loss_scale is not None:
         extra["loss_scale"] = config.loss_scale.start()
     if config.moment_dtype is not None:
-        dtypes = dict(named_leaves(_stored_dtypes(inner, wider, config)))
+        dtypes = dict(named_leaves(stored_dtypes(inner, wider, config)))
         state, scales = _narrowed(state, dtypes, lambda x: x.astype(jnp.bfloat16), bits=None)
         extra |= {"scale": _nested(scales)} if scales else {}
     return ShardedState(state, extra) if extra else state
-
-
-def _stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
-    """The dtype at rest of each leaf of the inner state.
-
-    A moment is a float32 or float64 leaf with its parameter's shape that does not depend on params at the start, and
-    that no update makes a copy of params or gradients. `mu` and `nu` are moments. Lookahead's slow params, the centre
-    of a distance, and the arrays that L-BFGS takes differences from are not, since they need all their digits.
-    """
-    shapes = jax.tree.map(shape_of, params)
-    if why := first_state(inner, shapes).why:
-        raise ValueError(
-            "moment_dtype: this optimizer's init reads values of its params, so nobody knows which parts of its state "
-            f"are moments; leave the option out. JAX said: {why}"
-        )
-    jaxpr, state = jax.make_jaxpr(inner.init, return_shape=True)(shapes)
-    copies = depends(jaxpr, [True] * len(jax.tree.leaves(shapes)))
-    updated = first_update(inner, shapes)
-    if updated is None:
-        raise ValueError(
-            "moment_dtype: this optimizer's update cannot be traced without further arguments (or fails), so nobody "
-            "knows which parts of its state are moments; leave the option out"
-        )
-    copies = [a or b for a, b in zip(copies, _handed_on(updated, shapes), strict=True)]
-    owners = {names: tuple(leaf.shape) for names, leaf in named_leaves(shapes)}
-    in_codes = config.moment_dtype == jnp.int8
-    moments = [
-        not copy and _is_moment(names, leaf, owners) and not (in_codes and _keeps_digits(leaf))
-        for (names, leaf), copy in zip(named_leaves(state), copies, strict=True)
-    ]
-    unsigned = [False] * len(moments)
-    if in_codes:
-        positive = _never_negative(updated, shapes, jaxpr, moments)
-        signed = [a and not b for a, b in zip(_linear(updated, shapes, moments), positive, strict=True)]
-        unsigned = positive
-        if _subtracts(updated, shapes, positive, moments):  # a variance needs the digits of both
-            unsigned = signed = [False] * len(moments)
-        moments = [a or b for a, b in zip(unsigned, signed, strict=True)]
-    if not any(moments):
-        kind = f" that 8 bits could hold ({_FOR_EIGHT_BITS})" if in_codes else ""
-        raise ValueError(
-            f"moment_dtype: this optimizer's state has no float32 moments{kind}, only {_leaves_in_words(state)}; "
-            "leave the option out"
-        )
-    each = zip(jax.tree.leaves(state), moments, unsigned, strict=True)
-    codes = {False: config.moment_dtype, True: jnp.dtype(jnp.uint8)}
-    dtypes = [codes[positive] if moment else leaf.dtype for leaf, moment, positive in each]
-    return jax.tree.unflatten(jax.tree.structure(state), dtypes)
-
-
-def _keeps_digits(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a moment stays in float32 where others take 8 bits: it is small, or a table's, whose rows are rarely seen
-    (Dettmers et al. 2022, sections 2.3 and 3)."""
-    return leaf.size < _LEAST_FOR_EIGHT_BITS or is_table(tuple(leaf.shape))
-
-
-def _linear(updated: Traced, params: Tree, moments: Sequence[bool]) -> list[bool]:
-    """For each leaf of the state, whether it is a moment that is a mean of gradients: linear in these and in itself.
-
-    What else has a sign may be a second moment of which nobody knows that it has none, and 0 for it is no small error.
-    """
-    names, after = ([names for names, _ in named_leaves(state)] for state in (updated.before, updated.after))
-    grads, rest = [1] * len(jax.tree.leaves(fast(params))), [0] * len(jax.tree.leaves(params))
-    found = linear(updated.jaxpr, [*grads, *map(int, moments), *rest])[-len(after) :]
-    degrees = dict(zip(after, found, strict=True))
-    return [yes and degrees.get(name, 2) == 1 for yes, name in zip(moments, names, strict=True)]
-
-
-def _subtracts(updated: Traced, params: Tree, unsigned: Sequence[bool], moments: Sequence[bool]) -> bool:
-    """Whether the update takes a difference of a moment without sign and another moment."""
-    grads, rest = [False] * len(jax.tree.leaves(fast(params))), [False] * len(jax.tree.leaves(params))
-    return subtracts(updated.jaxpr, [*grads, *unsigned, *rest], [*grads, *moments, *rest])
-
-
-def _never_negative(updated: Traced, params: Tree, init: Jaxpr, moments: Sequence[bool]) -> list[bool]:
-    """For each leaf of the state, whether it is a moment that is never below 0."""
-    names, after = ([names for names, _ in named_leaves(state)] for state in (updated.before, updated.after))
-    grads, rest = [False] * len(jax.tree.leaves(fast(params))), [False] * len(jax.tree.leaves(params))
-    at_start = never_negative(init, rest)
-    now = [a and b for a, b in zip(moments, at_start, strict=True)]
-    found: list[bool] = []
-    while now != found:  # each round takes some away, or is the last
-        found = now
-        outs = dict(zip(after, never_negative(updated.jaxpr, [*grads, *found, *rest])[-len(after) :], strict=True))
-        now = [yes and outs.get(name, False) for yes, name in zip(found, names, strict=True)]
-    return found
-
-
-def _handed_on(updated: Traced, params: Tree) -> list[bool]:
-    """For each leaf of the state, whether an update makes it a copy of a param or a gradient."""
-    num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
-    before = [names for names, _ in named_leaves(updated.before)]
-    marks = [True] * num_grads + [False] * len(before) + [True] * num_params
-    after = [names for names, _ in named_leaves(updated.after)]
-    found = dict(zip(after, hands_on(updated.jaxpr, marks)[-len(after) :], strict=True)) if after else {}
-    return [found.get(names, False) for names in before]
-
-
-def _is_moment(names: Names, leaf: jax.ShapeDtypeStruct, owners: Mapping[Names, tuple[int, ...]]) -> bool:
-    """Whether it has its parameter's shape, or any parameter's if it is at no one's path (lookahead, a list)."""
-    owner = owner_of(names, owners)
-    alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
-    return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike
-
-
-def _leaves_in_words(state: Tree) -> str:
-    return (
-        ", ".join(f"{path_of(names)} {leaf.dtype}{list(leaf.shape)}" for names, leaf in named_leaves(state)) or "none"
-    )
 
 
 # One step.

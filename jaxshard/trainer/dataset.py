@@ -62,7 +62,7 @@ class Elements:
     def _row(self, place: int) -> np.ndarray:
         with blamed(self.what):
             element = self.source[place]
-            row = np.asarray(element)
+            row = _as_array(element)
         found = f"{row.dtype} of shape {row.shape}" if isinstance(element, np.ndarray) else type(element).__name__
         wanted = f"and a row of tokens is a 1-D array of {self.length + 1} integers, model.sequence_length + 1"
         if row.shape != (self.length + 1,) or row.dtype.kind not in "iu":
@@ -77,6 +77,14 @@ class Elements:
         """A checksum of the number of elements, and of some of them."""
         places = dict.fromkeys(i * (len(self) - 1) // (_SAMPLES - 1) for i in range(_SAMPLES))
         return zlib.crc32(self.rows(places).tobytes(), zlib.crc32(repr(self.places).encode()))
+
+
+def _as_array(element: Any) -> np.ndarray:
+    """An array, of objects where the element's parts are of several lengths."""
+    try:
+        return np.asarray(element)
+    except ValueError:
+        return np.asarray(element, object)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -100,6 +100,10 @@ def _table(path: Path) -> tuple[dict[str, Any], seal.State]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(_MOST_CHARACTERS + 1)
+    except IsADirectoryError:
+        inside = next(iter(sorted(path.glob("*.toml"))), None)
+        cure = f"{str(inside)!r}, which is in it" if inside else "a TOML file"
+        raise ValueError(f"cannot read the configuration {str(path)!r}: it is a folder: name {cure}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
     if len(text) > _MOST_CHARACTERS:

@@ -18,7 +18,7 @@ import jaxshard
 from jaxshard import inspect, plan
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.bench import models
-from jaxshard.cli import main, plan_tables
+from jaxshard.cli import main, plan_rows, plan_tables
 from jaxshard.cli import plan as command
 from jaxshard.core.state import init
 from jaxshard.hardware import chips
@@ -113,8 +113,8 @@ def config_of(**sharding):
 @pytest.mark.parametrize("style", STYLES)
 def test_tensor_and_pipeline_parallel_too(style):
     config = config_of(**STYLES[style])
-    mine = command.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
-    step, shaped, *rest = command.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
+    mine = plan_rows.own(config, dataclasses.replace(H100, chip=chips.chip("cpu")))
+    step, shaped, *rest = plan_rows.building(config)(mine, jaxshard.make_mesh(**mine.sizes))
     report, found = compiled_and_predicted(step, shaped, *rest)
     assert found.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (found.at_rest["params"], found.at_rest["state"]) == report.arguments[:2]
@@ -176,12 +176,12 @@ def test_the_table_of_the_zero_paper():
 def test_any_number_of_rows_is_predicted_from_one_trace(style):
     sharding = STYLES.get(style) or {"strategy": style, "replica": 2 if style == "hsdp" else 1, "microbatches": 2}
     config = config_of(**sharding)
-    mine = command.own(config, H100)
-    given = command.building(config)(mine, mine.mesh(H100))
+    mine = plan_rows.own(config, H100)
+    given = plan_rows.building(config)(mine, mine.mesh(H100))
     found = plan.AnyRows(*given, unit=config.sharding.stage_microbatches if mine.pipeline > 1 else 1)
     for rows in (64, 192):
         wide = dataclasses.replace(config, train=TrainConfig(rows=rows))
-        direct = plan.predict(*command.building(wide)(mine, mine.mesh(H100)))
+        direct = plan.predict(*plan_rows.building(wide)(mine, mine.mesh(H100)))
         assert found.at(rows).to_dict() == direct.to_dict()
     with pytest.raises(ValueError, match=r"65 rows are no multiple of \d+"):
         found.at(65)
@@ -574,7 +574,7 @@ def test_the_printed_plan_has_no_number_cut_off_in_a_pipe(capsys, tmp_path):
 
 def test_precision_is_planned_too():
     config = dataclasses.replace(config_of(), precision=PrecisionConfig(params="bfloat16", masters=True))
-    (row,) = plan.compare(command.building(config), [Candidate("zero1", data=8)], H100)
+    (row,) = plan.compare(plan_rows.building(config), [Candidate("zero1", data=8)], H100)
     count = sum(math.prod(leaf.shape) for leaf in row.prediction.layout.params)
     assert (row.prediction.at_rest["params"], row.prediction.at_rest["grads"]) == (2 * count, 2 * count)
 

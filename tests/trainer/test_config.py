@@ -146,6 +146,14 @@ def test_missing_file_is_named(tmp_path):
         toml.load(tmp_path / "none.toml")
 
 
+def test_of_a_folder_the_configuration_in_it_is_named(tmp_path):
+    with pytest.raises(ValueError, match="it is a folder: name a TOML file"):
+        toml.load(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ValueError, match=r"it is a folder: name '.*config\.toml', which is in it"):
+        toml.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -128,6 +128,7 @@ WRONG = {
     "def f(): return [np.zeros((2, 17), int)] * 20": "element 0 is int64 of shape (2, 17), and a row",
     "def f(): return [np.zeros(17)] * 20": "element 0 is float64 of shape (17,), and a row",
     "def f(): return [{'tokens': np.zeros(17, int)}] * 20": "element 0 is dict, and a row",
+    "def f(): return [[[1] * 17, [2] * 9]] * 20": "element 0 is list of shape (2,), and a row",
     "def f(): return [[-1] * 17] * 20": "element 0 has the token -1",
     "def f(): return [[256] * 17] * 20": "the text has the token 256, and model.vocabulary = 256",
     "def f(): 1 / 0": "x.py:2: ZeroDivisionError: division by zero",
