@@ -22,7 +22,7 @@ import jax
 import jaxshard
 from jaxshard.bench import models
 from jaxshard.bench.step import optimizer
-from jaxshard.cli.plan import building
+from jaxshard.cli.plan_rows import building
 from jaxshard.core.state import init
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
