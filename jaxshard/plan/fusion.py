@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxshard.base.primitives import FUSED, FUSED_INTO, MEMORYLESS, REDUCTIONS, UPDATES
+from jaxshard.base.primitives import FUSED, FUSED_INTO, MEMORYLESS, POINTWISE, REDUCTIONS, UPDATES
 from jaxshard.plan.program import Block, Op, Value
 
 
@@ -59,6 +59,8 @@ class Fusion:
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether `reader` makes the result of `op` itself, as it goes."""
+        if self.platform == "gpu" and self._feeds_product(reader):
+            return self._is_passed_on(op)
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True
         if reader.name == "dot_general" and self.platform == "tpu":
@@ -66,6 +68,20 @@ class Fusion:
         if reader.name in FUSED_INTO:
             return op.name in FUSED_INTO[reader.name]
         return reader.name in UPDATES and op.outs[0] is not reader.ins[0].root
+
+    def _feeds_product(self, op: Op) -> bool:
+        """Whether the operation is a matrix product, or part of one that reads its result."""
+        if op.name == "dot_general":
+            return True
+        is_part = op.name in FUSED_INTO["dot_general"] and self.is_virtual(op)
+        return is_part and any(map(self._feeds_product, self.readers.get(op.outs[0], ())))
+
+    def _is_passed_on(self, op: Op) -> bool:
+        """Whether a product takes the operand instead: the operation moves elements, or casts what is in memory."""
+        if op.name not in FUSED_INTO["dot_general"]:
+            return False
+        made = self.made.get(op.ins[0].root)
+        return op.name != "convert_element_type" or made is None or made.name not in FUSED or self._is_passed_on(made)
 
     def sources(self, x: Value) -> frozenset[Value]:
         """The arrays that are read from memory to make `x`."""
@@ -81,6 +97,16 @@ class Fusion:
     def read_by(self, op: Op) -> frozenset[Value]:
         """The arrays that an operation reads from memory."""
         return frozenset(s for x in op.ins for s in self.sources(x))
+
+    def read_elsewhere(self, op: Op) -> frozenset[Value]:
+        """The arrays that an element-wise operation reads at other places than it writes, so not to be written over."""
+        makers = [self.made.get(x.root) for x in op.ins]
+        if op.name == "transpose" and makers[0] is not None and makers[0].name == "dot_general":
+            return frozenset()  # a product writes its result in any order of dims
+        if op.name not in POINTWISE:
+            return self.read_by(op)
+        inner = [self.read_elsewhere(made) for made in makers if made is not None and self.is_virtual(made)]
+        return frozenset[Value]().union(*inner)
 
     def touched(self, op: Op) -> int:
         """Bytes that an operation reads and writes. If it slices or updates an array, that part counts alone."""

@@ -35,22 +35,31 @@ def traffic(block: Block, platform: str) -> tuple[float, float]:
 
 
 class _Lives:
-    """When the arrays of a block begin and end."""
+    """When the arrays of a block begin and end.
 
-    def __init__(self, fusion: Fusion, freed: Sequence[Value]):
-        self.fusion, self.freed = fusion, {x.root for x in freed}
+    Args:
+      fusion: of the block.
+      freed: inputs that end with their last use.
+      copied: inputs that are copied when they are first used; the copy ends with the last use.
+    """
+
+    def __init__(self, fusion: Fusion, freed: Sequence[Value], copied: Sequence[Value] = ()):
+        self.fusion, self.freed, self.copied = fusion, {x.root for x in freed}, set(copied)
         self.is_gpu = fusion.platform == "gpu"
 
     def ends(self, s: Value) -> bool:
         """Whether an array makes room after its last use."""
-        return s not in self.fusion.kept and (s in self.fusion.made or s in self.freed)
+        return s not in self.fusion.kept and (s in self.fusion.made or s in self.freed | self.copied)
 
     def peak(self) -> int:
         ops, read_by = self.ordered(), self.fusion.read_by
         last = {source: i for i, op in enumerate(ops) for source in read_by(op)}
         live = most = sum(x.bytes for x in self.freed)
+        to_copy = set(self.copied)
         for i, op in enumerate(ops):
             dying = [s for s in read_by(op) if last[s] == i and self.ends(s)]
+            live += sum(s.bytes for s in read_by(op) & to_copy)
+            to_copy -= read_by(op)
             made = sum(out.bytes for out in op.outs)
             needed = max(made - self._reused(op, dying), 0) + self._inside(op)
             most = max(most, live + needed)
@@ -74,8 +83,10 @@ class _Lives:
         """Bytes of the operation's results that take the place of arrays that it is the last to read."""
         if op.name in FUSED:
             size = op.outs[0].bytes
-            beside = self.is_gpu and xla_gpu.normalises(self.fusion, op)
-            return size if any(s.bytes == size for s in dying) and not beside else 0
+            if self.is_gpu and xla_gpu.normalises(self.fusion, op):
+                return 0
+            kept = self.fusion.read_elsewhere(op) if self.is_gpu else ()
+            return size if any(s.bytes == size and s not in kept for s in dying) else 0
         if op.name in UPDATES:
             return op.outs[0].bytes if op.ins[0].root in dying else 0
         if op.name in ("scan", "while"):
@@ -86,13 +97,18 @@ class _Lives:
 
     def _inside(self, op: Op) -> int:
         """Bytes that a loop or conditional needs beside its inputs and results."""
-        consts, carries = op.split
-        peaks = [0]
-        for block in op.blocks:
-            carried = block.ins[consts : consts + carries]
-            held = sum(x.bytes for x in distinct(carried))
-            peaks.append(peak_bytes(block, carried, self.fusion.platform) - held)
-        return max(peaks)
+        return max((_peak_of_turn(op, block, self.fusion.platform) for block in op.blocks), default=0)
+
+
+def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
+    """The most bytes that a turn of a loop, or a branch, needs beside what it is given."""
+    consts, carries = op.split
+    carried, fusion = block.ins[consts : consts + carries], Fusion(block, platform)
+    held = sum(x.bytes for x in distinct(carried))
+    if platform != "gpu" or op.name == "cond":
+        return _Lives(fusion, carried).peak() - held
+    lives = _Lives(fusion, carried, xla_gpu.copied_slices(fusion, sum(op.split)))
+    return lives.peak() - held + xla_gpu.bytes_of_turn_before(block)
 
 
 def _keeps_its_place(op: Op) -> bool:
