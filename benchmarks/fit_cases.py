@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard.cli import plan as command
+from jaxshard.cli import plan_rows as command
 from jaxshard.trainer import build
 from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 

@@ -26,7 +26,6 @@ from jaxshard.core.per_device import DeviceLoss, Notes
 from jaxshard.core.sharding import Setup
 from jaxshard.core.state import within_reach
 from jaxshard.core.unshard import Scale
-from jaxshard.rows import words
 from jaxshard.rows.verdict import RowsWarning
 
 LossFn = Callable[..., Tree]
@@ -234,7 +233,7 @@ class LossFunction:
         )(params, batch, args, scale)
         if notes is None:
             _warn_if_mixed(found_out.program, options)
-            _warn_of_sums(found_out.program, options)
+            _warn_of_aux(found_out.program, options)
             _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
@@ -268,15 +267,15 @@ def _warn_if_mixed(program: Program, options: LossOptions) -> None:
         warnings.warn(f"{what}: {problem}", RowsWarning, stacklevel=2)
 
 
-def _warn_of_sums(program: Program, options: LossOptions) -> None:
-    """Warns of leaves of aux that are sums over rows, since devices and microbatches are averaged."""
+def _warn_of_aux(program: Program, options: LossOptions) -> None:
+    """Warns of leaves of aux whose average over devices and microbatches is not what one device would return."""
     if options.per_row or options.setup.config.rows == "mixed" or program.verdict.alone:
         return
     outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    for (names, _), where in zip(named_leaves(outputs[2]), program.verdict.sums[2:], strict=False):
-        if where:
-            text = words.of_sum_in_aux(path_of(names), where, options.setup.split_axes)
-            warnings.warn(text, RowsWarning, stacklevel=2)
+    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
+        why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
+        if why:
+            warnings.warn(f"aux leaf {path_of(names)} {why}", RowsWarning, stacklevel=2)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

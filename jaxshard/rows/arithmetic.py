@@ -339,7 +339,7 @@ class Arithmetic:
         if not dims_of(label) & set(dims):
             return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
         if self.partners is not None and label.degree is not None:
-            others = _grown(self.partners, eqn, [d for d in dims if d not in dims_of(label)], label.across)
+            others = self._grown(eqn, [d for d in dims if d not in dims_of(label)], label.across)
             label = dataclasses.replace(label, degree=None if others is None else label.degree + others)
         return over_parts(label, dims, count, trail)
 
@@ -349,8 +349,17 @@ class Arithmetic:
             return None
         if self.partners is None:
             return None if self.num_rows in (eqn.invars[0].aval.shape[d] for d in dims) else label.degree
-        degree = _grown(self.partners, eqn, dims, isinstance(label, Free) and bool(label.summed))
+        degree = self._grown(eqn, dims, isinstance(label, Free) and bool(label.summed))
         return None if degree is None else label.degree + degree
+
+    def _grown(self, eqn: Equation, dims: Sequence[int], across: bool) -> Degree:
+        """The degree of a sum over dims that are no rows; of what is `across`, all that grow may be the rows of all."""
+        if self.partners is None:
+            return None
+        degree = self.partners.degree_of_sum(eqn, dims)
+        count = math.prod(eqn.invars[0].aval.shape[d] for d in dims)
+        of_all = across and count % (self.num_rows * self.num_parts) == 0
+        return degree - 1 if degree and of_all else degree
 
     def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
         """The label of a reduction over `dims` that is no sum (a maximum), before the dims that are left move up."""
@@ -368,12 +377,6 @@ class Arithmetic:
             self.groups.append((units(left, self.num_rows), trail))
             return dataclasses.replace(left, summed=(), size=1)
         return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in ("reduce_max", "reduce_min"))
-
-
-def _grown(partners: Partners, eqn: Equation, dims: Sequence[int], across: bool) -> Degree:
-    """The degree of a sum over dims that are no rows; those that grow are the rows of all devices if it is `across`."""
-    degree = partners.degree_of_sum(eqn, dims)
-    return degree - 1 if degree and across else degree
 
 
 def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> Label:

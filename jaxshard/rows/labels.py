@@ -128,7 +128,7 @@ class Mixed:
     """See above.
 
     Attributes:
-      of: the statistic that was used.
+      of: the statistic that was used; of a microbatch's mean over all devices, whose average is right, ().
       extreme: it is the maximum or minimum of the rows, and nothing else.
       root: it is the square root of this, and nothing else.
     """

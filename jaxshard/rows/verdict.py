@@ -30,7 +30,7 @@ class Verdict:
       row_dims: for each output of the program, the dim along which it has the batch's rows, one for each row; or None.
       folded: for each output, whether it has rows otherwise: they share a dim with something else, lie in another
         order, or have a statistic of rows added.
-      sums: for each output, where it is a sum over rows, in words; or "".
+      averaged: for each output, why its average over devices is not what one device would return, in words; or "".
       group: the number of rows in a row that are computed with together, as one.
       alone: all rows are on one device at once, so that any loss will do.
     """
@@ -39,7 +39,7 @@ class Verdict:
     unknown: str = ""
     row_dims: tuple[int | None, ...] = ()
     folded: tuple[bool, ...] = ()
-    sums: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
     group: int = 1
     alone: bool = False
 
@@ -104,7 +104,7 @@ def _judged(question: Question, jaxpr: Jaxpr) -> Verdict:
     if found.problem and not question.per_row and (larger := _traced(question, 2 * rows)) is not None:
         again = _judged_at(question, larger, 2 * rows)  # a device's rows may be one group, of a fixed size
         if not again.problem and not again.unknown and question.num_rows % again.group == 0:
-            return dataclasses.replace(again, row_dims=found.row_dims, folded=found.folded, sums=found.sums)
+            return dataclasses.replace(again, row_dims=found.row_dims, folded=found.folded, averaged=found.averaged)
     return found
 
 
@@ -117,7 +117,8 @@ def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
         return _of_rows(question, jaxpr, outs, row_dims)
     row_dims, folded = _of_aux(question, jaxpr, outs, row_dims)
     unknown = words.of_rule(arithmetic.rules[0]) if arithmetic.rules else ""
-    known = Verdict(unknown=unknown, row_dims=row_dims, folded=folded, sums=tuple(map(_sum_in_words, outs)))
+    averaged = tuple(words.of_aux(label, outs[1], question.split_axes, question.weighted) for label in outs)
+    known = Verdict(unknown=unknown, row_dims=row_dims, folded=folded, averaged=averaged)
     try:
         _check(question, outs, exact=False)
         if groups:
@@ -150,12 +151,6 @@ def _of_aux(
             same = isinstance(label, Free) and 0 not in label.varied
             found[i], folded[i] = 0 if same else None, not same
     return tuple(found), tuple(folded)
-
-
-def _sum_in_words(label: Label) -> str:
-    if isinstance(label, Stat) and label.degree == 1 and not (label.running or label.guessed or label.by_sum):
-        return words.named(label.trail)
-    return ""
 
 
 def _may_grow(label: Label, shape: Sequence[int], rows: int) -> bool:

@@ -172,7 +172,8 @@ class Walk:
             summed = name.startswith("psum")
             degree = degree - 1 if summed and degree is not None else degree
             found = Free(given=True, degree=degree, summed=trail, fresh=summed)
-            return found if self._whole else Mixed("microbatch", trail)
+            is_mean = isinstance(label, Stat) and label.degree == 0
+            return found if self._whole else Mixed("microbatch", trail, () if is_mean else trail)
         return Mixed("statistic", trail, trail) if name.startswith(_REDUCING) else Unknown(trail)
 
     def _over_dims(self, eqn: Equation, label: Label, dims: Sequence[int], trail: Trail) -> Label:

@@ -50,7 +50,8 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
     if label.kind == "some":
         return (
             f"{here} takes some of the rows, by their places in the batch, and each device has rows of its own alone. "
-            f"Give the batch a leaf with a weight for each row, and set weighted=True. {INTENDED}"
+            "Choose, mix or reorder rows where the batch is made; or give it a leaf with a weight for each row, and "
+            f"set weighted=True. {INTENDED}"
         )
     if label.kind == "position":
         return (
@@ -94,12 +95,37 @@ def _of_statistic(label: Mixed, axes: str) -> str:
     )
 
 
-def of_sum_in_aux(path: str, where: str, split_axes: Sequence[str]) -> str:
-    """The sentence for a leaf of aux that is the sum `where` over rows."""
-    return (
-        f"aux leaf {path} is a sum over rows ({where}), and aux is averaged over devices and microbatches. Return a "
-        f"mean; or, with microbatches=1, jax.lax.psum(x, {_axes(split_axes)})"
+def of_aux(label: Label, weight: Label, split_axes: Sequence[str], weighted: bool) -> str:
+    """What follows "aux leaf x" where averaging over devices and microbatches makes something else of it; or ""."""
+    axes = _axes(split_axes)
+    if isinstance(label, Stat) and not (label.running or label.guessed or label.by_sum):
+        if label.degree == 1:
+            return (
+                f"is a sum over rows ({named(label.trail)}), {_AVERAGED}. Return a mean; or, with microbatches=1, "
+                f"jax.lax.psum(x, {axes})"
+            )
+        by_weight = weighted and label.degree == 0 and isinstance(weight, Stat)
+        here = named(label.trail)
+        return (
+            f"is a mean over rows ({here}), and aux is averaged by the weights of devices. {_ROWS}" if by_weight else ""
+        )
+    if not isinstance(label, Mixed) or (weighted and _divides_sums(label)):  # the divisor may be the weight
+        return ""
+    if label.kind == "microbatch":
+        return f"is of one microbatch's rows alone ({named(label.trail)}), {_AVERAGED}. {_ROWS}" if label.of else ""
+    extreme = label.trail[-1].primitive.name.removeprefix("reduce_") if label.extreme else ""
+    over_all = (
+        f"jax.lax.p{extreme}(x, {axes})" if extreme else f"take its sums over all devices, jax.lax.psum(x, {axes})"
     )
+    return f"is no mean over rows ({named(label.trail)}), {_AVERAGED}. {_ROWS}; or, with microbatches=1, {over_all}"
+
+
+_AVERAGED = "and aux is averaged over devices and microbatches"
+_ROWS = "Return what it is computed from for each row, which comes back whole"
+
+
+def _divides_sums(label: Mixed) -> bool:
+    return label.kind == "ratio" or label.trail[-1].primitive.name in _GUARDS
 
 
 def of_devices(trail: Trail) -> str:

@@ -233,3 +233,83 @@ def test_an_aux_leaf_that_is_refused_comes_with_what_is_wrong_with_the_loss():
     f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True)
     with pytest.raises(ValueError, match=r"or its mean\. The loss may show the cause: `reduce_sum` at .*axis_name="):
         jax.eval_shape(f, weights(), batch_of(32))
+
+
+def over_all(x):
+    return jax.lax.psum(x, "data")
+
+
+def aux_leaves(p, batch, together=lambda x: x):
+    """By name, a leaf of aux and whether its average over devices is what one device returns."""
+    terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+    some = (terms > 1.0).astype(terms.dtype)
+    return {
+        "mean": (terms.mean(), True),
+        "mean of some": ((terms * some).sum() / jnp.maximum(some.sum(), 1), False),
+        "perplexity": (jnp.exp(terms.mean()), False),
+        "largest": (terms.max(), False),
+        "deviation": (terms.std(), False),
+        "ratio over all": (together((terms * some).sum()) / together(some.sum()), True),
+        "perplexity over all": (jnp.exp(together(terms.sum()) / together(jnp.ones_like(terms).sum())), True),
+    }
+
+
+def test_aux_whose_average_is_not_what_one_device_returns_is_told():
+    def loss(p, batch):
+        found = aux_leaves(p, batch, over_all)
+        return found["mean"][0], {name: value for name, (value, _) in found.items()}
+
+    aux, told = aux_of(loss)
+    for name, (value, same) in aux_leaves(weights(), batch_of(32)).items():
+        assert (float(aux[name]) == pytest.approx(float(value))) is same, name
+        assert any(text.startswith(f"aux leaf {name} is no mean over rows (`") for text in told) is not same, name
+    (largest,) = [text for text in told if "largest" in text]
+    assert "jax.lax.pmax(x, 'data')" in largest
+
+
+def test_sums_over_all_devices_of_one_microbatch_are_told_in_aux():
+    def loss(p, batch):
+        terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+        return terms.mean(), {"sum": over_all(terms.sum()), "mean": jax.lax.pmean(terms.mean(), "data")}
+
+    aux, told = aux_of(loss, microbatches=2)
+    assert [text.split(" (")[0] for text in told] == ["aux leaf sum is of one microbatch's rows alone"]
+    terms = np.sum(np.square(batch_of(32)["x"] @ weights()["w"]), axis=-1)
+    assert float(aux["sum"]) == pytest.approx(terms.sum() / 2)
+    assert float(aux["mean"]) == pytest.approx(terms.mean())
+
+
+def test_the_divisor_of_an_aux_leaf_may_be_the_weight():
+    def loss(p, batch):
+        terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+        some = (terms > 1.0).astype(terms.dtype)
+        count = some.sum()
+        aux = {"mean of some": (terms * some).sum() / jnp.maximum(count, 1), "log": jnp.log(count)}
+        return ((terms * some).sum(), count), aux
+
+    aux, told = aux_of(loss, weighted=True)
+    assert [text.split(" (")[0] for text in told] == ["aux leaf log is no mean over rows"]
+    assert float(aux["mean of some"]) == pytest.approx(float(aux_leaves(weights(), batch_of(32))["mean of some"][0]))
+
+
+def test_a_sum_over_devices_that_is_laid_out_by_row_is_no_mixture():
+    """It was told to grow with the rows otherwise than the rest."""
+
+    def loss(p, batch, devices=over_all):
+        terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
+        mean = devices(terms.mean()) / (DEVICES if devices is over_all else 1)
+        return terms.mean() + jnp.broadcast_to(mean**2, terms.shape).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, _ = jaxshard.value_and_grad(loss, opt_of())(weights(), batch_of(32))
+    assert float(found) == pytest.approx(float(loss(weights(), batch_of(32), lambda x: x)))
+
+
+def test_rows_in_another_order_are_to_be_so_in_the_batch():
+    def loss(p, batch):
+        mixed = 0.7 * batch["x"] + 0.3 * batch["x"][jnp.asarray(np.random.default_rng(0).permutation(32 // DEVICES))]
+        return jnp.mean((mixed @ p["w"]) ** 2)
+
+    with pytest.warns(jaxshard.RowsWarning, match=r"`gather` .*mix or reorder rows where the batch is made"):
+        jax.eval_shape(jaxshard.value_and_grad(loss, opt_of()), weights(), batch_of(32))
