@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxshard.base import rings
+from jaxshard.base.source import warn
 from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
 from jaxshard.hardware.machines import Machine as Machine
 from jaxshard.hardware.machines import examples
@@ -226,7 +226,4 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        warnings.warn(
-            f"aot.report: cannot keep the report ({error}); set JAXSHARD_CACHE to a folder that can be written",
-            stacklevel=3,
-        )
+        warn(f"aot.report: cannot keep the report ({error}); set JAXSHARD_CACHE to a folder that can be written")

@@ -1,9 +1,11 @@
 """Where in the user's code an equation of a traced program, or an operation of a compiled one, comes from."""
 
+import inspect
 import itertools
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
@@ -45,6 +47,17 @@ def place_of(frames: Iterable[Frame]) -> Place:
     return _place(_within((os.path.abspath(file), line) for file, line in frames))
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the user's line that called jaxshard, however deep within jaxshard and JAX."""
+    frame = inspect.currentframe()
+    files = list[str]()
+    while frame is not None:
+        files.append(os.path.abspath(frame.f_code.co_filename))
+        frame = frame.f_back
+    depth = next((i for i, file in enumerate(files) if _is_own(file)), 1)
+    warnings.warn(message, category, stacklevel=depth + 1)
+
+
 def as_written_at(eqn: Equation) -> AbstractContextManager[None]:
     """While entered, what JAX traces is of the equation's line, in compiled programs, profiles and errors."""
     from jax.extend.source_info_util import user_context  # importing it takes 60 ms
@@ -65,7 +78,7 @@ def _within(frames: Iterable[Frame]) -> Iterable[Frame]:
 
 def _place(frames: Iterable[Frame]) -> Place:
     theirs = [frame for frame in frames if _is_theirs(frame[0])]
-    own = next((frame for frame in theirs if frame[0].startswith(_USERS) or not frame[0].startswith(_LIBRARIES)), None)
+    own = next((frame for frame in theirs if _is_own(frame[0])), None)
     library = theirs[0] if theirs and theirs[0] != own else None
     return Place(*(_in_short(*frame) if frame else "" for frame in (own, library)))
 
@@ -76,6 +89,11 @@ def _is_theirs(file: str) -> bool:
         return file.startswith(_USERS)
     is_pythons = file.startswith(_PYTHON) or os.path.basename(file).startswith("<frozen ")
     return file.startswith(_LIBRARIES) or not is_pythons
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the user's, and no library's."""
+    return _is_theirs(file) and (file.startswith(_USERS) or not file.startswith(_LIBRARIES))
 
 
 def _in_short(file: str, line: int) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Self, SupportsFloat, SupportsIndex
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest
@@ -209,7 +209,7 @@ class Checkpointer:
         if self._saving is not None:
             (step, saving), self._saving = self._saving, None
             if why := saving.abandon():
-                warnings.warn(f"checkpoint {step} was not saved: {why}", stacklevel=3)
+                warn(f"checkpoint {step} was not saved: {why}")
         self._writer.release()
 
     # Restoring.
@@ -310,4 +310,4 @@ class Checkpointer:
 
 def _tell(errors: Iterable[str]) -> None:
     for error in errors:
-        warnings.warn(f"an old checkpoint could not be deleted: {error}", stacklevel=3)
+        warn(f"an old checkpoint could not be deleted: {error}")

@@ -2,13 +2,13 @@
 
 import contextlib
 import errno
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, orbax_store, template
@@ -104,7 +104,7 @@ def newest_whole(
         except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
             tried[step] = error
         except CorruptCheckpointError as error:
-            warnings.warn(f"{error}; trying the one before", stacklevel=4)
+            warn(f"{error}; trying the one before")
             tried[step] = error
             corrupt(step)
     if tried:
@@ -119,7 +119,7 @@ def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
     for step, missing in _damaged(folders):
         if step > taken:
             place = folders.of(step)
-            warnings.warn(f"checkpoint {step} is passed over: {missing} is missing in {place}", stacklevel=5)
+            warn(f"checkpoint {step} is passed over: {missing} is missing in {place}")
 
 
 def _damaged(folders: StepFolders) -> list[tuple[int, str]]:

@@ -5,9 +5,9 @@ With several processes only process 0 calls these.
 
 import os
 import time
-import warnings
 from collections.abc import Mapping
 
+from jaxshard.base.source import warn
 from jaxshard.checkpoint import orbax_store
 from jaxshard.checkpoint.deletion import Deletion
 from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError
@@ -148,10 +148,9 @@ class Writer:
         best = self._retention.keep_best
         if best and surplus and not self._told and not any(best.metric in found for found in self._measured.values()):
             self._told = True
-            warnings.warn(
+            warn(
                 f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; give it: "
-                f"save(step, tree, metrics={{{best.metric!r}: ...}})",
-                stacklevel=2,
+                f"save(step, tree, metrics={{{best.metric!r}: ...}})"
             )
 
     def _whole_steps(self) -> list[int]:

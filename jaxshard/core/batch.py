@@ -1,5 +1,7 @@
 """Reads what users bring: a batch's rows, and the PartitionSpecs that params carry already."""
 
+import math
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -9,6 +11,7 @@ from jaxshard.base.axes import REPLICA_AXIS, axes_in, canonical
 from jaxshard.base.tree import is_key, is_traced, named_leaves, path_of
 from jaxshard.base.types import Batch, Tree
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
+from jaxshard.core.sharding import Setup
 
 
 def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
@@ -52,10 +55,7 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
     for names, leaf in named_leaves(batch):
         rows = np.shape(leaf)[:1]
         if not rows or (rows[0] * count) % setup.num_batch_shards:
-            raise ValueError(
-                f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim x {count} processes "
-                f"must be divisible by {setup.num_batch_shards} (the devices over {setup.batch_axes})"
-            )
+            raise ValueError(f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; {_needed(setup, rows, count)}")
     sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
     return jax.tree.map(lambda x: _from_local(x, sharding), batch)
 
@@ -65,3 +65,16 @@ def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
         data = _from_local(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy: loaders use their buffers again
+
+
+def _needed(setup: Setup, rows: tuple[int, ...], processes: int) -> str:
+    """What the first dim must be; and the numbers of rows next to `rows` that are right."""
+    axes = " x ".join(axis for axis in setup.batch_axes if setup.sizes[axis] > 1) or setup.batch_axes[0]
+    of_each = f" of each of {processes} processes" if processes > 1 else ""
+    unit = setup.num_batch_shards // math.gcd(setup.num_batch_shards, processes)
+    text = f"its first dim{of_each} must be divisible by {unit} ({setup.num_batch_shards} devices over {axes})"
+    if not rows:
+        return f"{text}: give arrays of (rows, ...)"
+    lower = rows[0] // unit * unit
+    some = f"{lower} rows or {lower + unit}" if lower else f"{unit} rows"
+    return f"{text}: give {some}; or pad with rows whose weight is 0 (weighted=True)"

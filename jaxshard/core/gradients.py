@@ -1,7 +1,6 @@
 """`value_and_grad` and `evaluate`: the boundary of differentiation, and the loss over the whole mesh."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, overload
 
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_of, without
 from jaxshard.base.jaxprs import axes_named
+from jaxshard.base.source import warn
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import Params, Tree, is_whole
 from jaxshard.core import collectives
@@ -264,7 +264,7 @@ def _warn_if_mixed(program: Program, options: LossOptions) -> None:
         of_loss = "loss_fn: the loss is no mean over rows"
         of_outputs = "predict: an output depends on more than its own row"
         what = of_outputs if options.per_row else of_loss
-        warnings.warn(f"{what}: {problem}", RowsWarning, stacklevel=2)
+        warn(f"{what}: {problem}", RowsWarning)
 
 
 def _warn_of_aux(program: Program, options: LossOptions) -> None:
@@ -275,7 +275,7 @@ def _warn_of_aux(program: Program, options: LossOptions) -> None:
     for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
         why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
         if why:
-            warnings.warn(f"aux leaf {path_of(names)} {why}", RowsWarning, stacklevel=2)
+            warn(f"aux leaf {path_of(names)} {why}", RowsWarning)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:
@@ -283,11 +283,10 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
     used = {*setup.batch_axes, *setup.config.auto_axes, *cut_over, *axes_named(program.jaxpr)}
     idle = {axis: size for axis, size in setup.sizes.items() if size > 1 and axis not in used}
     if idle:
-        warnings.warn(
+        warn(
             f"{setup.config.strategy}: along the mesh axes {idle} all devices compute the same: the batch is split "
             f"over {setup.batch_axes}, and neither specs nor the loss name them. Name them in data_axes= or "
-            "replica_axes=, cut params over them by specs=, or make the mesh without them",
-            stacklevel=2,
+            "replica_axes=, cut params over them by specs=, or make the mesh without them"
         )
 
 

@@ -6,7 +6,6 @@ Nothing here touches an array or a device, so a layout can be computed before an
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import canonical
+from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
 from jaxshard.core import frozen, host_memory
@@ -214,21 +214,25 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     return dataclasses.replace(found, reason=who + found.reason + note)
 
 
+_SPLIT = "as by nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_inexact_array)"
+
+
 def check_floating(params: Tree, which: Sequence[bool]) -> None:
     """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
     for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
-            cure = ""
-            if callable(leaf):
-                cure = "; give a model's arrays alone, as by equinox.partition(model, equinox.is_inexact_array)"
-            raise TypeError(f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array{cure}")
+            raise TypeError(
+                f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's "
+                f"params alone, {_SPLIT}"
+            )
         if is_frozen:
             continue
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"params: {path_of(names)} has dtype {dtype}, which has no gradient; freeze it (frozen=), keep it out "
-                "of the params (pass it as a further argument of the loss), or cast it to a floating dtype"
+                f"params: {path_of(names)} has dtype {dtype}, which has no gradient: freeze it (frozen=), or cast it "
+                f"to a floating dtype. Or give a model's params alone, {_SPLIT}, and pass the rest as a further "
+                "argument of the loss"
             )
         if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
             raise TypeError(
@@ -249,9 +253,8 @@ def warn_if_awkward(layout: Layout) -> None:
     named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} bytes lost" for leaf, num_bytes in first)
     more = f"; and {len(lost) - 5} more, see the layout" if len(lost) > 5 else ""
     leaves = "1 leaf" if len(lost) == 1 else f"{len(lost)} leaves"
-    warnings.warn(
+    warn(
         f"{layout.config.strategy}: {leaves} cannot be cut {num_shards} ways, which costs each device "
         f"{sum(lost.values())} bytes for each copy (params, grads, moments): {named}{more}. Pad a dim to a multiple "
-        f"of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each cuts its own dim.",
-        stacklevel=4,
+        f"of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each cuts its own dim."
     )

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.jaxprs import equations, open_jaxpr
 from jaxshard.base.primitives import LINEAR_ALGEBRA
 from jaxshard.base.rerun import anew, flat
+from jaxshard.base.source import warn
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
 from jaxshard.core import collectives
@@ -214,12 +214,11 @@ def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None
     cores = os.environ.get("NPROC", "")
     threads = max(int(cores) if cores.isdigit() else os.cpu_count() or 1, jax.local_device_count())
     if names and here > 1 and threads < 2 * here:
-        warnings.warn(
+        warn(
             f"update: {here} simulated devices may wait for each other forever in {' and '.join(sorted(names))}, since "
             f"XLA for CPU has {threads} threads for these and for collectives: set NPROC={2 * here} in the environment "
             f"before Python starts, or use at most {threads // 2} devices",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import DType, Tree
 from jaxshard.core import eight_bits
@@ -171,10 +171,9 @@ def _warn_if_wide(config: Config, params: Tree) -> None:
     """Warns of masters that are copies: most often, a sum without a cast has made all params as wide as these."""
     dtypes = {p.dtype for p in jax.tree.leaves(params)}
     if config.master_dtype is not None and all(dtype == like(config.master_dtype, dtype) for dtype in dtypes):
-        warnings.warn(
+        warn(
             f"master_dtype: all params are {' or '.join(sorted(map(str, dtypes)))}, as wide as their masters. "
-            f"If some were narrower, {_WIDENED}",
-            stacklevel=2,
+            f"If some were narrower, {_WIDENED}"
         )
 
 

@@ -1,11 +1,11 @@
 """Random keys that are given unchanged at every step, so that every step draws the same numbers."""
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
 
+from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves
 from jaxshard.base.types import Tree
 
@@ -45,12 +45,11 @@ class KeyWatch:
 
 def _warn(names: Names) -> None:
     position, *rest = names
-    warnings.warn(
+    warn(
         f"train_step: further argument {position}{': ' + '/'.join(rest) if rest else ''} is the same random key at "
         "every call, so that every step draws the same numbers (dropout masks). Pass another key at each step, such as "
         'jax.random.fold_in(key, i); or, if the loss returns its random state as aux, hand metrics["aux"] to the next '
-        'step. If the numbers are to stay, give the strategy rows="mixed"',
-        stacklevel=4,
+        'step. If the numbers are to stay, give the strategy rows="mixed"'
     )
 
 

@@ -3,13 +3,13 @@
 import atexit
 import contextlib
 import math
-import warnings
 import weakref
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.source import warn
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Metrics, Tree
 from jaxshard.base.units import ordinal
@@ -118,7 +118,7 @@ class Verdicts:
 
     def _warn(self, call: int, why: str) -> None:
         try:
-            warnings.warn(f"train_step: call {call} changed nothing: {why}", stacklevel=6)
+            warn(f"train_step: call {call} changed nothing: {why}")
         except Warning as error:  # where warnings are errors: raised now, it would lose the step that was dispatched
             self._due = error
 

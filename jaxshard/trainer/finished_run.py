@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxshard.base.source import warn
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxshard.processes import agreement
 from jaxshard.trainer import hf_folder, linear, toml
@@ -61,7 +61,7 @@ class FinishedRun:
                 corrupt.append(step)
                 if len(corrupt) == len(self._saves.steps()):
                     raise OSError(f"{self.who}: no save is whole: {error}") from error
-                warnings.warn(f"{self.who}: {error}; the save before it is taken", stacklevel=2)
+                warn(f"{self.who}: {error}; the save before it is taken")
             except ValueError as error:
                 raise FloatingPointError(f"{self.who}: {error}") from error
             except FileNotFoundError:  # the run goes on, and has deleted it

@@ -1,10 +1,12 @@
 """Bad input gets a clear error, before anything is compiled, that names the leaf, the number and the cure."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -282,7 +284,9 @@ def test_an_empty_batch(refused, mesh):
 
 def test_shard_batch_of_rows_that_do_not_divide(refused, mesh):
     opt = zero2(mesh)
-    refused(ValueError, lambda: jaxshard.shard_batch(batch_of(12), opt), "x", "(12, 4)", "divisible by 8")
+    refused(ValueError, lambda: jaxshard.shard_batch(batch_of(12), opt), "x", "(12, 4)", "give 8 rows or 16")
+    refused(ValueError, lambda: jaxshard.shard_batch(batch_of(3), opt), "by 8 (8 devices over data): give 8 rows; or")
+    refused(ValueError, lambda: jaxshard.shard_batch({"x": 1.0}, opt), "x has shape ()", "give arrays of (rows, ...)")
     refused(TypeError, lambda: jaxshard.shard_batch(batch_of(8), optax.adam(1.0)), "ShardedOptimizer")
 
 
@@ -328,6 +332,33 @@ def test_a_plain_optimizer_where_a_sharded_one_is_needed(refused, mesh):
     chain = optax.chain(optax.clip_by_global_norm(1.0), zero2(mesh))
     for make in (jaxshard.value_and_grad, jaxshard.train_step, jaxshard.evaluate):
         refused(TypeError, lambda: make(loss_fn, chain), make.__name__, "ShardedOptimizer", "put it inside")
+
+
+def test_a_sharded_optimizer_in_a_wrapper_that_holds_the_model(refused, mesh):
+    model = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+    wrapped = nnx.Optimizer(model, zero2(mesh), wrt=nnx.Param)
+    refused(TypeError, lambda: jaxshard.train_step(loss_fn, wrapped), "got Optimizer around one: give its tx")
+
+
+def test_a_whole_model_in_the_place_of_its_params(refused, mesh):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.drop = nnx.Linear(4, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    refused(TypeError, lambda: zero2(mesh).place(Model(nnx.Rngs(0))), "drop/rngs/", "nnx.split(model, nnx.Param, ...)")
+    model = eqx.nn.Dropout(0.1)
+    refused(TypeError, lambda: zero2(mesh).place(model), "p is a float", "eqx.partition(model, eqx.is_inexact_array)")
+
+
+def test_a_warning_is_of_the_line_that_called(mesh):
+    """It was of a line of jaxshard's."""
+
+    def mixing(params, batch):
+        return jnp.mean((batch["x"] - batch["x"].mean(0)) ** 2) + 0 * params["w"].sum()
+
+    with pytest.warns(jaxshard.RowsWarning) as caught:
+        jax.eval_shape(jaxshard.value_and_grad(mixing, zero2(mesh)), params_numpy(), batch_of(8))
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_masters_without_params(refused, mesh):

@@ -267,7 +267,7 @@ def test_a_checkpoint_has_them(x64, tmp_path):
         ({"base": True, "lora": False, "out": False, "z": True}, ValueError, "frozen: z is no parameter"),
         ({"base": True}, ValueError, "nothing is said of the parameter lora/a"),
         ({"base": 1, "lora": False, "out": False}, TypeError, "base is 1; give True or False"),
-        (None, TypeError, "base/w has dtype int8, which has no gradient; freeze it"),
+        (None, TypeError, "base/w has dtype int8, which has no gradient: freeze it"),
     ],
 )
 def test_what_is_wrong_is_named(frozen, error, says):

@@ -311,7 +311,7 @@ def test_a_gpu_holds_kernels_in_another_order_of_dims_too():
     assert copies / 2 < peaks["gpu"] - peaks["cpu"] < 1.1 * copies
 
 
-LARGE = "configs/llama3_8b.toml --machine h100:8 --model.vocabulary 256 --model.layers {} --train.rows 16".split()
+LARGE = ["configs/llama3_8b.toml", "--machine", "h100:8", "--model.vocabulary", "256", "--train.rows", "16"]
 COMPILED_PEAKS = {  # bytes, by XLA for H100, jax 0.10.2
     "ddp": (6, 29_067_862_389),
     "zero2": (4, 8_707_441_017),
@@ -325,8 +325,7 @@ def test_layers_of_a_large_model_take_the_memory_that_the_gpu_compiler_gives_the
     """Nearly all of it within one layer's backward pass. It was 0.71 to 0.77 of that, and 0.99 (ddp)."""
     layers, compiled = COMPILED_PEAKS[strategy]
     mesh = ["--sharding.replica", "2" if strategy == "hsdp" else "1", "--sharding.microbatches", "1"]
-    options = [word.format(layers) for word in LARGE]
-    given = command.parse([*options, *mesh, "--sharding.strategy", strategy])
+    given = command.parse([*LARGE, *mesh, "--model.layers", str(layers), "--sharding.strategy", strategy])
     target = command.target_of(given)
     mine = plan_rows.own(given, target)
     found = plan.predict(*plan_rows.building(given)(mine, mine.mesh(target)))

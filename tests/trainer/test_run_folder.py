@@ -7,7 +7,7 @@ import random
 
 import pytest
 import tomli_w
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
@@ -267,7 +267,7 @@ def check_configuration_of_any_values(folder, changes):
         for key, value in changes:
             section, _, name = key.partition(".")
             if section in tables and (section, name, value) == (section, name, tables[section].get(name)):
-                assert getattr(getattr(config, section), name) == value
+                assert getattr(getattr(config, section), name) == (tuple(value) if isinstance(value, list) else value)
 
 
 CHANGES = st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3)
@@ -275,6 +275,7 @@ CHANGES = st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3)
 
 @settings(max_examples=200, deadline=None)
 @given(changes=CHANGES)
+@example(changes=[("train.log_to", [])])
 def test_a_configuration_of_any_values_is_right_or_refused(tmp_path_factory, changes):
     check_configuration_of_any_values(tmp_path_factory.getbasetemp(), changes)
 
