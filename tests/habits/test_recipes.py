@@ -14,10 +14,10 @@ BEGIN, *_ = BLOCK.findall(PAGE)
 RECIPES = {title: BLOCK.findall(text)[0] for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M)}
 RESULTS = {
     "flax.nnx, with nnx.Optimizer": "nnx.state(model), nnx.state(optimizer)",
-    "flax.nnx, split and merged": "params, state, rest",
+    "flax.nnx, with BatchNorm, experts and train_step": "params, state, nnx.filter_state(rest, nnx.BatchStat)",
     "flax.linen, with TrainState": "train_state.params, train_state.opt_state, train_state.step",
     "equinox": "eqx.filter(model, eqx.is_array), state",
-    "flax.linen, with BatchNorm and train_step": "params, state, stats",
+    "flax.linen, with BatchNorm, TrainState and train_step": "params, state, stats",
     "equinox, with BatchNorm and train_step": "params, state, norms",
     "haiku": "params, state, norms",
 }
@@ -52,8 +52,25 @@ def test_recipe_under(title, strategy):
     compare(title, [strategy])
 
 
-def compare(title, strategies):
+WITH_MASKS = [title for title, code in RECIPES.items() if "Dropout(" in code and "jaxshard.train_step(" in code]
+
+
+def without_masks(title):
+    """The recipe; without its dropout if `train_step`, which draws other masks than one device, takes the steps."""
     code = RECIPES[title]
+    return code.replace("Dropout(0.1", "Dropout(0.0") if title in WITH_MASKS else code
+
+
+@pytest.mark.parametrize("title", WITH_MASKS)
+def test_masks_of_a_recipe_have_an_effect(title):
+    """It runs as it stands, and its dropout is not without effect."""
+    with_masks, without = (results_of(title, code) for code in (RECIPES[title], without_masks(title)))
+    assert all(np.isfinite(leaf.astype("f8")).all() for leaf in with_masks)
+    assert not all(np.allclose(one, other, rtol=1e-2) for one, other in zip(with_masks, without, strict=True))
+
+
+def compare(title, strategies):
+    code = without_masks(title)
     plain = for_one_device(code)
     assert "jaxshard" not in plain
     assert code.count("# was:") + code.count("# new") <= 6
