@@ -16,6 +16,9 @@ class Fusion:
 
     An operation is virtual if its result is never in memory, because all that read it make it themselves.
 
+    Args:
+      products_cast: matrix products make no more of what they read than casts of what is in memory.
+
     Attributes:
       block: the block.
       platform: "cpu", "gpu" or "tpu".
@@ -24,8 +27,8 @@ class Fusion:
       kept: the arrays that the block's results are read from.
     """
 
-    def __init__(self, block: Block, platform: str):
-        self.block, self.platform = block, platform
+    def __init__(self, block: Block, platform: str, products_cast: bool = False):
+        self.block, self.platform, self._products_cast = block, platform, products_cast
         self.made: dict[Value, Op] = {out: op for op in block.ops for out in op.outs}
         self.readers: dict[Value, list[Op]] = {}
         for op in block.ops:
@@ -59,7 +62,7 @@ class Fusion:
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether `reader` makes the result of `op` itself, as it goes."""
-        if self.platform == "gpu" and self._feeds_product(reader):
+        if self._products_cast and self._feeds_product(reader):
             return self._is_passed_on(op)
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True

@@ -23,6 +23,7 @@ from jaxshard.rows.labels import (
     are_groups,
     coarsest,
     dims_of,
+    is_guarded,
     is_running,
     moved,
     units,
@@ -116,8 +117,9 @@ class Arithmetic:
         if (bad := worst(labels)) is not None:
             if isinstance(bad, Mixed) and bad.root is not None and _squares(eqn):
                 return bad.root
-            used = isinstance(bad, Mixed) and name not in SAME_NUMBERS and name != "stop_gradient"
-            return dataclasses.replace(bad, extreme=False, root=None) if used else bad
+            if not isinstance(bad, Mixed) or name in SAME_NUMBERS or name == "stop_gradient":
+                return bad
+            return dataclasses.replace(bad, extreme=False, root=None, quotient=self._are_quotients(name, labels))
         if all(isinstance(label, Free) for label in labels):
             return self._free(eqn, [label for label in labels if isinstance(label, Free)])
         if _asks_whether_finite(eqn):
@@ -130,6 +132,15 @@ class Arithmetic:
                 return bad
             dependent = [label for label in settled if isinstance(label, PerRow)]
         return self._joined(eqn, labels, dependent, trail)
+
+    def _are_quotients(self, name: str, labels: Sequence[Label]) -> bool:
+        """Whether the result of an operation on something mixed is a `quotient`."""
+        if name == "div" and isinstance(labels[0], Stat):
+            return isinstance(labels[1], Mixed) and is_guarded(labels[1])
+        mixed = [label for label in labels if isinstance(label, Mixed)]
+        if name == "select_n":
+            return any(label.quotient for label in mixed) and is_guarded(mixed[0])
+        return self._is_linear(name, labels) and all(label.quotient for label in mixed)
 
     def _is_linear(self, name: str, labels: Sequence[Label]) -> bool:
         depend = [not isinstance(label, Free) for label in labels]
@@ -149,7 +160,8 @@ class Arithmetic:
         """The label of an operand that is used in another way than linearly."""
         if isinstance(label, Stat):
             kind: Kind = "ratio" if name == "div" and isinstance(labels[1], Stat) else "statistic"
-            return Mixed(kind, trail, label.trail, root=label if name == "sqrt" else None)
+            root = label if name == "sqrt" else None
+            return Mixed(kind, trail, label.trail, root=root, quotient=kind == "ratio")
         if label.plus:
             return Mixed("statistic", trail, label.plus)
         if not label.summed:

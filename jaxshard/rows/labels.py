@@ -20,6 +20,7 @@ from jaxshard.base.types import Equation
 
 Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
 Degree: TypeAlias = float | None  # the power of the number of rows that a value grows with; None: not known
+_GUARDS = ("max", "clamp", "gt", "ge", "lt", "le", "eq", "ne")
 NO_POWER = math.inf  # a value that grows with the rows, but by no power of their number: it is a sum of several
 Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ratio", "count", "devices", "microbatch"]
 
@@ -131,6 +132,7 @@ class Mixed:
       of: the statistic that was used; of a microbatch's mean over all devices, whose average is right, ().
       extreme: it is the maximum or minimum of the rows, and nothing else.
       root: it is the square root of this, and nothing else.
+      quotient: it is linear in sums over rows that are divided by others, which may be guarded against 0.
     """
 
     kind: Kind
@@ -138,6 +140,7 @@ class Mixed:
     of: Trail = ()
     extreme: bool = False
     root: Stat | None = None
+    quotient: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +192,11 @@ def scanned(label: Label, by: int) -> Label:
     if not isinstance(label, PerRow):
         return label
     return dataclasses.replace(label, parts=tuple(dataclasses.replace(p, dim=p.dim + by) for p in label.parts))
+
+
+def is_guarded(label: Mixed) -> bool:
+    """Whether it is a sum over rows that is kept from being 0, so that one may divide by it, or a test for that."""
+    return label.kind == "statistic" and label.trail[-1].primitive.name in _GUARDS
 
 
 def is_running(label: Label) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxshard.base.source import line_of
-from jaxshard.rows.labels import NO_POWER, Label, Mixed, Stat, Trail
+from jaxshard.rows.labels import NO_POWER, Label, Mixed, Stat, Trail, is_guarded
 
 INTENDED = 'If it is meant so, give the strategy rows="mixed".'
 _SUMS = (
@@ -15,7 +15,6 @@ _SUMS = (
     "conv_general_dilated",
     "reduce_window_sum",
 )
-_GUARDS = ("max", "clamp", "gt", "ge", "lt", "le", "eq", "ne")  # against division by 0
 
 
 def named(trail: Trail) -> str:
@@ -82,7 +81,7 @@ def _of_statistic(label: Mixed, axes: str) -> str:
             f"{used}, where each device has rows of its own alone. Take the rows of all devices first: "
             f"jax.lax.all_gather(x, {axes}, tiled=True). {INTENDED}"
         )
-    if of and label.trail[-1].primitive.name in _GUARDS:
+    if of and is_guarded(label):
         return (
             f"{used}, where each device has rows of its own alone. If it guards the division of another sum over rows "
             "by this one, return (that sum, this one) and set weighted=True, which divides the sums over all devices "
@@ -98,18 +97,9 @@ def _of_statistic(label: Mixed, axes: str) -> str:
 def of_aux(label: Label, weight: Label, split_axes: Sequence[str], weighted: bool) -> str:
     """What follows "aux leaf x" where averaging over devices and microbatches makes something else of it; or ""."""
     axes = _axes(split_axes)
-    if isinstance(label, Stat) and not (label.running or label.guessed or label.by_sum):
-        if label.degree == 1:
-            return (
-                f"is a sum over rows ({named(label.trail)}), {_AVERAGED}. Return a mean; or, with microbatches=1, "
-                f"jax.lax.psum(x, {axes})"
-            )
-        by_weight = weighted and label.degree == 0 and isinstance(weight, Stat)
-        here = named(label.trail)
-        return (
-            f"is a mean over rows ({here}), and aux is averaged by the weights of devices. {_ROWS}" if by_weight else ""
-        )
-    if not isinstance(label, Mixed) or (weighted and _divides_sums(label)):  # the divisor may be the weight
+    if isinstance(label, Stat) and not (label.running or label.by_sum):
+        return _of_sum_in_aux(label, axes, by_weight=weighted and isinstance(weight, Stat))
+    if not isinstance(label, Mixed) or (weighted and label.quotient):  # the divisor may be the weight
         return ""
     if label.kind == "microbatch":
         return f"is of one microbatch's rows alone ({named(label.trail)}), {_AVERAGED}. {_ROWS}" if label.of else ""
@@ -124,8 +114,15 @@ _AVERAGED = "and aux is averaged over devices and microbatches"
 _ROWS = "Return what it is computed from for each row, which comes back whole"
 
 
-def _divides_sums(label: Mixed) -> bool:
-    return label.kind == "ratio" or label.trail[-1].primitive.name in _GUARDS
+def _of_sum_in_aux(label: Stat, axes: str, by_weight: bool) -> str:
+    here = named(label.trail)
+    if label.degree == 1 and not label.guessed:
+        return (
+            f"is a sum over rows ({here}), {_AVERAGED}. Return a mean; or, with microbatches=1, jax.lax.psum(x, {axes})"
+        )
+    if by_weight:
+        return f"is a mean over rows ({here}), and aux is averaged by the weights of devices. {_ROWS}"
+    return ""
 
 
 def of_devices(trail: Trail) -> str:

@@ -284,12 +284,27 @@ def test_the_divisor_of_an_aux_leaf_may_be_the_weight():
         terms = jnp.sum((batch["x"] @ p["w"]) ** 2, axis=-1)
         some = (terms > 1.0).astype(terms.dtype)
         count = some.sum()
-        aux = {"mean of some": (terms * some).sum() / jnp.maximum(count, 1), "log": jnp.log(count)}
-        return ((terms * some).sum(), count), aux
+        total = (terms * some).sum()
+        of_some = {
+            "guarded": total / jnp.maximum(count, 1),
+            "chosen": jnp.where(count > 0, total / count, 0),
+            "divisor": total / jnp.where(count > 0, count, 1),
+            "plain": total / count,
+            "percent": 100 - 100 * (total / jnp.clip(count, 1)),
+        }
+        others = {"log": jnp.log(count), "perplexity": jnp.exp(total / jnp.maximum(count, 1)), "mean": terms.mean()}
+        return (total, count), of_some | others
 
     aux, told = aux_of(loss, weighted=True)
-    assert [text.split(" (")[0] for text in told] == ["aux leaf log is no mean over rows"]
-    assert float(aux["mean of some"]) == pytest.approx(float(aux_leaves(weights(), batch_of(32))["mean of some"][0]))
+    assert sorted(text.split(" (")[0] for text in told) == [
+        "aux leaf log is no mean over rows",
+        "aux leaf mean is a mean over rows",
+        "aux leaf perplexity is no mean over rows",
+    ]
+    right = float(aux_leaves(weights(), batch_of(32))["mean of some"][0])
+    for name in ("guarded", "chosen", "divisor", "plain"):
+        assert float(aux[name]) == pytest.approx(right), name
+    assert float(aux["percent"]) == pytest.approx(100 - 100 * right)
 
 
 def test_a_sum_over_devices_that_is_laid_out_by_row_is_no_mixture():
