@@ -49,11 +49,12 @@ class _Lives:
 
     def __init__(self, fusion: Fusion, freed: Sequence[Value], copied: Sequence[Value] = ()):
         self.fusion, self.freed, self.copied = fusion, {x.root for x in freed}, set(copied)
+        self._end_here = {*fusion.made, *self.freed, *self.copied}
         self.is_gpu = fusion.platform == "gpu"
 
     def ends(self, s: Value) -> bool:
         """Whether an array makes room after its last use."""
-        return s not in self.fusion.kept and (s in self.fusion.made or s in self.freed | self.copied)
+        return s in self._end_here and s not in self.fusion.kept
 
     def peak(self) -> int:
         ops, read_by = self.ordered(), self.fusion.read_by
