@@ -209,10 +209,13 @@ def _tiles(dtype: np.dtype, config: Config, platform: str) -> int | None:
 
     Measured: the TPU compiler all-reduces bfloat16 shards with an odd multiple of 128 columns, at twice the bytes,
     instead of reduce-scattering them. None: on GPU, where the order of dims counts, not their tiles.
+
+    With masters all leaves are cut as narrow ones: so a state that is made of wide params lies as that of narrow ones.
     """
     if platform == "gpu":
         return None
-    return max(128, 512 // np.dtype(dtype if config.reduce_dtype is None else config.reduce_dtype).itemsize)
+    narrow = dtype if config.master_dtype is None else jnp.bfloat16
+    return max(128, 512 // np.dtype(narrow if config.reduce_dtype is None else config.reduce_dtype).itemsize)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -275,7 +275,7 @@ def _warn_of_aux(program: Program, options: LossOptions) -> None:
     for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
         why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
         if why:
-            warn(f"aux leaf {path_of(names)} {why}", RowsWarning)
+            warn(f"{f'aux leaf {path_of(names)}' if names else 'aux'} {why}", RowsWarning)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

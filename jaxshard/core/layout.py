@@ -217,15 +217,21 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
 _SPLIT = "as by nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_inexact_array)"
 
 
-def check_floating(params: Tree, which: Sequence[bool]) -> None:
-    """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
-    for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not hasattr(leaf, "shape"):
+def check_arrays(params: Tree) -> None:
+    """Raises a TypeError for a leaf that is no array."""
+    for names, leaf in named_leaves(params):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(
                 f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's "
                 f"params alone, {_SPLIT}"
             )
+
+
+def check_floating(params: Tree, which: Sequence[bool]) -> None:
+    """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
+    check_arrays(params)
+    for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
+        dtype = leaf.dtype
         if is_frozen:
             continue
         if not jnp.issubdtype(dtype, jnp.inexact):

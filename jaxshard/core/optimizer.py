@@ -11,7 +11,7 @@ from jaxshard.base import jaxprs
 from jaxshard.base.tree import check_alive, check_same_structure
 from jaxshard.base.types import AnyMesh, Params, T, Tree
 from jaxshard.core import state as states
-from jaxshard.core.layout import Layout, Shardings
+from jaxshard.core.layout import Layout, Shardings, check_arrays
 from jaxshard.core.local_view import local_update
 from jaxshard.core.options import Config, checked_config
 from jaxshard.core.sharding import Setup
@@ -35,6 +35,7 @@ class _Methods:
         setup, whole = self.setup, updates if params is None else params
         updates, params = setup.trained(updates), None if params is None else setup.trained(params)
         if params is not None:
+            check_arrays(fast(params))
             check_same_structure("update: the gradients", fast(updates), fast(params), "parameter")
         elif setup.config.widens:
             raise ValueError(

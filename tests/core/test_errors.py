@@ -346,8 +346,10 @@ def test_a_whole_model_in_the_place_of_its_params(refused, mesh):
             self.linear, self.drop = nnx.Linear(4, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
 
     refused(TypeError, lambda: zero2(mesh).place(Model(nnx.Rngs(0))), "drop/rngs/", "nnx.split(model, nnx.Param, ...)")
-    model = eqx.nn.Dropout(0.1)
-    refused(TypeError, lambda: zero2(mesh).place(model), "p is a float", "eqx.partition(model, eqx.is_inexact_array)")
+    model, cure = eqx.nn.Dropout(0.1), "eqx.partition(model, eqx.is_inexact_array)"
+    refused(TypeError, lambda: zero2(mesh).place(model), "p is a float", cure)
+    state = zero2(mesh).init({})
+    refused(TypeError, lambda: zero2(mesh).update(eqx.filter(model, eqx.is_array), state, model), "p is a float", cure)
 
 
 def test_a_warning_is_of_the_line_that_called(mesh):

@@ -445,6 +445,13 @@ def test_wide_state_follows_its_narrow_parameter():
     assert lay(wide, {"data": 2}).params[0].cut == P(None, "data")
 
 
+def test_with_masters_wide_params_are_cut_as_their_narrow_copies_are():
+    """A state begun by the float32 params lay elsewhere than that of the bf16 ones: the step compiled twice."""
+    narrow, wide = {"w": struct(768, 2304, dtype=jnp.bfloat16)}, {"w": struct(768, 2304)}
+    cuts = [lay(params, {"data": 2}, master_dtype=jnp.float32).params[0].cut for params in (narrow, wide)]
+    assert cuts == [P("data"), P("data")]
+
+
 def test_partition_with_one_label_masked_out():
     inner = optax.partition({"a": optax.adam(1e-3), "b": optax.set_to_zero()}, {"w": "a", "b": "b"})
     specs = state_specs(inner)

@@ -787,7 +787,7 @@ def test_aux_keeps_its_dtype_and_is_summed_in_a_wider_one(weighted, dtype):
 
     def loss(params, batch):
         value = jnp.sum(params["w"]) * jnp.mean(batch["x"])
-        return ((value, 1.0) if weighted else value), batch["x"][0, 0].astype(jnp.bfloat16).astype(dtype)
+        return ((value, 1.0) if weighted else value), batch["x"].mean().astype(jnp.bfloat16).astype(dtype)
 
     fn = jaxshard.value_and_grad(loss, make("zero2", PICKLABLE), has_aux=True, weighted=weighted)
     (_, aux), _ = fn({"w": np.ones(16, np.float32)}, {"x": values * 8})
