@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -49,13 +50,9 @@ def place_of(frames: Iterable[Frame]) -> Place:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the user's line that called jaxshard, however deep within jaxshard and JAX."""
-    frame = inspect.currentframe()
-    files = list[str]()
-    while frame is not None:
-        files.append(os.path.abspath(frame.f_code.co_filename))
-        frame = frame.f_back
-    depth = next((i for i, file in enumerate(files) if _is_own(file)), 1)
-    warnings.warn(message, category, stacklevel=depth + 1)
+    files = (os.path.abspath(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    depth = next((i for i, file in enumerate(files, 1) if _is_own(file)), 2)
+    warnings.warn(message, category, stacklevel=depth)
 
 
 def as_written_at(eqn: Equation) -> AbstractContextManager[None]:

@@ -8,14 +8,13 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import tyro
 
 from jaxshard.base.text import printable
+from jaxshard.base.types import T
 from jaxshard.trainer import toml
-
-T = TypeVar("T")
 
 _LONGEST = 60  # characters of a value that are shown
 
@@ -59,16 +58,26 @@ def parsed(
 ) -> T:
     """The command line as `kind`, a dataclass; `check` says what is refused, and what `further` is."""
     check(words, kind, command, further)
+    return by_tyro(words, kind, command, description)
+
+
+def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str, default: T | None = None) -> T:
+    """What tyro makes of a command line that `check` has seen.
+
+    Args:
+      words, kind, command: as for `check`.
+      description: what `--help` says first.
+      default: what the words change; None: the dataclass's own defaults.
+
+    Raises:
+      SystemExit: with status 2, after one line on standard error, where words are left.
+    """
     how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
+    how |= {} if default is None else {"default": default}
     given, unknown = tyro.cli(kind, args=list(words), **how)
-    check_none_left(unknown, kind, command)
-    return given
-
-
-def check_none_left(unknown: Sequence[str], kind: type, command: str) -> None:
-    """Raises SystemExit, after one line on standard error, where tyro has left words."""
     if unknown:
         refuse(command, _not_understood(unknown[0], options_of(kind), command))
+    return given
 
 
 def is_given(words: Sequence[str], name: str) -> bool:

@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
       ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
     """
     words.check(arguments, Arguments, _COMMAND, {"data": str})
-    given, in_file = _from_command_line(arguments, Arguments()), frozenset()
+    given, in_file = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments()), frozenset()
     if given.compile and given.no_compile:
         raise ValueError(f"--compile {given.compile} and --no-compile exclude each other: give one of them")
     if given.compile:
@@ -103,19 +103,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
         if not given.what.endswith(".toml") and not Path(given.what).exists():
             raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION")
         config, in_file = toml.parsed(Path(given.what))
-        given = _from_command_line(arguments, Arguments(**vars(config)))
+        given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     model, _ = model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, _ = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
     given = dataclasses.replace(given, model=model, optimizer=optimizer)
     check(given)
-    return given
-
-
-def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
-    how = {"prog": _COMMAND, "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), default=default, **how)
-    words.check_none_left(unknown, Arguments, _COMMAND)
     return given
 
 

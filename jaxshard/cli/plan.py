@@ -106,10 +106,10 @@ def parse(arguments: Sequence[str]) -> Arguments:
       ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
     """
     words.check(arguments, Arguments, "jaxshard plan", {"data": str})
-    given, in_file = _from_command_line(arguments, Arguments()), frozenset()
+    given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
     if given.config is not None:
         config, in_file = toml.parsed(given.config)
-        given = _from_command_line(arguments, Arguments(**vars(config)))
+        given = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments(**vars(config)))
     _check(given)
     warmup = "optimizer.warmup_steps"
     model, told = model_of_start(given, arguments, in_file)
@@ -136,13 +136,6 @@ def _check(given: Arguments) -> None:
     for name, value, most in (("--devices", given.devices, 2**31 - 1), ("--memory", given.memory, 1e9)):
         if value is not None and not 0 < value <= most:
             raise ValueError(f"{name} {value} must be above 0, and at most {most:,.0f}")
-
-
-def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
-    how = {"prog": "jaxshard plan", "description": _DESCRIPTION, "return_unknown_args": True}
-    given, unknown = tyro.cli(Arguments, args=list(arguments), default=default, **how)
-    words.check_none_left(unknown, Arguments, "jaxshard plan")
-    return given
 
 
 def target_of(given: Arguments) -> Target:

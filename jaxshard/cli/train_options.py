@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from jaxshard.cli import arguments as words
 from jaxshard.trainer import finished_run, hf_config, hf_folder, profile, toml
 from jaxshard.trainer.config import Arguments, Config, ModelConfig, OptimizerConfig, check
@@ -33,7 +31,7 @@ def parse(arguments: Sequence[str]) -> Given:
       ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
     """
     words.check(arguments, Arguments, _COMMAND, {"data": str})
-    given = _from_command_line(arguments, Arguments())
+    given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments())
     file, notes, goes_on_by_itself = given.config, [], False
     if (given.resume or given.resume_if_saved) and given.out is None:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
@@ -47,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Given:
     in_file: frozenset[str] = frozenset()
     if file is not None:
         config, in_file = toml.parsed(file)
-        given = _from_command_line(arguments, Arguments(**vars(config)))
+        given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     if given.profile is not None:
         profile.steps_in(given.profile)
     _check_encodable("--data", given.data.path)
@@ -138,19 +136,6 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
 def _goes_on(given: Arguments) -> bool:
     """Whether the run is to go on with what is saved: it was asked for, and something is saved."""
     return given.resume or (given.resume_if_saved and given.out is not None and RunFolder(given.out).is_saved())
-
-
-def _from_command_line(arguments: Sequence[str], default: Arguments) -> Arguments:
-    given, unknown = tyro.cli(
-        Arguments,
-        args=arguments,
-        default=default,
-        prog=_COMMAND,
-        description=_DESCRIPTION,
-        return_unknown_args=True,
-    )
-    words.check_none_left(unknown, Arguments, _COMMAND)
-    return given
 
 
 def _check_encodable(name: str, path: str | Path | None) -> None:

@@ -220,20 +220,24 @@ _SPLIT = "as by nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_
 def check_arrays(params: Tree) -> None:
     """Raises a TypeError for a leaf that is no array."""
     for names, leaf in named_leaves(params):
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(
-                f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's "
-                f"params alone, {_SPLIT}"
-            )
+        _check_array(names, leaf)
+
+
+def _check_array(names: Names, leaf: Tree) -> None:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's params "
+            f"alone, {_SPLIT}"
+        )
 
 
 def check_floating(params: Tree, which: Sequence[bool]) -> None:
     """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
-    check_arrays(params)
     for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
-        dtype = leaf.dtype
+        _check_array(names, leaf)
         if is_frozen:
             continue
+        dtype = leaf.dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"params: {path_of(names)} has dtype {dtype}, which has no gradient: freeze it (frozen=), or cast it "

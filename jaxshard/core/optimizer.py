@@ -165,12 +165,12 @@ def setup_of(opt: object, who: str) -> Setup:
     Raises:
       TypeError: it is another kind of optimizer.
     """
-    if isinstance(getattr(opt, "tx", None), ShardedOptimizer):
-        raise TypeError(
-            f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: give its tx, with params and state "
-            f"that are not in the {type(opt).__name__}"
-        )
     if not isinstance(opt, ShardedOptimizer):
+        if isinstance(getattr(opt, "tx", None), ShardedOptimizer):
+            raise TypeError(
+                f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: give its tx, with params and "
+                f"state that are not in the {type(opt).__name__}"
+            )
         inside = "optax.chain(...)"
         if hasattr(opt, "gradient_transformation"):
             inside = f"optax.{type(opt).__name__}(...).gradient_transformation()"

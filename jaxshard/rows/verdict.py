@@ -117,7 +117,8 @@ def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
         return _of_rows(question, jaxpr, outs, row_dims)
     row_dims, folded = _of_aux(question, jaxpr, outs, row_dims)
     unknown = words.of_rule(arithmetic.rules[0]) if arithmetic.rules else ""
-    averaged = tuple(words.of_aux(label, outs[1], question.split_axes, question.weighted) for label in outs)
+    _, weight, *aux = outs
+    averaged = ("", "", *(words.of_aux(label, weight, question.split_axes, question.weighted) for label in aux))
     known = Verdict(unknown=unknown, row_dims=row_dims, folded=folded, averaged=averaged)
     try:
         _check(question, outs, exact=False)

@@ -115,13 +115,11 @@ _ROWS = "Return what it is computed from for each row, which comes back whole"
 
 
 def _of_sum_in_aux(label: Stat, axes: str, by_weight: bool) -> str:
-    here = named(label.trail)
     if label.degree == 1 and not label.guessed:
-        return (
-            f"is a sum over rows ({here}), {_AVERAGED}. Return a mean; or, with microbatches=1, jax.lax.psum(x, {axes})"
-        )
+        cure = f"Return a mean; or, with microbatches=1, jax.lax.psum(x, {axes})"
+        return f"is a sum over rows ({named(label.trail)}), {_AVERAGED}. {cure}"
     if by_weight:
-        return f"is a mean over rows ({here}), and aux is averaged by the weights of devices. {_ROWS}"
+        return f"is a mean over rows ({named(label.trail)}), and aux is averaged by the weights of devices. {_ROWS}"
     return ""
 
 
