@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxshard.base import rings
+from jaxshard.base import files, rings
 from jaxshard.base.source import warn
 from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
 from jaxshard.hardware.machines import Machine as Machine
@@ -221,9 +220,7 @@ def _version(package: str) -> str:
 def _write(path: Path, text: str) -> None:
     """Writes a file whole or not at all, also while another process writes it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        files.make_folder(path.parent)
+        files.replace(path, text)
     except OSError as error:
         warn(f"aot.report: cannot keep the report ({error}); set JAXSHARD_CACHE to a folder that can be written")

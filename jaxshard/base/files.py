@@ -1,22 +1,318 @@
-"""Files that are replaced whole, so that no reader meets half of one; folders that can be made."""
+"""Files and folders that are on the disk once these functions return, and links that they do not follow.
+
+The folder that a caller names may be a link, and so may a folder above it. What lies inside, and is made, replaced or
+deleted here, is never reached through a link.
+
+New files get a random name that no link can be planted at, and are replaced whole, so that no reader meets half of one.
+A killed process leaves such names behind. They are locked as long as their process lives; the next writer of the folder
+deletes those whose lock is free.
+"""
 
 import contextlib
+import errno
+import fcntl
 import os
-from collections.abc import Callable
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Container, Generator, Iterable
 from pathlib import Path
+from typing import BinaryIO
+
+Write = Callable[[BinaryIO], object]
+
+_TEMPORARY = re.compile(r"\.jaxshard-[0-9a-f]{24}")
+_FOLDER = ".d"  # ends the name of a temporary folder, which stands beside the locked file of the same name
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the disk's own cache alone
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nor does a pipe keep us waiting
+_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}  # what is asked for does not exist there
+_MAY_NOT = {errno.EACCES, errno.EPERM}
+_NOT_OURS = {errno.ENOENT, *_MAY_NOT}
+_READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """`write(temporary)` makes the new file beside `path`. Once it is on the disk, it becomes `path` in one move."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def is_temporary(name: str) -> bool:
+    """Whether a file or folder of this name is being written, or was when its process was killed.
+
+    >>> is_temporary(".jaxshard-0123456789abcdef01234567"), is_temporary("config.toml")
+    (True, False)
+    """
+    return _TEMPORARY.fullmatch(name.removesuffix(_FOLDER)) is not None
+
+
+# Writing.
+
+
+def replace(path: Path, content: str | bytes | Write) -> None:
+    """Puts a new file in the place of `path`, in one move, once it is on the disk; a link at `path` is replaced.
+
+    Args:
+      path: in a folder that is there.
+      content: text, bytes, or what writes them to the open file that it is given.
+    """
+    with _naming(path), _opened(path.parent) as folder:
+        _delete_left(folder)
+        name, number = _new_file(folder)
+        try:
+            with os.fdopen(number, "wb") as file:
+                _writer(content)(file)
+                file.flush()
+                _sync(number)
+                os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            raise
+        _sync_folder(".", folder)
+
+
+def overwrite(path: Path, content: str | bytes) -> None:
+    """Writes to what the user named for it: a file, new or not, a link to one, a pipe or a device."""
+    with _naming(path):
+        with path.open("wb") as file:
+            _writer(content)(file)
+            file.flush()
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            if is_file:
+                _sync(file.fileno())
+        if is_file:
+            sync_folder(path.resolve().parent)
+
+
+def append(path: Path) -> BinaryIO:
+    """The file, made where it is not there, open to write at its end.
+
+    Raises:
+      OSError: it is a link, or no file.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return os.fdopen(number, "ab")
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder and those above it, where they are not there."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in dict.fromkeys([*missing, path]):
+        sync_folder(each.parent)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Renames a file or folder within its own folder, or moves it to another one."""
+    path.rename(target)
+    for folder in {path.parent, target.parent}:
+        sync_folder(folder)
+
+
+def publish(path: Path, target: Path) -> None:
+    """Moves a file to a name in another folder that nothing has yet.
+
+    Raises:
+      FileExistsError: something has it.
+    """
     try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _keep_name(path.parent)
+        os.link(path, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _CANNOT | _MAY_NOT:  # a file system without hard links
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        path.rename(target)
+    else:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def workplace(folder: Path) -> Generator[Path]:
+    """An empty folder in `folder`, of a random name, that no other user may enter; it is deleted at the end."""
+    with _opened(folder) as opened:
+        _delete_left(opened)
+        with _naming(folder):
+            name, number = _new_file(opened)
+        try:
+            with _naming(folder):
+                os.mkdir(name + _FOLDER, 0o700, dir_fd=opened)
+            yield folder / (name + _FOLDER)
+        finally:
+            _delete_both(name, opened)
+            os.close(number)
+
+
+def _writer(content: str | bytes | Write) -> Write:
+    if callable(content):
+        return content
+    data = content.encode() if isinstance(content, str) else content
+    return lambda file: file.write(data)
+
+
+# Temporary names.
+
+
+def _new_file(folder: int) -> tuple[str, int]:
+    """The name and the number of an empty, locked file. Another process may delete it before it is locked."""
+    while True:
+        name = f".jaxshard-{secrets.token_hex(12)}"
+        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody else gets the lock either
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(number).st_nlink:
+            return name, number
+        os.close(number)
+
+
+def _delete_left(folder: int) -> None:
+    """Deletes what killed processes of this user have left; what cannot be deleted now is left to the next writer."""
+    with contextlib.suppress(OSError):
+        number = os.open(".", _READ_FOLDER, dir_fd=folder)
+        with _closing(number):
+            names = os.listdir(number)
+        for name in filter(_TEMPORARY.fullmatch, names):
+            with contextlib.suppress(OSError):
+                _delete_if_left(name, folder)
+
+
+def _delete_if_left(name: str, folder: int) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    number = os.open(name, os.O_RDWR | _NO_LINK, dir_fd=folder)
+    with _closing(number):
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _delete_both(name, folder)
+
+
+def _delete_both(name: str, folder: int) -> None:
+    """Deletes a temporary folder and then its file, which is locked until then; of a link the link alone."""
+    for each in (name + _FOLDER, name):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.stat(each, dir_fd=folder, follow_symlinks=False).st_mode):
+                shutil.rmtree(each, dir_fd=folder)
+            else:
+                os.unlink(each, dir_fd=folder)
+
+
+def check_no_links(folder: Path) -> None:
+    """Raises OSError where a folder is a link, or has one in it: what is written there would lie elsewhere."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "is a link, and nothing is written through it: take it away", str(path))
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder with all that is in it, or a file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+# Syncing.
+
+
+def sync_tree(folder: Path, but: Iterable[str] = ()) -> None:
+    """Puts all files and folders in `folder`, and then itself, on the disk; links are not followed.
+
+    Args:
+      folder: that is there.
+      but: names right in it that are left out.
+
+    Raises:
+      OSError: the disk could not take what was written.
+    """
+    with _naming(folder), _opened(folder) as top:
+        for _, folders, names, opened in os.fwalk(".", topdown=True, onerror=_raised, dir_fd=top):
+            folders[:] = [name for name in folders if name not in but]
+            but = ()
+            for name in names:
+                _sync_file(name, opened)
+            _sync_folder(".", opened)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk, where the file system can do that."""
+    with _naming(folder):
+        _sync_folder(folder, None)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Puts what was written to an open file on the disk."""
+    file.flush()
+    _sync(file.fileno())
+
+
+def _raised(error: OSError) -> None:
+    if error.errno not in _NOT_OURS:
+        raise error
+
+
+def _sync_file(name: str, folder: int) -> None:
+    """Syncs a file; what is none, is gone by now or may not be read has nothing of ours to be kept."""
+    with _unless(_NOT_OURS):
+        if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            return
+        number = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
+        with _closing(number):
+            _sync(number)
+
+
+def _sync_folder(path: str | Path, folder: int | None) -> None:
+    """Syncs a folder, where this user may read it, and the file system can."""
+    with _unless(_MAY_NOT):
+        number = os.open(path, _READ_FOLDER, dir_fd=folder)
+        with _closing(number), _unless(_CANNOT):
+            _sync(number)
+
+
+def _sync(number: int) -> None:
+    if _FULL_SYNC is not None:
+        with _unless(_CANNOT):
+            fcntl.fcntl(number, _FULL_SYNC)
+            return
+    os.fsync(number)
+
+
+@contextlib.contextmanager
+def _unless(numbers: Container[int | None]) -> Generator[None]:
+    """Passes over errors of these numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Generator[int]:
+    """The number of a folder, to name what is in it; on Linux it needs not be readable."""
+    number = os.open(folder, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _closing(number):
+        yield number
+
+
+@contextlib.contextmanager
+def _closing(number: int) -> Generator[None]:
+    try:
+        yield
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(number)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Errors about what only we know by name, or by number, name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.filename, str) or error.filename == "." or is_temporary(error.filename):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+# What is there.
 
 
 def nearest_above(path: Path) -> Path:
@@ -38,17 +334,7 @@ def check_file(option: str, path: Path) -> None:
         if is_new or path.is_dir() or path.is_file():
             path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.resolve().unlink()
     except OSError as error:
         reason = f"{option} {path}: {error.strerror}: name a file in a folder that is there and can be written to"
         raise ValueError(reason) from None
-
-
-def _keep_name(folder: Path) -> None:
-    """The folder's list of names is on the disk, where the file system can do that."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)

@@ -194,6 +194,8 @@ class Checkpointer:
             raise
         self._saving = None  # but not after Ctrl-C: `close` waits again
         if errors:
+            if jax.process_index() == 0:
+                self._writer.fail(step)
             raise not_saved(step, errors, self.path)
         _tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 

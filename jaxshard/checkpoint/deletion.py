@@ -1,18 +1,21 @@
 """Deletes folders in a thread, so that nothing waits for it. What is not deleted when the process ends, stays."""
 
-import collections
 import contextlib
-import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+
+from jaxshard.base import files
 
 
 class Deletion:
-    """Folders that are being deleted, one after the other; of a link the link alone."""
+    """Folders that are being deleted, one after the other; of a link the link alone.
+
+    They were renamed just before. That is put on the disk first: a power cut must not leave half a step with its name.
+    """
 
     def __init__(self):
-        self._left = collections.deque[Path]()
+        self._left = list[Path]()
         self._errors: list[str] = []
         self._lock, self._idle = threading.Lock(), threading.Event()
         self._idle.set()
@@ -41,13 +44,22 @@ class Deletion:
                 if not self._left:
                     self._idle.set()
                     return
-                folder = self._left.popleft()
-            try:
-                with contextlib.suppress(FileNotFoundError):  # the next run that writes here deletes it, too
-                    if folder.is_symlink() or folder.is_file():
-                        folder.unlink()
-                    else:
-                        shutil.rmtree(folder)
-            except OSError as error:
-                with self._lock:
-                    self._errors.append(str(error))
+                folders, self._left = self._left, []
+            for folder in self._renamed_for_good(folders):
+                with self._noted(), contextlib.suppress(FileNotFoundError):  # another run may delete it, too
+                    files.delete(folder)
+
+    def _renamed_for_good(self, folders: list[Path]) -> Iterator[Path]:
+        """Those whose names are on the disk; the next run that writes here deletes the others."""
+        for parent in {folder.parent for folder in folders}:
+            with self._noted(), contextlib.suppress(FileNotFoundError):
+                files.sync_folder(parent)
+                yield from (folder for folder in folders if folder.parent == parent)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            with self._lock:
+                self._errors.append(str(error))

@@ -52,7 +52,7 @@ class Lock:
     def note(self) -> None:
         """Writes down who writes here; a full disk leaves what was written before."""
         text = json.dumps({"id": self.run, "writer": _this_process()})
-        files.replace(self._notes, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        files.replace(self._notes, text)
 
     def is_noted(self) -> bool:
         """Whether it is written down who writes here."""

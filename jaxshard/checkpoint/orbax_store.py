@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
@@ -24,6 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxshard.base import files
 from jaxshard.checkpoint.at_exit import ExitNotice
+from jaxshard.checkpoint.durable_path import durable_paths
 from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
@@ -90,7 +91,9 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
     path = folder / _METADATA_FILE
     found = json.loads(path.read_text(encoding="utf-8"))
     text = json.dumps({**found, "custom_metadata": manifest})
-    files.replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and no metrics are written through it", str(folder))
+    files.replace(path, text)
 
 
 def stored_name(path: str) -> str:
@@ -115,10 +118,12 @@ class Save:
         path: Path,
         response: ocp.AsyncResponse[None],
         place: PlainPath,
+        on_disk: Collection[str],
         unheard: ExitStack,
         check: Callable[[], None],
     ):
         self._response, self._place, self._unheard, self._check = response, place, unheard, check
+        self._path, self._on_disk = path, on_disk
         self._over = threading.Event()
         self._failed: list[BaseException] = []
         self._notice = ExitNotice(lambda: self._cut_off(path), "jaxshard tells of a save that is cut off")
@@ -147,11 +152,12 @@ class Save:
         """
         stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
         path, written, notes = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest)
+        paths, on_disk = durable_paths()
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
-            with _ONE_AT_A_TIME, _writing(), _while_python_runs(place.folder / name):
+            with _ONE_AT_A_TIME, _writing(paths), _while_python_runs(place.folder / name):
                 response = ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes)
-            return cls(place.folder / name, response, place, unheard.pop_all(), check)
+            return cls(place.folder / name, response, place, on_disk, unheard.pop_all(), check)
 
     def wait(self) -> dict[int, BaseException]:
         """Waits until all processes have written their parts, or one has failed; returns the errors by process.
@@ -195,6 +201,7 @@ class Save:
         try:
             self._response.result()
             self._place.close()  # not after an error: other threads of orbax may still write there
+            self._sync()
             if jax.process_index() == 0:
                 self._check()
         except BaseException as error:
@@ -203,6 +210,16 @@ class Save:
         self._over.set()
         if not self._failed:
             self._notice.off()
+
+    def _sync(self) -> None:
+        """Puts on the disk what this process wrote, and what orbax did not rename by its path."""
+        if jax.process_index() == 0:
+            if self._path.name not in self._on_disk:
+                files.sync_tree(self._path)
+                files.sync_folder(self._path.parent)
+            return
+        for folder in self._path.glob(f"*/*process_{jax.process_index()}"):
+            files.sync_tree(folder)
 
     def _cut_off(self, path: Path) -> None:
         """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
@@ -233,8 +250,9 @@ def _while_python_runs(path: Path) -> Generator[None]:
         raise OSError(errno.ECANCELED, why, str(path)) from None
 
 
-def _writing() -> ocp.Context:
+def _writing(paths: type[Any]) -> ocp.Context:
     made = ocp.Context()
+    made.file.path_class = paths
     saving = made.array.saving
     saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
     saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxshard.base import files
 from jaxshard.checkpoint import manifest, orbax_store
 from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError, first_line
 from jaxshard.checkpoint.manifest import Manifest
@@ -100,6 +101,12 @@ class StepFolders:
         if metrics and joined != saved["metrics"]:
             orbax_store.replace_manifest(self.of(step), manifest.sealed({**saved, "metrics": joined}))
 
+    def sync(self, step: int | None = None) -> None:
+        """Puts the names of all steps on the disk, and all that is in the folder of `step`, if it is given."""
+        if step is not None:
+            files.sync_tree(self.of(step))
+        files.sync_folder(self.path)
+
     def rests(self, step: int | None = None) -> Iterator[Path]:
         """Renames what saves and deletions that were cut off have left, and yields it, to be deleted.
 
@@ -117,9 +124,10 @@ class StepFolders:
     def put_aside(self, step: int, why: str) -> None:
         """Renames a step's folder to, for example, 7.corrupt.1f2e3d4c."""
         self._renamed(str(step), f"{step}.{why}")
+        files.sync_folder(self.path)
 
     def discard(self, step: int) -> Path:
-        """Renames a step's folder, so that no step is ever half there; returns what is to be deleted."""
+        """Renames a step's folder, so that no step is ever half there; returns what `Deletion` is to delete."""
         return self._renamed(str(step), f"{step}.deleted")
 
     def _renamed(self, name: str, beginning: str) -> Path:

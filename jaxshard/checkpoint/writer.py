@@ -3,10 +3,12 @@
 With several processes only process 0 calls these.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
 
+from jaxshard.base import files
 from jaxshard.base.source import warn
 from jaxshard.checkpoint import orbax_store
 from jaxshard.checkpoint.deletion import Deletion
@@ -49,7 +51,7 @@ class Writer:
         if self._lock is not None and not self._lock.is_held():  # the folder was deleted, or its lock
             self.release()
         if self._lock is None:
-            self._folders.path.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self._folders.path)
             self._lock = Lock(self._folders.path, run)
             self._deletion.begin(self._folders.rests())
             self._prune(None)
@@ -94,6 +96,7 @@ class Writer:
             saved = self._folders.manifest(step)
             if saved["leaves"] == index:
                 self._folders.measure(step, saved, metrics or {})
+                self._folders.sync(step)  # a process may have ended before it did
                 return False
             raise ValueError(
                 f"checkpoint: step {step} is saved already in {self._folders.path}, with other bits; steps never change"
@@ -108,6 +111,13 @@ class Writer:
             self._deletion.wait(_DELETION_SECONDS)
         self._folders.check_space(num_bytes)
         return True
+
+    def fail(self, step: int) -> None:
+        """Puts aside what a save that failed has left by the step's name."""
+        self.corrupt.add(step)
+        if self._lock is not None and self._lock.is_held():
+            with contextlib.suppress(OSError):  # then the next save of this step tries again
+                self._put_aside(step)
 
     def _put_aside(self, step: int) -> None:
         folder = self._folders.of(step)
@@ -135,6 +145,12 @@ class Writer:
             kept = self._retention.kept(steps, lambda step: self._measured.get(step, {})) | self._unread
             surplus = [step for step in steps if step not in kept and step != saved]
             self._tell_of_no_metric(surplus)
+        try:
+            if surplus and saved is None:  # who has saved what is kept may have ended before it synced its name
+                self._folders.sync()
+        except OSError as error:
+            self._errors.append(str(error))
+            return
         for step in surplus:
             if time.monotonic() > end:
                 return

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from jaxshard import aot
+from jaxshard.base import files
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_file, check_room
 from jaxshard.base.units import nearest
@@ -243,8 +244,8 @@ def _write(given: Arguments, start: dict[str, object], rows: Sequence[Row]) -> N
     asked |= {"against": given.against, "rounds": given.rounds, "options": _compiler_options(given)}
     text = json.dumps({**start, "asked": asked, "rows": [row.to_dict() for row in rows]}, indent=1)
     if given.json is not None:
-        given.json.write_text(text + "\n")
+        files.overwrite(given.json, text + "\n")
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "bench.json").write_text(text + "\n")
+        files.make_folder(given.out)
+        files.replace(given.out / "bench.json", text + "\n")
         bench_tables.draw(rows, given.out)

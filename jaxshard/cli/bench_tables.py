@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxshard.base.files import replace
 from jaxshard.base.units import digits, seconds_in_words
 from jaxshard.bench.measure import Row
 
@@ -152,4 +153,4 @@ def _draw(rows: Sequence[Row], title: str, path: Path) -> None:
         axes.set(title=head, yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.4, -0.6))
         axes.margins(x=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    replace(path, lambda file: figure.savefig(file, format="png", dpi=150))

@@ -7,20 +7,19 @@ are whole, the index last. No more than one shard is held in memory.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import filelock
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save, save_file
 
+from jaxshard.base.files import publish, replace, sync_folder, sync_tree, workplace
 from jaxshard.base.units import size_in_words
 from jaxshard.checkpoint.leaves import Entry, Index
 
@@ -105,13 +104,13 @@ def write(file: Path, leaves: Index, read: Read, notes: Mapping[str, str], most_
 
     Raises:
       ValueError: a dtype or a name that such files cannot hold; one of the files is there already.
-      OSError: they cannot be written, or another export is writing them.
+      OSError: they cannot be written, or another export has just written one.
     """
     _check_dtypes(leaves)
     shards = shards_of(file, leaves, most_bytes)
     check_free(file, index_of(file), *shards)
     _check_space(file, leaves)
-    with workplace(file) as folder:
+    with workplace(file.absolute().parent) as folder:
         for shard, paths in shards.items():
             _write_shard(folder / shard.name, read(paths), notes)
         if len(shards) > 1:
@@ -151,53 +150,33 @@ def _check_space(file: Path, leaves: Index) -> None:
         raise OSError(errno.ENOSPC, reason, str(file))
 
 
-@contextlib.contextmanager
-def workplace(file: Path) -> Iterator[Path]:
-    """An empty folder beside `file`, for this process alone; what a killed export left in it is deleted."""
-    folder = file.with_name(f".{file.name}.jaxshard-export")
-    folder.mkdir(exist_ok=True)
-    lock = filelock.FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise OSError(errno.EBUSY, "another process is exporting to this file", str(file)) from None
-    try:
-        for left in folder.iterdir():
-            if left.is_dir():
-                shutil.rmtree(left)
-            elif left.name != ".lock":
-                left.unlink()
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-        lock.release()
-
-
 def _write_shard(file: Path, arrays: Iterable[tuple[str, np.ndarray]], notes: Mapping[str, str]) -> None:
     held = {path: np.asarray(x, order="C") for path, x in arrays}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask has it; the library lets only the owner read
     try:
         save_file(held, file, {"format": "pt", **notes})  # transformers refuses a file without a format that it knows
     except SafetensorError as error:
         raise OSError(errno.EIO, f"it could not be written: {error}", str(file)) from error
-    file.chmod(file.parent.stat().st_mode & 0o666)  # as the umask has it; the library lets only the owner read
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    file.chmod(mode)
 
 
 def _write_index(file: Path, shards: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
     places = {path: shard.name for shard, paths in shards.items() for path in paths}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    replace(file, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _publish(folder: Path, file: Path, targets: Sequence[Path]) -> None:
     """Moves the files to their places, in order; where one fails, those that were moved are deleted."""
     check_free(file, index_of(file), *targets)
+    sync_tree(folder)
     moved: list[Path] = []
     try:
         for target in targets:
-            (folder / target.name).rename(target)
+            publish(folder / target.name, target)
             moved.append(target)
+        sync_folder(file.absolute().parent)
     except BaseException:
         for target in moved:
             target.unlink()

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.base.files import rename, replace, sync_tree, workplace
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.leaves import Entry
 from jaxshard.cli import ckpt_export as files
@@ -61,15 +61,16 @@ def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None,
     }
     reader = _Reader(checkpoints, step, config.lora, tensors, dtype)
     described = hf_config.described(config.model, dtype, _known_before(RunFolder(run)))
-    with files.workplace(folder) as place:
+    with workplace(folder.absolute().parent) as place:
         made = place / "made"
         made.mkdir()
         hf_folder.keep(run, made)
         _add_tokenizer(RunFolder(run), made, described["eos_token_id"])
-        (made / hf_folder.CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        replace(made / hf_folder.CONFIG, json.dumps(described, indent=2, sort_keys=True) + "\n")
         files.write(made / hf_folder.WEIGHTS, leaves, reader, {"step": str(step)}, most_bytes)
         check_free(folder)
-        made.rename(folder)
+        sync_tree(made)
+        rename(made, folder)
     return sorted(file.name for file in folder.iterdir())
 
 
@@ -87,11 +88,11 @@ def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
     config = folder / "tokenizer_config.json"
     if not run.tokenizer.is_file():
         return
-    shutil.copyfile(run.tokenizer, folder / TOKENIZER)
+    replace(folder / TOKENIZER, run.tokenizer.read_bytes())
     own = vocabulary.end_of(run.tokenizer)
     if not config.is_file() and own is not None and own[1] == end:
         said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": own[0]}
-        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        replace(config, json.dumps(said, indent=2) + "\n")
 
 
 def _config_of(checkpoints: Checkpointer) -> Config:

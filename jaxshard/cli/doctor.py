@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxshard.base.command import INTERRUPTED, environment
-from jaxshard.base.files import check_file
+from jaxshard.base.files import check_file, overwrite
 from jaxshard.base.text import printable
 from jaxshard.base.units import nearest
 from jaxshard.bench.about import about
@@ -91,9 +91,8 @@ def _run(given: argparse.Namespace) -> int:
     print(f"\n{count} wrong, marked by !" if wrong else "\nNothing is wrong.")
     if given.json is not None:
         listed = [each._asdict() | {"findings": [one._asdict() for one in each.findings]} for each in sections]
-        given.json.write_text(
-            json.dumps({**start, "num_wrong": len(wrong), "sections": listed, **facts}, indent=1) + "\n"
-        )
+        text = json.dumps({**start, "num_wrong": len(wrong), "sections": listed, **facts}, indent=1)
+        overwrite(given.json, text + "\n")
     return int(bool(wrong))
 
 

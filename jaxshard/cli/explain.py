@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.base.command import INTERRUPTED
-from jaxshard.base.files import check_file
+from jaxshard.base.files import check_file, overwrite
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli import arguments as words
 from jaxshard.cli import explain_tables, users_step
@@ -175,4 +175,5 @@ def _compiled(console: Console, what: str, subject: Subject, machine: aot.Machin
 def _write(given: Arguments, what: str, found: Explanation) -> None:
     if given.json is not None:
         compiled = None if found.sent is None else given.compile or f"cpu:{math.prod(found.sizes.values())}"
-        given.json.write_text(json.dumps({"step": what, "compiled_for": compiled, **found.to_dict()}, indent=1) + "\n")
+        text = json.dumps({"step": what, "compiled_for": compiled, **found.to_dict()}, indent=1)
+        overwrite(given.json, text + "\n")

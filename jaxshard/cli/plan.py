@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 
 from jaxshard import aot
+from jaxshard.base import files
 from jaxshard.base.command import INTERRUPTED
 from jaxshard.base.files import check_room
 from jaxshard.base.text import printable
@@ -191,7 +192,9 @@ def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Targe
 
 def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
-        given.json.write_text(json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1))
+        files.overwrite(
+            given.json, json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1)
+        )
     _write_pictures(given, rows, notes)
 
 
@@ -200,7 +203,7 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
         return
     from jaxshard.plan import drawing, html
 
-    given.out.mkdir(parents=True, exist_ok=True)
+    files.make_folder(given.out)
     title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
     title = printable(title)
     with warnings.catch_warnings():
@@ -227,6 +230,6 @@ def _compiled(given: Arguments) -> int:
             {"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()}
             for row, report in found
         ]
-        given.json.write_text(json.dumps({"machine": machine.name, "rows": results}, indent=1))
+        files.overwrite(given.json, json.dumps({"machine": machine.name, "rows": results}, indent=1))
     _write_pictures(given, rows, [])
     return 0 if any(plan_compiled.excess_bytes(row, report) <= 0 for row, report in found) else 1

@@ -224,9 +224,12 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     ):
         keeping = Safekeeping(run, saves, console, preemption, snapshot.step if job.resume else None)
         evaluate = run.make_evaluate(watchdog.beat)
-        hooks = Hooks(
-            step, evaluate, keeping.save, keeping.checked, keeping.ended, watchdog.beat, keeping.back, profile
-        )
+
+        def save(snapshot: Snapshot, loss: float | None) -> None:
+            keeping.save(snapshot, loss)
+            recorder.sync()
+
+        hooks = Hooks(step, evaluate, save, keeping.checked, keeping.ended, watchdog.beat, keeping.back, profile)
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
         keeping.save_last(snapshot)
@@ -236,6 +239,7 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
         say(console, f"a sample:\n{printable_lines(_sample(run, folder, snapshot))}")
     if writes:
         _draw(run, folder, console)
+        folder.sync()
     return snapshot, preemption.status if keeping.was_ended else 0
 
 

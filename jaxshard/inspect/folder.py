@@ -1,10 +1,9 @@
 """A trial of a folder: what saving a checkpoint needs of it."""
 
+import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,14 +38,11 @@ def trials(folder: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
         lock: takes the lock of a folder, and returns it; None: no lock is tried.
     """
     made: list[Path] = []
-    first = _tried("make a folder", lambda: made.append(Path(tempfile.mkdtemp(prefix=".jaxshard-", dir=folder))))
-    yield first
-    if first.wrong:
-        return
-    try:
-        yield from _within(made[0], lock)
-    finally:
-        shutil.rmtree(made[0], ignore_errors=True)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # what cannot be taken away is not asked for
+        first = _tried("make a folder", lambda: made.append(stack.enter_context(files.workplace(folder))))
+        yield first
+        if not first.wrong:
+            yield from _within(made[0], lock)
 
 
 def _within(place: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
@@ -55,7 +51,7 @@ def _within(place: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
 
     def write() -> None:
         before.mkdir()
-        files.replace(before / "arrays", lambda path: path.write_bytes(content))
+        files.replace(before / "arrays", content)
 
     def read() -> None:
         found = (after / "arrays").read_bytes()

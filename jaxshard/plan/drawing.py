@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from jaxshard.base.files import replace
 from jaxshard.base.units import size_in_words, unit_of
 from jaxshard.plan.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
 from jaxshard.plan.search import Row
@@ -55,7 +56,7 @@ def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
         axes.set_title(chart.title, loc="left", fontsize=10, weight="bold")
         _legend(axes, side)
     figure.suptitle(f"{title}\n{machine_in_words(rows)}", x=0.01, ha="left", fontsize=11, parse_math=False)
-    figure.savefig(path, format="png")
+    replace(Path(path), lambda file: figure.savefig(file, format="png"))
 
 
 def svg(chart: Chart) -> str:

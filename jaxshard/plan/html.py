@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from markupsafe import Markup
 
 from jaxshard.base.axes import axes_in
+from jaxshard.base.files import replace
 from jaxshard.base.types import AxisSizes
 from jaxshard.base.units import seconds_in_words, size_in_words
 from jaxshard.core.layout import Layout
@@ -45,7 +46,7 @@ def page(rows: Sequence[Row], path: Path, *, title: str, notes: Sequence[str] = 
         times=_times_table(rows),
         layouts=[_Leaves(row) for row in rows],
     )
-    path.write_text(text, encoding="utf-8")
+    replace(path, text)
 
 
 def _template() -> jinja2.Template:

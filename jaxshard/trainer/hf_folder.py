@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
+from jaxshard.base.files import make_folder, replace
 from jaxshard.trainer import hf_config, hf_names, linear
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.hf_names import HEAD, PREFIXES, Rule
@@ -141,8 +141,8 @@ def keep(start: Path, target: Path) -> None:
     """Copies those of `KEPT` that there are to the folder `target`, which is made if there are any."""
     found = [file for name in KEPT if (file := kept_of(start) / name).is_file()]
     for file in found:
-        target.mkdir(exist_ok=True)
-        shutil.copyfile(file, target / file.name)
+        make_folder(target)
+        replace(target / file.name, file.read_bytes())
 
 
 # The files, and what is in them.

@@ -10,6 +10,7 @@ from typing import Self
 
 import jax
 
+from jaxshard.base import files
 from jaxshard.base.text import printable, shell_command
 from jaxshard.base.types import Tree
 
@@ -80,6 +81,7 @@ class Profile:
         if self._steps and self._taken == self._steps.start and not self._is_on:
             jax.block_until_ready(tree)
             with self._kept_going():
+                files.check_no_links(self._folder)
                 jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
                 self._is_on = True
 
@@ -94,6 +96,7 @@ class Profile:
         self._is_on = False
         with self._kept_going():
             jax.profiler.stop_trace()
+            files.sync_tree(self._folder)
             show = shell_command("xprof", "--logdir", str(self._folder))
             self._tell(
                 f"a profile of {self._taken - self._steps.start} steps: {show} (pip install xprof) shows it, or "

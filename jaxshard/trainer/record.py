@@ -7,11 +7,12 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, Self
 
 import tensorboardX
 
-from jaxshard.base.files import replace
+from jaxshard.base.files import append, replace, sync_file
 from jaxshard.base.text import printable
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.metrics import Record
@@ -42,23 +43,42 @@ class Lines:
     """Appends metrics to a run's `metrics.jsonl`, one object per line."""
 
     def __init__(self, folder: RunFolder):
-        self._folder = folder
-        self._file = folder.metrics.open("a", encoding="utf-8")
+        self._folder, self._file = folder, append(folder.metrics)
+        self._syncs = ThreadPoolExecutor(1, "jaxshard syncs metrics")
+        self._last_sync: Future[None] | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends a line."""
-        self._file.write(json.dumps({"step": step, **scalars}, allow_nan=False) + "\n")
+        self._file.write(json.dumps({"step": step, **scalars}, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        if self._last_sync is not None and self._last_sync.done():
+            self._synced()
+
+    def sync(self) -> None:
+        """Has all lines so far put on the disk, in a thread; an error is raised by a later call."""
+        self._synced()
+        self._last_sync = self._syncs.submit(sync_file, self._file)
+
+    def _synced(self) -> None:
+        last, self._last_sync = self._last_sync, None
+        if last is not None:
+            last.result()
 
     def rewind(self, step: int) -> None:
         """Drops lines from the file."""
-        self._file.close()
+        self._close()
         self._folder.forget_after(step)
-        self._file = self._folder.metrics.open("a", encoding="utf-8")
+        self._file = append(self._folder.metrics)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Puts the lines on the disk, and closes the file."""
+        self._close()
+        self._syncs.shutdown()
+
+    def _close(self) -> None:
+        with self._file:
+            self._synced()
+            sync_file(self._file)
 
 
 class TensorBoard:
@@ -129,6 +149,10 @@ class Recorder:
         """Records the values of `scalars` after `step` steps."""
         self._each(lambda logger: logger.write(step, scalars))
 
+    def sync(self) -> None:
+        """Begins to put the lines of metrics on the disk, as is done at each save; nothing waits for it."""
+        self._each(lambda logger: logger.sync() if isinstance(logger, Lines) else None)
+
     def _each(self, act: Callable[[Logger], None]) -> None:
         for name, logger in self._loggers.items():
             with self._kept_going(name):
@@ -173,7 +197,7 @@ def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -
     axes.legend(frameon=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
-        replace(folder.figure, lambda temporary: figure.savefig(temporary, format="png"))
+        replace(folder.figure, lambda file: figure.savefig(file, format="png"))
 
 
 def _curve(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:

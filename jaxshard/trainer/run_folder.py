@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base import files
 from jaxshard.base.files import check_room, replace
 from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
@@ -143,10 +144,10 @@ class RunFolder:
             self.check_free()
 
     def _is_begun(self) -> bool:
-        """Whether there is only the lock of the saves, which comes first, and at most an unfinished configuration."""
+        """Whether there is only the lock of the saves, which comes first, and at most a file that was not finished."""
         if not self.path.is_dir() or self.latest_step() is not None:
             return False
-        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{self.config.name}.")}
+        names = {entry.name for entry in self.path.iterdir() if not files.is_temporary(entry.name)}
         return names == {self.model.name}
 
     def is_saved(self) -> bool:
@@ -183,7 +184,7 @@ class RunFolder:
     def keep_tokenizer(self, tokenizer: Path | None) -> None:
         """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
         if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
-            replace(self.tokenizer, lambda temporary: temporary.write_bytes(tokenizer.read_bytes()))
+            replace(self.tokenizer, tokenizer.read_bytes())
 
     def is_configured(self, config: str) -> bool:
         """Whether the run's options were these, and nobody has changed them since."""
@@ -198,13 +199,16 @@ class RunFolder:
 
         What is in the way of a file that is no part of the model's state is moved aside.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.path)
         notes = [
             self._cleared(path, Path.is_file)
             for path in (self.config, self.metrics, self.trackers, self.tokenizer, self.figure)
         ]
-        notes.append(self._cleared(self.tensorboard, Path.is_dir))
-        replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
+        folders = (self.tensorboard, self.huggingface, self.profile, self.path / "wandb")
+        notes += [self._cleared(path, lambda path: path.is_dir() and not path.is_symlink()) for path in folders]
+        if self.model.is_symlink():
+            notes.append(f"{self.model} is a link: models are saved in {self.model.resolve()}")
+        replace(self.config, seal.sealed(config))
         notes.append(self.forget_after(step))
         return [note for note in notes if note]
 
@@ -219,28 +223,34 @@ class RunFolder:
         except OSError as error:
             return self._moved_aside(self.metrics, f"cannot be read ({error.strerror})")
         kept = [json.dumps(record) + "\n" for record in found.records if record["step"] <= step]
-        replace(self.metrics, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
+        replace(self.metrics, "".join(kept))
         if not found.others:
             return ""
         others = self.metrics.with_name(f"{self.metrics.name}.others")
         try:
-            with others.open("ab") as file:
+            with files.append(others) as file:
                 file.writelines(found.others)
+                files.sync_file(file)
             where = f"are now in {others.name}"
         except OSError as error:
             where = f"are lost ({error.strerror})"
         return f"{self.metrics}: {len(found.others)} of its lines are no metrics, and {where}"
 
+    def sync(self) -> None:
+        """Puts all that lies here on the disk; what saves the models has done so with them."""
+        files.sync_tree(self.path, but=[self.model.name])
+
     def _cleared(self, path: Path, is_right: Callable[[Path], bool]) -> str:
         """Moves aside what is no file (or folder) where one has to be; returns what there is to say."""
         if not os.path.lexists(path) or is_right(path):
             return ""
-        return self._moved_aside(path, "is no folder" if path == self.tensorboard else "is no file")
+        kind = "file" if is_right is Path.is_file else "folder"
+        return self._moved_aside(path, "is a link" if path.is_symlink() else f"is no {kind}")
 
     def _moved_aside(self, path: Path, why: str) -> str:
         names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
         aside = next(name for name in names if not os.path.lexists(name))
-        path.rename(aside)
+        files.rename(path, aside)
         return f"{path} {why}: it is now {aside.name}"
 
 

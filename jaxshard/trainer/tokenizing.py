@@ -6,13 +6,13 @@ import codecs
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxshard.base.files import make_folder, rename, sync_tree, workplace
 from jaxshard.trainer.token_files import COUNTED, HEADERS, TOKENIZER
 
 END = "<|endoftext|>"
@@ -170,21 +170,16 @@ def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> 
       How many tokens train.bin and val.bin have.
     """
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{name}") for name in ("new", "old"))
-    new.mkdir()
-    try:
+    make_folder(path.parent)
+    with workplace(path.parent) as place:
+        new = place / "new"
+        new.mkdir()
         counts = _write_tokens(files, tokenizer, new, heldout)
         tokenizer.save(str(new / TOKENIZER))
-        for file in new.iterdir():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+        sync_tree(new)
         if path.exists():
-            path.rename(old)
-        new.rename(path)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+            path.rename(place / "old")
+        rename(new, path)
     return counts
 
 

@@ -132,7 +132,7 @@ class Tracker:
 
     def _keep(self, id: str) -> None:
         text = json.dumps(self._ids() | {self._name: id}) + "\n"
-        replace(self._folder.trackers, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        replace(self._folder.trackers, text)
 
 
 def _wandb_run(wandb: Any, folder: RunFolder, config: dict[str, Any], id: str) -> Any:

@@ -94,13 +94,12 @@ def test_a_full_disk_leaves_the_notes(tmp_path, monkeypatch):
     lock.release()
     before = (tmp_path / "run.json").read_text()
 
-    def full(self, text, **options):
-        self.write_bytes(b"")
-        raise OSError(28, "No space left on device", str(self))
+    def full(number):
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.write_text", full)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/run\.json'"):
             Lock(tmp_path)
     assert (tmp_path / "run.json").read_text() == before
     assert sorted(os.listdir(tmp_path)) == [".lock", "run.json"]

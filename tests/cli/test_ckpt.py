@@ -10,7 +10,6 @@ import subprocess
 import sys
 import weakref
 
-import filelock
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,6 +18,7 @@ import pytest
 from safetensors import SafetensorError, flax, safe_open
 from safetensors import numpy as safetensors_numpy
 
+from jaxshard.base import files
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import ckpt_diff, ckpt_export, main
 
@@ -520,18 +520,35 @@ def test_an_export_that_cannot_be_written_leaves_nothing(run, tmp_path, capsys, 
 
 
 def test_what_a_killed_export_left_is_deleted_by_the_next_one(run, tmp_path, capsys):
-    """Killed while it wrote: its folder, the lock that its end has freed, a shard, and the library's own temporary."""
-    left = tmp_path / ".x.safetensors.jaxshard-export"
-    left.mkdir()
-    for name in (".lock", "x-00001-of-00009.safetensors", ".tmpABC"):
-        (left / name).write_text("")
-    lock = filelock.FileLock(left / ".lock")
-    with lock:
-        status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")
-        assert (status, len(os.listdir(left))) == (2, 3)
-        assert "another process is exporting to this file" in err
-    assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")[0] == 0
+    """Killed while it wrote: its folder with a shard, and the file that its end has unlocked. One that goes on stays."""
+    with files.workplace(tmp_path) as others:
+        left = copy_of(others, tmp_path / f".jaxshard-{12 * '0f'}")
+        (left / "x-00001-of-00009.safetensors").write_text("")
+        assert run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors")[0] == 0
+        assert sorted(os.listdir(tmp_path)) == sorted([others.name, others.name.removesuffix(".d"), "x.safetensors"])
     assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def copy_of(place, name):
+    """A temporary folder, and the file beside it, under another name."""
+    name.write_bytes(place.with_suffix("").read_bytes())
+    return shutil.copytree(place, name.with_name(f"{name.name}.d"))
+
+
+def test_of_two_exports_to_one_file_at_once_one_is_refused(run, tmp_path, capsys, monkeypatch):
+    target, save_file = tmp_path / "x.safetensors", ckpt_export.save_file
+
+    def late(*arguments):
+        monkeypatch.setattr(ckpt_export, "save_file", save_file)
+        assert run_ckpt(capsys, "export", run, "--safetensors", target)[0] == 0
+        save_file(*arguments)
+
+    monkeypatch.setattr(ckpt_export, "save_file", late)
+    status, _, err = run_ckpt(capsys, "export", run, "--safetensors", target)
+    assert (status, "is there already" in err) == (2, True)
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    with safe_open(target, "np") as written:
+        assert list(written.keys())
 
 
 def test_an_export_can_be_read_by_whom_the_umask_lets(run, tmp_path, capsys):

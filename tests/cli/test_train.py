@@ -268,7 +268,7 @@ def test_a_run_that_was_killed_before_its_configuration_was_written_starts_anew(
     run = tmp_path / "run"
     with Checkpointer(run / "model") as saves:
         saves.claim()
-    (run / ".config.toml.1").write_text("[mod")
+    (run / f".jaxshard-{12 * '0f'}").write_text("[mod")
     assert main(["train", tiny, "--out", str(run), "--resume-if-saved"]) == 0
     assert records(run)[-1]["step"] == 6
     (run / "config.toml").unlink()
