@@ -6,7 +6,8 @@ With several processes only process 0 calls these.
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from jaxshard.base import files
 from jaxshard.base.source import warn
@@ -151,11 +152,14 @@ class Writer:
         except OSError as error:
             self._errors.append(str(error))
             return
+        self._deletion.begin(list(self._discarded(surplus, end)))  # together: they are synced together
+
+    def _discarded(self, surplus: Iterable[int], end: float) -> Iterator[Path]:
         for step in surplus:
             if time.monotonic() > end:
                 return
             try:
-                self._deletion.begin([self._folders.discard(step)])
+                yield self._folders.discard(step)
             except OSError as error:
                 self._errors.append(str(error))
 

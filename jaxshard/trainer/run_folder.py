@@ -244,8 +244,8 @@ class RunFolder:
         """Moves aside what is no file (or folder) where one has to be; returns what there is to say."""
         if not os.path.lexists(path) or is_right(path):
             return ""
-        kind = "file" if is_right is Path.is_file else "folder"
-        return self._moved_aside(path, "is a link" if path.is_symlink() else f"is no {kind}")
+        kind = "no file" if is_right is Path.is_file else "a link" if path.is_dir() else "no folder"
+        return self._moved_aside(path, f"is {kind}")
 
     def _moved_aside(self, path: Path, why: str) -> str:
         names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())

@@ -281,6 +281,37 @@ def saves(folder, count):
             say("end", step, time.monotonic() - start)
 
 
+def small_numbers(step, leaves=6):
+    """What a step that is saved before the power is cut has."""
+    rng = np.random.default_rng(step)
+    return {f"w{leaf}": rng.normal(size=(64, 8 * (leaf + 1))).astype("f") for leaf in range(leaves)}
+
+
+def small_numbers_placed(step, mesh):
+    specs = [jax.P("data"), jax.P()]
+    return {
+        name: jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, specs[n % 2]), lambda index, x=x: x[index])
+        for n, (name, x) in enumerate(small_numbers(step).items())
+    }
+
+
+def reported_saves(folder, count, keep_last, how):
+    """Saves without end, of which each that is reported is told; `how`: "blocking", or "async", after other work."""
+    if int(count) > 1:
+        join()
+    mesh = jaxshard.make_mesh()
+    with Checkpointer(folder, keep_last=int(keep_last)) as checkpoints:
+        step = max(checkpoints.steps(), default=-1)
+        agreement.meet("all know where to go on")
+        while True:
+            step += 1
+            checkpoints.save(step, small_numbers_placed(step, mesh), blocking=how == "blocking")
+            if how == "async":
+                time.sleep(0.02 * (step % 4))
+                checkpoints.wait()
+            say("reported", step)
+
+
 def noise_saved_and_restored(strategy, saved, *others):
     """A state saved by all processes, and states that others saved restored by all: every process looks at its part."""
     join()
