@@ -115,7 +115,7 @@ def publish(path: Path, target: Path) -> None:
       FileExistsError: something has it.
     """
     try:
-        os.link(path, target, follow_symlinks=False)
+        os.link(path, target)
     except OSError as error:
         if error.errno not in _CANNOT | _MAY_NOT:  # a file system without hard links
             raise

@@ -130,9 +130,10 @@ def test_a_save_that_cannot_be_synced_has_failed(tmp_path, monkeypatch, recorder
         with monkeypatch.context() as patch:
             if what == "the name, twice":  # nor can it get its first name back
                 patch.setattr(Path, "rename", once_only(Path.rename))
+            if not blocking:
+                checkpoints.save(2, TREE)
             with pytest.raises(OSError, match=rf"checkpoint 2 was not saved: .*{os.strerror(number)}"):
-                checkpoints.save(2, TREE, blocking=blocking)
-                checkpoints.wait()
+                checkpoints.save(2, TREE, blocking=True) if blocking else checkpoints.wait()
         recorder.work()
         assert checkpoints.steps() == [1]
         assert checkpoints.restore(TREE)[0] == 1

@@ -32,7 +32,7 @@ TARGETS = pytest.mark.parametrize("target", ["", "deep", "file", "new"])
 
 @TARGETS
 @pytest.mark.parametrize("name", [".x.safetensors.jaxshard-export", "x.safetensors.index.json", "x.safetensors"])
-def test_an_export(tmp_path, precious, target, name):
+def test_an_export_follows_no_planted_link(tmp_path, precious, target, name):
     """The folder that it made beside its file was emptied through a link."""
     place = tmp_path / "place"
     place.mkdir()
@@ -60,7 +60,7 @@ def test_an_export(tmp_path, precious, target, name):
         "wandb",
     ],
 )
-def test_a_run(tmp_path, precious, name, target):
+def test_a_run_follows_no_planted_link(tmp_path, precious, name, target):
     """What the folder's own link would lead to is moved aside or replaced, and told."""
     folder, start = RunFolder(tmp_path / "run"), tmp_path / "start"
     for path in (folder.path, start):
@@ -109,7 +109,7 @@ def test_a_models_folder_may_be_a_link_to_a_large_disk_and_that_is_told(tmp_path
 
 
 @TARGETS
-def test_tokens(tmp_path, precious, target):
+def test_tokens_follow_no_planted_link(tmp_path, precious, target):
     place = tmp_path / "place"
     place.mkdir()
     (tmp_path / "text").write_text("a text " * 99)
@@ -123,7 +123,7 @@ def test_tokens(tmp_path, precious, target):
 
 
 @pytest.mark.parametrize("target", ["file", "new"])
-def test_what_lies_in_a_folder_that_the_user_names(tmp_path, precious, target):
+def test_no_planted_link_in_a_folder_that_the_user_names_is_followed(tmp_path, precious, target):
     for name in ("plan.html", "plan.png"):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).symlink_to(precious / target)

@@ -188,12 +188,12 @@ def test_tokens_go_where_a_link_points(texts, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_half_is_left_after_a_signal(texts, tmp_path, number):
-    """All tokens made so far stayed in .tokens.PID.new."""
+    """All tokens made so far stayed in a hidden folder."""
     made(texts, "--out", tmp_path / "mine", "--vocabulary", "300")
     (tmp_path / "long.txt").write_text("The text of an hour. " * 2_000_000)
     words = ["long.txt", "--out", "tokens", "--tokenizer", "mine"]
     process = subprocess.Popen([sys.executable, "-m", "jaxshard", "tokenize", *words], cwd=tmp_path)
-    while not any(file.stat().st_size for file in tmp_path.glob(".tokens.*.new/all")):
+    while not any(file.stat().st_size for file in tmp_path.glob(".jaxshard-*.d/new/all")):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
