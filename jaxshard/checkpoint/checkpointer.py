@@ -22,7 +22,7 @@ from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
-from jaxshard.checkpoint.leaves import FlatTree, Index, Leaf
+from jaxshard.checkpoint.leaves import FlatTree, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
 from jaxshard.checkpoint.template import check_fits, part_of, spread, unflatten
@@ -31,7 +31,7 @@ from jaxshard.processes import agreement
 try:
     from jaxshard.checkpoint import orbax_store
     from jaxshard.checkpoint.plain_path import PlainPath
-    from jaxshard.checkpoint.reading import newest_whole, read_leaves
+    from jaxshard.checkpoint.reading import newest_whole, read_index, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
@@ -236,7 +236,8 @@ class Checkpointer:
           ValueError: the template has other leaves, shapes or dtypes. Nothing was read.
           NewerFormatError: only a newer jaxshard reads it.
           CorruptCheckpointError: what is on disk is not what was saved.
-          OSError: it cannot be read now: it is another user's, or memory ran out.
+          OSError: the system does not let us read it (its rights, its disk, too many files, memory): after a few
+            tries where that may pass. No older one is taken for it.
         """
         self.wait()
         flat = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
@@ -252,7 +253,7 @@ class Checkpointer:
         return number, unflatten(template, flat, found)
 
     def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
-        index, what = self._index(step), f"checkpoint {step} does"
+        index, what = read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
         agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
         return read_leaves(self._folders, step, part, wanted.leaves)
@@ -265,7 +266,7 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         number = whole_number(step)
-        index = self._index(number)
+        index = read_index(self._folders, number)
         stored = {path: entry for path, entry in index.items() if "digest" in entry}
         for group in leaves.groups(stored, _VERIFIED_BYTES):
             read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})
@@ -285,7 +286,7 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         number = whole_number(step)
-        index = self._index(number)
+        index = read_index(self._folders, number)
         asked = {path: index[path] for path in (index if paths is None else paths)}
         for group in leaves.groups(asked, _VERIFIED_BYTES):
             hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
@@ -303,9 +304,6 @@ class Checkpointer:
                 self.verify(step)
                 return step
         return None
-
-    def _index(self, step: int) -> Index:
-        return agreement.together("restore", lambda: self._folders.manifest(step))["leaves"]
 
 
 def _tell(errors: Iterable[str]) -> None:

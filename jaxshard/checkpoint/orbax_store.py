@@ -29,6 +29,7 @@ from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.plain_path import PlainPath
 from jaxshard.checkpoint.quiet import quiet, quietly
+from jaxshard.checkpoint.trouble import check_files_free, is_file, is_folder, patiently
 from jaxshard.processes import agreement
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -44,8 +45,6 @@ _SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing i
 _ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
 _NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
-# Errors with these words keep a checkpoint from being read, and say nothing of its bits.
-_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
 
 
 # Folders.
@@ -53,7 +52,7 @@ _NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permi
 
 def is_committed(folder: Path) -> bool:
     """Whether orbax has written a folder to its end."""
-    return all((folder / name).is_file() for name in _LAST_FILES)
+    return all(is_file(folder / name) for name in _LAST_FILES)
 
 
 def lacks(folder: Path) -> str | None:
@@ -61,8 +60,8 @@ def lacks(folder: Path) -> str | None:
 
     Orbax gives a folder its step's name once it is whole: what is missing was lost later.
     """
-    missing = [name for name in _LAST_FILES if not (folder / name).is_file()]
-    if not missing or (missing == list(_LAST_FILES) and not (folder / _ARRAYS).is_dir()):
+    missing = [name for name in _LAST_FILES if not is_file(folder / name)]
+    if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / _ARRAYS)):
         return None
     return " and ".join(missing)
 
@@ -82,7 +81,8 @@ def read_manifest(folder: Path) -> object:
     Raises:
       OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
-    return json.loads((folder / _METADATA_FILE).read_text(encoding="utf-8"))["custom_metadata"]
+    path = folder / _METADATA_FILE
+    return json.loads(patiently(path.read_bytes).decode())["custom_metadata"]
 
 
 def replace_manifest(folder: Path, manifest: Manifest) -> None:
@@ -274,6 +274,7 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     alone.pytree.loading.partial_load = True
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
     alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
+    check_files_free()
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
@@ -314,8 +315,3 @@ def _num_pieces(said: Mapping[str, Any]) -> int:
     """How many pieces zarr's description of an array gives it."""
     piece = said["chunk_grid"]["configuration"]["chunk_shape"]
     return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
-
-
-def is_corruption(error: BaseException) -> bool:
-    """Whether an error of `read` comes from what is stored; False: this process may not read it, or has no memory."""
-    return not any(word in f"{type(error).__name__}: {error}" for word in _NOT_CORRUPT)

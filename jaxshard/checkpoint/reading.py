@@ -11,7 +11,8 @@ import jax
 from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, orbax_store, template
+from jaxshard.checkpoint import leaves, orbax_store, template, trouble
+from jaxshard.checkpoint.agreed import agreed
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
 from jaxshard.checkpoint.step_folders import StepFolders
@@ -48,35 +49,36 @@ def check_saved(folders: StepFolders, step: int, index: Index) -> None:
     read. If something is missing, the step is put aside.
 
     Raises:
-      OSError: what is missing.
+      OSError: what is missing; or the system does not let us look, and the step stays where it is.
     """
     try:
         if folders.manifest(step)["leaves"] != index:
             raise CorruptCheckpointError(step, None, "its index is not what was saved")
-        stored = orbax_store.listed(folders.of(step))
+        folder = folders.of(step)
+        stored = trouble.proven(step, folder, lambda: orbax_store.listed(folder))
         for path, entry in index.items():
             whole = tuple(entry["shape"]), entry["dtype"]
             if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
                 raise CorruptCheckpointError(step, path, "it is not there")
-    except Exception as error:
+    except CorruptCheckpointError as error:
         with contextlib.suppress(OSError):
             folders.put_aside(step, "unreadable")
         raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
 
 
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
-    found, errors = agreement.attempted("restore", lambda: orbax_store.read(folders.of(step), targets))
-    if errors:
-        first = next(iter(errors.values()))
+    folder = folders.of(step)
+    try:
+        return agreed(step, lambda: trouble.proven(step, folder, lambda: orbax_store.read(folder, targets)))
+    except CorruptCheckpointError:
         if step not in agreement.from_first("restore", folders.steps):
-            raise _deleted(step, folders.path)
-        if not all(map(orbax_store.is_corruption, errors.values())):
-            raise OSError(
-                errno.EIO, f"checkpoint {step} cannot be read: {first_line(first)}", str(folders.path)
-            ) from first
-        raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
-    assert found is not None
-    return found
+            raise _deleted(step, folders.path) from None
+        raise
+
+
+def read_index(folders: StepFolders, step: int) -> Index:
+    """The index of a checkpoint, on all processes; raises on all what `StepFolders.manifest` raises on one."""
+    return agreed(step, lambda: folders.manifest(step))["leaves"]
 
 
 def newest_whole(

@@ -119,7 +119,10 @@ class Writer:
     def prune(self, saved: int) -> list[str]:
         """Begins to delete the checkpoints that are not to be kept, but never `saved`; returns the errors since it was
         last called. It ends after half a second: what is left then is deleted after the next saves."""
-        self._prune(saved)
+        try:
+            self._prune(saved)
+        except OSError as error:  # what is there cannot be seen now, and the step is saved
+            self._errors.append(str(error))
         return self._errors_so_far()
 
     def _errors_so_far(self) -> list[str]:
@@ -166,6 +169,6 @@ class Writer:
             if step not in self._measured:
                 try:
                     self._measured[step] = self._folders.manifest(step)["metrics"] or {}
-                except (CorruptCheckpointError, NewerFormatError, FileNotFoundError):
+                except (CorruptCheckpointError, NewerFormatError, OSError):
                     self._unread.add(step)
         return True

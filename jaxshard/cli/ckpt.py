@@ -115,22 +115,24 @@ def verify(folder: _Dir, step: _Step = None) -> int:
       step: the step to take; by default all.
     """
     checkpoints, steps = _asked(folder, step)
-    corrupt, newer, console = False, False, make_console()
+    corrupt, unread, console = False, False, make_console()
     for each in steps:
         try:
             checkpoints.verify(each)
             found = "whole"
         except NewerFormatError as error:
-            newer, found = True, f"not read: {error}"
+            unread, found = True, f"not read: {error}"
         except (CorruptCheckpointError, FileNotFoundError) as error:
             gone = each not in checkpoints.steps()
             corrupt |= not gone
             found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
+        except OSError as error:
+            unread, found = True, f"not read: {error.strerror}: {error.filename}"
         say(console, f"step {each}: {found}")
     damaged = checkpoints.damaged() if step is None and _opened(folder)[1] is None else {}
     for each, missing in damaged.items():
         say(console, f"step {each}: corrupt: {missing} is missing")
-    return 1 if corrupt or damaged else 2 if newer else 0
+    return 1 if corrupt or damaged else 2 if unread else 0
 
 
 def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
@@ -283,6 +285,8 @@ def _row(checkpoints: Checkpointer, step: int) -> list[str]:
         return [*cells, "", "", "", f"format {error.found}", ""]
     except FileNotFoundError:  # by the run that writes here
         return [str(step), "deleted", *[""] * 6]
+    except OSError:
+        return [str(step), "not read", *[""] * 6]
     leaves = found["leaves"]
     sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", size_in_words(_num_bytes(leaves))]
     return [*cells, *sizes, "ok", _metrics(found["metrics"])]
