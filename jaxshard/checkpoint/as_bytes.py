@@ -39,7 +39,7 @@ def to_bytes(tree: Tree) -> bytes:
         if not leaves.is_local(x):
             raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
     raw = {path: _raw(jax.device_get(x)) for path, x in found.arrays().items()}
-    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": leaves.index_of(found), "arrays": raw})
+    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": leaves.index_of(found)[0], "arrays": raw})
     return digest_of(data) + data
 
 

@@ -26,6 +26,7 @@ from jaxshard.checkpoint.leaves import FlatTree, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
 from jaxshard.checkpoint.template import check_fits, part_of, spread, unflatten
+from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
 try:
@@ -102,17 +103,25 @@ class Checkpointer:
         """What a checkpoint says of itself; no array is read.
 
         Returns:
-          A dict with "step", "metrics", "run", and "leaves", which has for each path a dict with "shape", "dtype", and
-          "digest" or "value".
+          A dict with "step", "metrics", "run"; "leaves", which has for each path a dict with "shape", "dtype", and
+          "digest" or "value"; and "not_finite": path -> "nan" or "inf", of the leaves that have such elements, or None
+          if jaxshard 0.1 saved it.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
           NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: its index cannot be read.
+          CorruptCheckpointError: its index is not what was saved.
+          OSError: the system does not let us read it.
         """
         number = whole_number(step)
         found = self._folders.manifest(number)
-        return {"step": number, "metrics": found["metrics"], "run": found["run"], "leaves": found["leaves"]}
+        return {
+            "step": number,
+            "metrics": found["metrics"],
+            "run": found["run"],
+            "leaves": found["leaves"],
+            "not_finite": found.get("not_finite"),
+        }
 
     # Saving.
 
@@ -168,11 +177,18 @@ class Checkpointer:
 
     def _begin(self, step: int, metrics: dict[str, float] | None, tree: FlatTree, run: str) -> None:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
-        index = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
+        index, faults = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
         if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes, metrics)):
             made = manifest.sealed(
-                {"format": manifest.FORMAT, "step": step, "run": run, "metrics": metrics, "leaves": index}
+                {
+                    "format": manifest.FORMAT,
+                    "step": step,
+                    "run": run,
+                    "metrics": metrics,
+                    "leaves": index,
+                    "not_finite": faults,
+                }
             )
             place, check = PlainPath.of_all(self.path), functools.partial(self._writer.check_saved, step, index)
             begin = functools.partial(orbax_store.Save.begin, place, str(step), arrays, made, check)
@@ -223,7 +239,8 @@ class Checkpointer:
         Args:
           template: a tree of arrays, or of `ShapeDtypeStruct`s with shardings, under any strategy and mesh, or as
             plain optax has it.
-          step: None: the newest that is whole; where one is not, there is a warning and the one before is tried.
+          step: None: the newest that is whole; where one is not, there is a warning and the one before is tried. If
+            what is restored is not finite, a warning names the leaf and the newest step that is.
           cast: let dtypes be converted to the template's.
           only: a regular expression: only leaves in whose paths it has a match are restored, such as "^params/". The
             template's other leaves stay as they are; it may lack the checkpoint's other leaves.
@@ -256,10 +273,21 @@ class Checkpointer:
         index, what = read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
         agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
-        return read_leaves(self._folders, step, part, wanted.leaves)
+        found, faults = read_leaves(self._folders, step, part, wanted.leaves)
+        self._warn_of_faults(step, manifest.faults_in_words(part, faults))
+        return found
 
-    def verify(self, step: SupportsIndex) -> None:
+    def _warn_of_faults(self, step: int, faults: str) -> None:
+        if faults:
+            newest = self.latest_finite()
+            cure = "none here is" if newest is None else f"the newest that is: restore(template, step={newest})"
+            warn(f"checkpoint {step} is not finite: {faults}; {cure}")
+
+    def verify(self, step: SupportsIndex) -> dict[str, Fault]:
         """Reads every array of a checkpoint and compares digests; at a time 256 MiB, spread over all devices.
+
+        Returns:
+          path -> "nan" or "inf", of the leaves that have such elements.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -267,9 +295,10 @@ class Checkpointer:
         """
         number = whole_number(step)
         index = read_index(self._folders, number)
-        stored = {path: entry for path, entry in index.items() if "digest" in entry}
+        stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
         for group in leaves.groups(stored, _VERIFIED_BYTES):
-            read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})
+            faults |= read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})[1]
+        return faults
 
     def read(self, step: SupportsIndex, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Reads leaves into host memory, and checks their digests; 256 MiB at a time, or one leaf if that is larger.
@@ -290,7 +319,7 @@ class Checkpointer:
         asked = {path: index[path] for path in (index if paths is None else paths)}
         for group in leaves.groups(asked, _VERIFIED_BYTES):
             hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
-            found = read_leaves(self._folders, number, index, hosts)
+            found, _ = read_leaves(self._folders, number, index, hosts)
             yield from ((path, np.asarray(found[path])) for path in group)
 
     def latest_valid(self) -> int | None:
@@ -303,6 +332,25 @@ class Checkpointer:
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
                 return step
+        return None
+
+    def latest_finite(self) -> int | None:
+        """The newest step whose arrays were all finite when it was saved; no array is read. None: there is none.
+
+        A NaN in any array counts, infinity in any that has a dim. What jaxshard 0.1 saved does not say.
+
+        Raises:
+          NewerFormatError: a step that is newer can only be read by a newer jaxshard.
+          OSError: the system does not let us read an index.
+        """
+        return agreement.from_first("latest_finite", self._latest_finite)
+
+    def _latest_finite(self) -> int | None:
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
+                found = self.info(step)
+                if manifest.health(found["leaves"], found["not_finite"]) == "finite":
+                    return step
         return None
 
 

@@ -15,14 +15,17 @@ from jaxshard.checkpoint import leaves, orbax_store, template, trouble
 from jaxshard.checkpoint.agreed import agreed
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
+from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.step_folders import StepFolders
-from jaxshard.digest import named_digests
+from jaxshard.digest import Fault, digests_and_faults
 from jaxshard.processes import agreement
 
 
 @unwatched()
-def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Leaves of a checkpoint, in the dtypes they were saved in.
+def read_leaves(
+    folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]
+) -> tuple[dict[str, Leaf], dict[str, Fault]]:
+    """(leaves of a checkpoint, in the dtypes they were saved in; those of them that are not finite).
 
     Args:
       folders: where it is.
@@ -40,19 +43,20 @@ def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[s
     targets = template.targets({path: x for path, x in wanted.items() if path not in numbers}, index)
     with jax.enable_x64(jax.config.read("jax_enable_x64") or leaves.need_x64(index)):
         stored = _read(folders, step, {path: x for path, x in targets.items() if x.size})
-        _check_digests(step, index, stored)
-    return {**numbers, **targets, **stored}
+        faults = _check_digests(step, index, stored)
+    return {**numbers, **targets, **stored}, faults
 
 
-def check_saved(folders: StepFolders, step: int, index: Index) -> None:
+def check_saved(folders: StepFolders, step: int, index: Index) -> Manifest:
     """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, none of which is
-    read. If something is missing, the step is put aside.
+    read. If something is missing, the step is put aside. Returns the manifest.
 
     Raises:
       OSError: what is missing; or the system does not let us look, and the step stays where it is.
     """
     try:
-        if folders.manifest(step)["leaves"] != index:
+        found = folders.manifest(step)
+        if found["leaves"] != index:
             raise CorruptCheckpointError(step, None, "its index is not what was saved")
         folder = folders.of(step)
         stored = trouble.proven(step, folder, lambda: orbax_store.listed(folder))
@@ -64,6 +68,7 @@ def check_saved(folders: StepFolders, step: int, index: Index) -> None:
         with contextlib.suppress(OSError):
             folders.put_aside(step, "unreadable")
         raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
+    return found
 
 
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
@@ -132,10 +137,12 @@ def _deleted(step: int, path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(path))
 
 
-def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> None:
+def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> dict[str, Fault]:
     for path, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):  # the target: nothing was stored under this path
             raise CorruptCheckpointError(step, path, "it is not there")
-    for path, digest in named_digests(arrays).items():
+    digests, faults = digests_and_faults(arrays)
+    for path, digest in digests.items():
         if digest != index[path].get("digest"):
             raise CorruptCheckpointError(step, path, "other bits than were saved")
+    return faults
