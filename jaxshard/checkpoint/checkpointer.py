@@ -32,7 +32,7 @@ from jaxshard.processes import agreement
 try:
     from jaxshard.checkpoint import orbax_store
     from jaxshard.checkpoint.plain_path import PlainPath
-    from jaxshard.checkpoint.reading import newest_whole, read_index, read_leaves
+    from jaxshard.checkpoint.reading import check_sizes, newest_whole, read_index, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
@@ -273,6 +273,7 @@ class Checkpointer:
         index, what = read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
         agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
+        check_sizes(self._folders, step, part)
         found, faults = read_leaves(self._folders, step, part, wanted.leaves)
         self._warn_of_faults(step, manifest.faults_in_words(part, faults))
         return found
@@ -296,6 +297,7 @@ class Checkpointer:
         number = whole_number(step)
         index = read_index(self._folders, number)
         stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
+        check_sizes(self._folders, number, stored)
         for group in leaves.groups(stored, _VERIFIED_BYTES):
             faults |= read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})[1]
         return faults
@@ -317,6 +319,7 @@ class Checkpointer:
         number = whole_number(step)
         index = read_index(self._folders, number)
         asked = {path: index[path] for path in (index if paths is None else paths)}
+        check_sizes(self._folders, number, asked)
         for group in leaves.groups(asked, _VERIFIED_BYTES):
             hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
             found, _ = read_leaves(self._folders, number, index, hosts)

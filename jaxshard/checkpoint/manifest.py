@@ -84,15 +84,24 @@ def opened(found: object, step: int) -> Manifest:
     check_format(rest["format"], step)
     if rest.get("step", step) != step:
         raise ValueError(f"it is of step {rest.get('step')}, and its folder has another step's name")
-    for path, entry in rest["leaves"].items():
-        if not _is_entry(entry):
-            raise ValueError(f"{path} is described by {entry!r:.200}")
+    check_entries(rest["leaves"])
     if not isinstance(rest["run"], str) or not isinstance(rest["metrics"], dict | None):
         raise ValueError("its run or its metrics are none")
     for path, fault in rest.get("not_finite", {}).items():
         if path not in rest["leaves"] or fault not in get_args(Fault):
             raise ValueError(f"{path} is {fault!r:.40}, which no leaf is")
     return rest
+
+
+def check_entries(index: Index) -> None:
+    """Checks that an index describes leaves.
+
+    Raises:
+      ValueError, KeyError, TypeError, AttributeError: it does not.
+    """
+    for path, entry in index.items():
+        if not isinstance(path, str) or not _is_entry(entry):
+            raise ValueError(f"{path!r:.200} is described by {entry!r:.200}")
 
 
 def _check_not_newer(found: object, step: int | None) -> None:

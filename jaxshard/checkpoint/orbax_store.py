@@ -19,10 +19,10 @@ from typing import Any, Self, cast
 
 import jax
 import numpy as np
-import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxshard.base import files
+from jaxshard.checkpoint import sizes
 from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import Shaped, small
@@ -278,6 +278,7 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
+            sizes.check_arrays(path / _ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:
             raise plain.named_in(error) from None
@@ -298,8 +299,7 @@ def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         arrays = plain.path / folder.name / _ARRAYS
         json.loads((arrays / _ARRAY_NAMES).read_text(encoding="utf-8"))
-        base = {"driver": "file", "path": f"{arrays}/"}
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        store = sizes.open_store(arrays)
         keys = [key.decode() for key in store.list().result()]
         asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
         described = {name: json.loads(answer.result().value) for name, answer in asked.items()}

@@ -11,7 +11,7 @@ import jax
 from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, orbax_store, template, trouble
+from jaxshard.checkpoint import leaves, orbax_store, sizes, template, trouble
 from jaxshard.checkpoint.agreed import agreed
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
@@ -84,6 +84,23 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
 def read_index(folders: StepFolders, step: int) -> Index:
     """The index of a checkpoint, on all processes; raises on all what `StepFolders.manifest` raises on one."""
     return agreed(step, lambda: folders.manifest(step))["leaves"]
+
+
+def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
+    """Checks, before anything is allocated, that a checkpoint's files may hold the arrays of an index.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+      OSError: the system does not let us look.
+    """
+
+    def check() -> None:
+        try:
+            sizes.check_index(folders.of(step), index)
+        except ValueError as error:
+            raise CorruptCheckpointError(step, None, str(error)) from error
+
+    agreed(step, check)
 
 
 def newest_whole(

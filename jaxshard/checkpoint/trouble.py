@@ -151,7 +151,8 @@ def read_through(what: str, folder: Path) -> None:
     """
     for path in files_in(folder):
         try:
-            patiently(lambda path=path: _read_to_end(path))
+            if is_file(path):  # no pipe, which may not end
+                patiently(lambda path=path: _read_to_end(path))
         except _ABSENT:
             continue
         except OSError as error:
@@ -178,7 +179,7 @@ def _read_to_end(path: Path) -> None:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """The regular files in a folder and in the folders in it, links followed, each folder once.
+    """All that is no folder, in a folder and in the folders in it; links are followed, and each folder once.
 
     Raises:
       OSError: a folder cannot be listed, although it is there.
@@ -188,10 +189,10 @@ def files_in(folder: Path) -> Iterator[Path]:
         place = left.pop()
         for path in sorted(_listed(place, seen)):
             mode = mode_of(path)
-            if stat.S_ISREG(mode):
-                yield path
-            elif stat.S_ISDIR(mode):
+            if stat.S_ISDIR(mode):
                 left.append(path)
+            elif mode:
+                yield path
 
 
 def _listed(folder: Path, seen: set[tuple[int, int]]) -> list[Path]:
