@@ -117,7 +117,9 @@ def test_synchronize_mends_it():
 # Whether it is finite.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64", "complex64"]
+)
 def test_one_element_that_is_not_finite_shows(dtype):
     """Wherever it is, on every mesh; numbers of the largest size are finite."""
     rng = np.random.default_rng(0)
@@ -126,7 +128,9 @@ def test_one_element_that_is_not_finite_shows(dtype):
             good = np.full(shape, jnp.finfo(dtype).max).astype(jnp.dtype(dtype))
             assert digests_and_faults({"x": good})[1] == {}
             for value, fault in ((np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf"), (complex(0, np.nan), "nan")):
-                if (dtype == "float8_e4m3fn" and fault == "inf") or (isinstance(value, complex) and dtype != "complex64"):
+                if (dtype == "float8_e4m3fn" and fault == "inf") or (
+                    isinstance(value, complex) and dtype != "complex64"
+                ):
                     continue  # it has none
                 x = good.copy()
                 x[tuple(int(rng.integers(size)) for size in shape)] = value

@@ -19,13 +19,13 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, manifest
+from jaxshard.checkpoint import leaves, manifest, other_options
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
 from jaxshard.checkpoint.leaves import FlatTree, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
-from jaxshard.checkpoint.template import check_fits, part_of, spread, unflatten
+from jaxshard.checkpoint.template import check_fits, fits, part_of, spread, unflatten
 from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
@@ -272,10 +272,19 @@ class Checkpointer:
     def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
         index, what = read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
-        agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
         check_sizes(self._folders, step, part)
-        found, faults = read_leaves(self._folders, step, part, wanted.leaves)
+        planned = None if only or fits(wanted, part, cast) else other_options.plan(wanted, part)
+        if planned is None:
+            agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
+        found, faults = read_leaves(self._folders, step, part, planned.sources if planned else wanted.leaves)
         self._warn_of_faults(step, manifest.faults_in_words(part, faults))
+        if planned is not None:
+            warn(
+                f"checkpoint {step} was saved under other options: {'; '.join(planned.changes) or 'it has more state'}"
+            )
+            found = {path: make(found) for path, make in planned.made.items()}
+        for line in other_options.changed_hyperparams(step, wanted.leaves, found):
+            warn(line)
         return found
 
     def _warn_of_faults(self, step: int, faults: str) -> None:

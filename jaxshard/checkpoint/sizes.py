@@ -124,7 +124,9 @@ def _check_node(data: bytes) -> None:
     if version != b"\0" or compressed not in (b"\0", b"\1"):
         raise ValueError("a node of its tree begins as none does")
     if compressed == b"\1" and _most_bytes(content) > _NODE_BYTES:
-        raise ValueError(f"a node of its tree has {len(data):,} bytes, and more than {_NODE_BYTES:,} once it is decoded")
+        raise ValueError(
+            f"a node of its tree has {len(data):,} bytes, and more than {_NODE_BYTES:,} once it is decoded"
+        )
 
 
 def _most_bytes(frame: bytes) -> int:

@@ -16,7 +16,24 @@ from jaxshard.checkpoint.manifest import DIGEST_BYTES, digest_of
 
 SAVED = {"w": jnp.arange(6.0), "h": jnp.ones(3, jnp.bfloat16), "k": jax.random.key(1), "n": 3, "e": jnp.ones((2, 0))}
 DATA = to_bytes(SAVED)
-VALUES = (None, True, 0, -1, 2**63, 0.5, "", "w", b"", b"\0" * 24, [], {}, [1], {"w": 1}, np.zeros(3), np.zeros(24, np.uint8))
+VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    2**63,
+    0.5,
+    "",
+    "w",
+    b"",
+    b"\0" * 24,
+    [],
+    {},
+    [1],
+    {"w": 1},
+    np.zeros(3),
+    np.zeros(24, np.uint8),
+)
 
 
 def resealed(content):
@@ -80,7 +97,9 @@ def test_1000_bytes_that_were_changed(seed):
 def test_the_digests_that_it_carries_are_compared():
     tree = serialization.msgpack_restore(DATA[DIGEST_BYTES:])
     tree["arrays"]["w"] = tree["arrays"]["w"] ^ np.uint8(1)
-    with pytest.raises(CorruptCheckpointError, match="these bytes are corrupt: w: other bits than were saved") as raised:
+    with pytest.raises(
+        CorruptCheckpointError, match="these bytes are corrupt: w: other bits than were saved"
+    ) as raised:
         from_bytes(SAVED, resealed(serialization.msgpack_serialize(tree)))
     assert raised.value.leaf == "w"
 

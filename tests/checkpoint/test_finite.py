@@ -47,7 +47,9 @@ def test_every_kind_of_leaf_and_number_is_named(tmp_path, path, value):
     assert checkpoints.info(2)["not_finite"] == {f"{root}/{path}": fault, **kept} == checkpoints.verify(2)
     assert checkpoints.latest_finite() == 1
     words = f"{root}/{path} has {'NaN' if fault == 'nan' else 'infinite numbers'}"
-    with pytest.warns(UserWarning, match=rf"checkpoint 2 is not finite: {words}; the newest that is: restore\(.*step=1\)"):
+    with pytest.warns(
+        UserWarning, match=rf"checkpoint 2 is not finite: {words}; the newest that is: restore\(.*step=1\)"
+    ):
         assert checkpoints.restore(GOOD)[0] == 2
 
 
@@ -83,7 +85,9 @@ def test_what_optimizers_begin_with_is_finite(tmp_path, name):
     assert saved(tmp_path, [{"params": params, "state": OPTIMIZERS[name]().init(params)}]).latest_finite() == 1
 
 
-@pytest.mark.parametrize("options", [{"moment_dtype": "int8"}, {"moment_dtype": "bfloat16"}, {"master_dtype": "float32"}])
+@pytest.mark.parametrize(
+    "options", [{"moment_dtype": "int8"}, {"moment_dtype": "bfloat16"}, {"master_dtype": "float32"}]
+)
 def test_nan_under_narrow_options_shows(tmp_path, options):
     """In 8 bits the codes are whole numbers; a NaN is in the scales."""
     opt = jaxshard.zero2(optax.adamw(1e-3), jaxshard.make_mesh(), min_shard_size=1, **options)

@@ -37,7 +37,6 @@ def calls(folder):
 
 def template_of(checkpoints):
 
-
     index = checkpoints.info(1)["leaves"]
     return {"w": jax.ShapeDtypeStruct(tuple(index["w"]["shape"]), index["w"]["dtype"]), "n": 0}
 
@@ -147,5 +146,3 @@ def test_the_command_takes_little_memory(step):
     )
     assert (run.returncode, run.stderr) == (1, "")
     assert run.stdout.startswith("step 1: corrupt: its index lists arrays of")
-
-

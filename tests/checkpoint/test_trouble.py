@@ -183,7 +183,7 @@ def test_one_error_at_any_call_takes_no_older_step(saves, monkeypatch, number, p
     code = "PERMISSION_DENIED" if number in (errno.EACCES, errno.EPERM) else "UNKNOWN"
     error = OSError(number, os.strerror(number), "/a")
     if place == "arrays, in words":
-        error = ValueError(f'{code}: Error reading local file "/a": Failed to read [os_error_code=\'{number}\']')
+        error = ValueError(f"{code}: Error reading local file \"/a\": Failed to read [os_error_code='{number}']")
     where, name = {"stat": (os, "stat"), "listdir": (os, "listdir"), "index": (pathlib.Path, "read_bytes")}.get(
         place, (orbax_store, "read")
     )
