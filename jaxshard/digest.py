@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ __all__ = ["ReplicaError", "digests", "replica_digests"]
 
 _SMALL_BYTES = 2**14  # of a leaf's part on one device
 _SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 8  # in one program
+
+Fault: TypeAlias = Literal["inf", "nan"]
+_FAULTS: tuple[Fault, ...] = ("inf", "nan")  # of levels 1 and 2
 
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
@@ -55,12 +58,21 @@ def digests(tree: Tree) -> dict[str, int]:
 
 def named_digests(leaves: Mapping[str, Any]) -> dict[str, int]:
     """As `digests`, of arrays that have names already."""
-    found = _replica_digests(leaves)
+    return digests_and_faults(leaves)[0]
+
+
+def digests_and_faults(leaves: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Fault]]:
+    """The digest of each leaf by its name; and, of those that are not finite, "nan" where there is one, else "inf".
+
+    Raises:
+      ReplicaError: as `digests`.
+    """
+    found, faults = _replica_digests(leaves)
     differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
     if differ:
         mesh = cast(Mesh, _mesh_of(_array(leaves[next(iter(differ))])))  # on one device there are no copies
         raise ReplicaError(differ, mesh.devices)
-    return {path: int(digest.flat[0]) for path, digest in found.items()}
+    return {path: int(digest.flat[0]) for path, digest in found.items()}, faults
 
 
 @unwatched()
@@ -76,17 +88,18 @@ def replica_digests(tree: Tree) -> dict[str, np.ndarray]:
     >>> replica_digests({"w": jnp.arange(3.0)})["w"].shape
     ()
     """
-    return _replica_digests(_named(tree))
+    return _replica_digests(_named(tree))[0]
 
 
 def _named(tree: Tree) -> dict[str, Any]:
     return {unambiguous_path(names): leaf for names, leaf in named_leaves(tree)}
 
 
-def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _replica_digests(named: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Fault]]:
     """One small program for each kind of leaf, run as often as there are leaves of it, and one exchange for each mesh:
     what is compiled does not grow with the number of leaves."""
     parts, found = dict[Mesh | None, dict[tuple[str, ...], jax.Array]](), dict[str, np.ndarray]()
+    faults = dict[str, Fault]()
     for paths in _groups(named):
         arrays = [_array(named[path]) for path in paths]
         mesh = _mesh_of(arrays[0])
@@ -94,8 +107,10 @@ def _replica_digests(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
             parts.setdefault(mesh, {})[paths] = _parts(arrays, mesh, _spec_of(arrays[0]))
     for mesh, some in parts.items():
         for paths, columns in zip(some, _fetched(list(some.values()), mesh), strict=True):
-            found |= {path: _of_copies(columns[i], mesh, _spec_of(named[path])) for i, path in enumerate(paths)}
-    return {path: found[path] for path in named}
+            sums, levels = np.split(columns, 2)
+            found |= {path: _of_copies(sums[i], mesh, _spec_of(named[path])) for i, path in enumerate(paths)}
+            faults |= {path: _FAULTS[level.max() - 1] for path, level in zip(paths, levels, strict=True) if level.any()}
+    return {path: found[path] for path in named}, {path: faults[path] for path in named if path in faults}
 
 
 def _groups(named: Mapping[str, _Leaf]) -> Iterator[tuple[str, ...]]:
@@ -198,13 +213,13 @@ def _spec_of(leaf: _Leaf) -> P:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array:
-    """What each device finds of its own parts of equal leaves: uint32 of shape (leaves, devices of the mesh), each
-    column on its device; of shape (leaves,) without a mesh."""
+    """What each device finds of its own parts of equal leaves: uint32 of shape (2 * leaves, devices of the mesh), each
+    column on its device; of shape (2 * leaves,) without a mesh. First the sums, then how finite they are."""
     if mesh is None:
         return _sums_of(leaves, [0] * leaves[0].ndim)
     columns = P(None, mesh.axis_names)
     if leaves[0].size == 0:  # XLA cannot compile a shard_map that uses nothing of its operands
-        zeros = jnp.zeros((len(leaves), mesh.size), jnp.uint32)
+        zeros = jnp.zeros((2 * len(leaves), mesh.size), jnp.uint32)
         return jax.device_put(zeros, NamedSharding(mesh, columns))
 
     def of_parts(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -220,10 +235,10 @@ def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array
 
 
 def _sums_of(leaves: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
-    """The sum over each of these parts; many small ones are copied into one array first."""
+    """The sum over each of these parts, then the level of each; many small ones are copied into one array first."""
     if len(leaves) == _SMALL_AT_ONCE:
-        return jax.vmap(lambda x: _sum_of(x, starts))(jnp.stack(leaves))
-    return jnp.stack([_sum_of(x, starts) for x in leaves])
+        return jnp.concatenate(jax.vmap(lambda x: _sum_of(x, starts))(jnp.stack(leaves)))
+    return jnp.stack([each for column in zip(*(_sum_of(x, starts) for x in leaves), strict=True) for each in column])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -237,26 +252,55 @@ def _exchanged(cut: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.shard_map(gathered, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(cut)
 
 
-def _sum_of(x: jax.Array, starts: Sequence[Any]) -> jax.Array:
-    """The sum over a part of an array; `starts`: the index of its first element in the whole array."""
+def _sum_of(x: jax.Array, starts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """(the sum over a part of an array, its level: 0 all finite, 1 an infinite element, 2 a NaN), in one pass.
+
+    `starts`: the index of the part's first element in the whole array.
+    """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, start in enumerate(starts):
         here = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
         place = _mixed(place * jnp.uint32(31) + here + jnp.uint32(1))
-    total = jnp.uint32(0)
-    for word, bits in enumerate(_words(x)):
-        total += _total(_mixed(bits ^ (place + jnp.uint32(word))))
-    return total
+    first, *others = [_mixed(bits ^ (place + jnp.uint32(word))) for word, bits in enumerate(_words(x))]
+    rest = sum((_totals(word)[0] for word in others), jnp.uint32(0))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return rest + _totals(first)[0], jnp.uint32(0)
+    wide = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x  # not all of these have infinity
+    total, largest = _totals(first, _sizes(wide))
+    infinite = _sizes(jnp.full((), jnp.inf, wide.dtype))
+    level = jnp.where(largest > infinite, 2, jnp.where(largest == infinite, 1, 0))
+    return rest + total, level.astype(jnp.uint32)
 
 
-def _total(x: jax.Array) -> jax.Array:
-    """The sum mod 2**32, whose order does not matter. First eight by eight, in a step that XLA may not merge with the
-    next: on CPUs that takes a fifth of the time."""
+def _totals(x: jax.Array, size: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """(the sum mod 2**32 of `x`, the largest of `size`), whose order does not matter. First eight by eight, of both in
+    one pass that XLA may not merge with the next: on CPUs that takes a fifth of the time."""
+    both: Sequence[jax.Array] = [x] if size is None else [x, size]
     dim = next((dim for dim in reversed(range(x.ndim - 1)) if x.shape[dim] % 8 == 0), None)
     if dim is not None and x.size:
-        eights = x.reshape(*x.shape[:dim], x.shape[dim] // 8, 8, *x.shape[dim + 1 :])
-        x = lax.optimization_barrier(jnp.sum(eights, axis=dim + 1, dtype=jnp.uint32))
-    return jnp.sum(x, dtype=jnp.uint32)
+        eights = [each.reshape(*x.shape[:dim], x.shape[dim] // 8, 8, *x.shape[dim + 1 :]) for each in both]
+        both = lax.optimization_barrier(_reduced(eights, dim + 1))
+    total, *largest = both
+    return jnp.sum(total, dtype=jnp.uint32), jnp.max(largest[0], initial=0) if largest else jnp.uint32(0)
+
+
+def _reduced(both: Sequence[jax.Array], dim: int) -> Sequence[jax.Array]:
+    """The sum of the first array, and the largest of the second where there is one, over this dim."""
+
+    def join(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return [op(x, y) for op, x, y in zip((lax.add, lax.max), a, b, strict=False)]
+
+    return lax.reduce(list(both), [jnp.uint32(0)] * len(both), join, [dim])
+
+
+def _sizes(x: jax.Array) -> jax.Array:
+    """The elements' absolute values as uint32, in their order, but that values of 64 bits are rounded; NaN is above
+    infinity."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.maximum(_sizes(x.real), _sizes(x.imag))
+    *low, high = _words(x)
+    size = high << (33 - min(32, 8 * x.dtype.itemsize))
+    return size | (low[0] != 0) if low else size
 
 
 def _words(x: jax.Array) -> list[jax.Array]:

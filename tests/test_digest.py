@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.digest import ReplicaError, digests, replica_digests
+from jaxshard.digest import ReplicaError, digests, digests_and_faults, replica_digests
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "uint32", "bool", "float8_e4m3fn"]
 
@@ -112,3 +112,41 @@ def test_synchronize_mends_it():
     x = some("int32")
     broken = {"w": one_copy_differs(x, opt.mesh, P(), opt.mesh.devices.flat[3])}
     assert digests(opt.synchronize(broken)) == digests({"w": x})
+
+
+# Whether it is finite.
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64", "complex64"]
+)
+def test_one_element_that_is_not_finite_shows(dtype):
+    """Wherever it is, on every mesh; numbers of the largest size are finite."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        for shape in ((16, 24), (5, 7), (8,), (), (3, 16, 4)):
+            good = np.full(shape, jnp.finfo(dtype).max).astype(jnp.dtype(dtype))
+            assert digests_and_faults({"x": good})[1] == {}
+            for value, fault in ((np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf"), (complex(0, np.nan), "nan")):
+                if (dtype == "float8_e4m3fn" and fault == "inf") or (
+                    isinstance(value, complex) and dtype != "complex64"
+                ):
+                    continue  # it has none
+                x = good.copy()
+                x[tuple(int(rng.integers(size)) for size in shape)] = value
+                assert digests_and_faults({"x": x})[1] == {"x": fault}
+                assert digests_and_faults({f"{i}": x for i in range(40)})[1] == {f"{i}": fault for i in range(40)}
+                if shape == (16, 24):
+                    mesh = jaxshard.make_mesh(tensor=2)
+                    for spec in (P(), P("data"), P("data", "tensor"), P(("data", "tensor"))):
+                        placed = jax.device_put(x, NamedSharding(mesh, spec))
+                        assert digests_and_faults({"x": placed, "n": 7})[1] == {"x": fault}
+
+
+def test_nan_is_told_before_infinity_and_whole_numbers_are_finite():
+    both = jnp.array([jnp.inf, jnp.nan, 1.0])
+    found = digests_and_faults({"both": both, "whole": jnp.arange(9), "bits": some("uint8"), "b": jnp.array([True])})[1]
+    assert found == {"both": "nan"}
+    odd = jnp.array([0x7FF0000000000001 & 0xFFFFFFFF, 0x7FF00000], jnp.uint32)
+    with jax.enable_x64(True):  # a NaN whose upper half is infinity's
+        assert digests_and_faults({"x": jax.lax.bitcast_convert_type(odd, jnp.float64)[None]})[1] == {"x": "nan"}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
+from jaxshard.checkpoint.trouble import is_folder, mode_of
+
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
     """The folder of this path, whether it is there or not; an absolute path.
@@ -15,6 +17,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
       TypeError, ValueError: it is no path of a folder.
       FileNotFoundError: it is relative to a working folder that was deleted.
       NotADirectoryError: it is a file.
+      OSError: the system does not say what it is.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise TypeError(f"Checkpointer: {path!r:.80} is no path of a folder")
@@ -32,8 +35,8 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(
             error.errno, "Checkpointer: the working folder was deleted; name a folder from / on", str(path)
         ) from None
-    if os.path.lexists(found) and not found.is_dir():
-        what = "file" if found.exists() else "link to nothing"
+    if os.path.lexists(found) and not is_folder(found):
+        what = "file" if mode_of(found) else "link to nothing"
         raise NotADirectoryError(errno.ENOTDIR, f"Checkpointer: this is a {what}; name a folder", str(found))
     return found
 

@@ -1,5 +1,6 @@
 """A tree as one string of bytes, for a small tree that is on one process."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ import numpy as np
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves
-from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed
-from jaxshard.checkpoint.leaves import Entry, Leaf
-from jaxshard.checkpoint.manifest import DIGEST_BYTES, FORMAT, check_format, digest_of
+from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError, first_line, not_installed
+from jaxshard.checkpoint.leaves import Entry, Index, Leaf
+from jaxshard.checkpoint.manifest import DIGEST_BYTES, FORMAT, check_entries, check_format, digest_of
 from jaxshard.checkpoint.template import check_fits, unflatten
+from jaxshard.digest import named_digests
 
 try:
     from flax import serialization
@@ -39,7 +41,7 @@ def to_bytes(tree: Tree) -> bytes:
         if not leaves.is_local(x):
             raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
     raw = {path: _raw(jax.device_get(x)) for path, x in found.arrays().items()}
-    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": leaves.index_of(found), "arrays": raw})
+    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": leaves.index_of(found)[0], "arrays": raw})
     return digest_of(data) + data
 
 
@@ -59,11 +61,34 @@ def from_bytes(template: T, data: bytes, *, cast: bool = False) -> T:
     wanted = leaves.flatten(template, shapes=True)
     if digest_of(data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
         raise CorruptCheckpointError(None, None, "their digest is another; were they cut short, or made by to_bytes?")
-    found: Any = serialization.msgpack_restore(data[DIGEST_BYTES:])
-    check_format(found["format"])
-    index, raw = found["leaves"], found["arrays"]
+    index, raw = _decoded(data[DIGEST_BYTES:])
     check_fits(wanted, index, "these bytes do", cast)
-    return unflatten(template, wanted, {path: _from_raw(raw.get(path), index[path]) for path in wanted.leaves})
+    found = {path: _from_raw(path, raw.get(path), index[path]) for path in wanted.leaves}
+    _check_digests(index, found)
+    return unflatten(template, wanted, found)
+
+
+def _decoded(data: bytes) -> tuple[Index, Mapping[str, object]]:
+    """(the index, the arrays' bytes by path) of what was made with a digest, by whomever."""
+    try:
+        found: Any = serialization.msgpack_restore(data)
+        check_format(found["format"])
+        index, raw = found["leaves"], found["arrays"]
+        check_entries(index)
+        return dict(index), dict(raw)
+    except NewerFormatError:
+        raise
+    except Exception as error:  # of any kind: flax and NumPy decode what it says
+        raise CorruptCheckpointError(None, None, f"they cannot be decoded: {first_line(error)}") from error
+
+
+def _check_digests(index: Index, found: Mapping[str, Leaf]) -> None:
+    arrays = {path: x for path, x in found.items() if not isinstance(x, leaves.NUMBERS)}
+    with jax.enable_x64(jax.config.read("jax_enable_x64") or leaves.need_x64(index)):
+        digests = named_digests(arrays)
+    for path, digest in digests.items():
+        if digest != index[path].get("digest"):
+            raise CorruptCheckpointError(None, path, "other bits than were saved")
 
 
 def _raw(x: np.ndarray) -> np.ndarray:
@@ -71,8 +96,9 @@ def _raw(x: np.ndarray) -> np.ndarray:
     return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 
-def _from_raw(raw: np.ndarray | None, entry: Entry) -> Leaf:
+def _from_raw(path: str, raw: object, entry: Entry) -> Leaf:
     if "value" in entry:
         return leaves.number(entry)
-    assert raw is not None
+    if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.size != leaves.num_bytes(entry):
+        raise CorruptCheckpointError(None, path, "its bytes are not as many as its shape and dtype ask for")
     return np.frombuffer(raw.tobytes(), jnp.dtype(entry["dtype"])).reshape(entry["shape"])

@@ -19,19 +19,20 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, manifest
+from jaxshard.checkpoint import leaves, manifest, other_options
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
-from jaxshard.checkpoint.leaves import FlatTree, Index, Leaf
+from jaxshard.checkpoint.leaves import FlatTree, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
-from jaxshard.checkpoint.template import check_fits, part_of, spread, unflatten
+from jaxshard.checkpoint.template import check_fits, fits, part_of, spread, unflatten
+from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
 try:
     from jaxshard.checkpoint import orbax_store
     from jaxshard.checkpoint.plain_path import PlainPath
-    from jaxshard.checkpoint.reading import newest_whole, read_leaves
+    from jaxshard.checkpoint.reading import check_sizes, newest_whole, read_index, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
@@ -102,17 +103,25 @@ class Checkpointer:
         """What a checkpoint says of itself; no array is read.
 
         Returns:
-          A dict with "step", "metrics", "run", and "leaves", which has for each path a dict with "shape", "dtype", and
-          "digest" or "value".
+          A dict with "step", "metrics", "run"; "leaves", which has for each path a dict with "shape", "dtype", and
+          "digest" or "value"; and "not_finite": path -> "nan" or "inf", of the leaves that have such elements, or None
+          if jaxshard 0.1 saved it.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
           NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: its index cannot be read.
+          CorruptCheckpointError: its index is not what was saved.
+          OSError: the system does not let us read it.
         """
         number = whole_number(step)
         found = self._folders.manifest(number)
-        return {"step": number, "metrics": found["metrics"], "run": found["run"], "leaves": found["leaves"]}
+        return {
+            "step": number,
+            "metrics": found["metrics"],
+            "run": found["run"],
+            "leaves": found["leaves"],
+            "not_finite": found.get("not_finite"),
+        }
 
     # Saving.
 
@@ -168,11 +177,18 @@ class Checkpointer:
 
     def _begin(self, step: int, metrics: dict[str, float] | None, tree: FlatTree, run: str) -> None:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
-        index = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
+        index, faults = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
         if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes, metrics)):
             made = manifest.sealed(
-                {"format": manifest.FORMAT, "step": step, "run": run, "metrics": metrics, "leaves": index}
+                {
+                    "format": manifest.FORMAT,
+                    "step": step,
+                    "run": run,
+                    "metrics": metrics,
+                    "leaves": index,
+                    "not_finite": faults,
+                }
             )
             place, check = PlainPath.of_all(self.path), functools.partial(self._writer.check_saved, step, index)
             begin = functools.partial(orbax_store.Save.begin, place, str(step), arrays, made, check)
@@ -225,7 +241,8 @@ class Checkpointer:
         Args:
           template: a tree of arrays, or of `ShapeDtypeStruct`s with shardings, under any strategy and mesh, or as
             plain optax has it.
-          step: None: the newest that is whole; where one is not, there is a warning and the one before is tried.
+          step: None: the newest that is whole; where one is not, there is a warning and the one before is tried. If
+            what is restored is not finite, a warning names the leaf and the newest step that is.
           cast: let dtypes be converted to the template's.
           only: a regular expression: only leaves in whose paths it has a match are restored, such as "^params/". The
             template's other leaves stay as they are; it may lack the checkpoint's other leaves.
@@ -238,7 +255,8 @@ class Checkpointer:
           ValueError: the template has other leaves, shapes or dtypes. Nothing was read.
           NewerFormatError: only a newer jaxshard reads it.
           CorruptCheckpointError: what is on disk is not what was saved.
-          OSError: it cannot be read now: it is another user's, or memory ran out.
+          OSError: the system does not let us read it (its rights, its disk, too many files, memory): after a few
+            tries where that may pass. No older one is taken for it.
         """
         self.wait()
         flat = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
@@ -254,23 +272,46 @@ class Checkpointer:
         return number, unflatten(template, flat, found)
 
     def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
-        index, what = self._index(step), f"checkpoint {step} does"
+        index, what = read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
-        agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
-        return read_leaves(self._folders, step, part, wanted.leaves)
+        check_sizes(self._folders, step, part)
+        planned = None if only or fits(wanted, part, cast) else other_options.plan(wanted, part)
+        if planned is None:
+            agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
+        found, faults = read_leaves(self._folders, step, part, planned.sources if planned else wanted.leaves)
+        self._warn_of_faults(step, manifest.faults_in_words(part, faults))
+        if planned is not None:
+            warn(
+                f"checkpoint {step} was saved under other options: {'; '.join(planned.changes) or 'it has more state'}"
+            )
+            found = {path: make(found) for path, make in planned.made.items()}
+        for line in other_options.changed_hyperparams(step, wanted.leaves, found):
+            warn(line)
+        return found
 
-    def verify(self, step: SupportsIndex) -> None:
+    def _warn_of_faults(self, step: int, faults: str) -> None:
+        if faults:
+            newest = self.latest_finite()
+            cure = "none here is" if newest is None else f"the newest that is: restore(template, step={newest})"
+            warn(f"checkpoint {step} is not finite: {faults}; {cure}")
+
+    def verify(self, step: SupportsIndex) -> dict[str, Fault]:
         """Reads every array of a checkpoint and compares digests; at a time 256 MiB, spread over all devices.
+
+        Returns:
+          path -> "nan" or "inf", of the leaves that have such elements.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         number = whole_number(step)
-        index = self._index(number)
-        stored = {path: entry for path, entry in index.items() if "digest" in entry}
+        index = read_index(self._folders, number)
+        stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
+        check_sizes(self._folders, number, stored)
         for group in leaves.groups(stored, _VERIFIED_BYTES):
-            read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})
+            faults |= read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})[1]
+        return faults
 
     def read(self, step: SupportsIndex, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Reads leaves into host memory, and checks their digests; 256 MiB at a time, or one leaf if that is larger.
@@ -287,11 +328,12 @@ class Checkpointer:
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
         number = whole_number(step)
-        index = self._index(number)
+        index = read_index(self._folders, number)
         asked = {path: index[path] for path in (index if paths is None else paths)}
+        check_sizes(self._folders, number, asked)
         for group in leaves.groups(asked, _VERIFIED_BYTES):
             hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
-            found = read_leaves(self._folders, number, index, hosts)
+            found, _ = read_leaves(self._folders, number, index, hosts)
             yield from ((path, np.asarray(found[path])) for path in group)
 
     def latest_valid(self) -> int | None:
@@ -306,8 +348,24 @@ class Checkpointer:
                 return step
         return None
 
-    def _index(self, step: int) -> Index:
-        return agreement.together("restore", lambda: self._folders.manifest(step))["leaves"]
+    def latest_finite(self) -> int | None:
+        """The newest step whose arrays were all finite when it was saved; no array is read. None: there is none.
+
+        A NaN in any array counts, infinity in any that has a dim. What jaxshard 0.1 saved does not say.
+
+        Raises:
+          NewerFormatError: a step that is newer can only be read by a newer jaxshard.
+          OSError: the system does not let us read an index.
+        """
+        return agreement.from_first("latest_finite", self._latest_finite)
+
+    def _latest_finite(self) -> int | None:
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
+                found = self.info(step)
+                if manifest.health(found["leaves"], found["not_finite"]) == "finite":
+                    return step
+        return None
 
 
 def _tell(errors: Iterable[str]) -> None:

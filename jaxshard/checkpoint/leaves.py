@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
-from jaxshard.digest import named_digests
+from jaxshard.digest import Fault, digests_and_faults
 
 NUMBERS = (bool, int, float, complex)
 Number: TypeAlias = bool | int | float | complex
@@ -180,10 +180,11 @@ def on_all_devices(x: Shaped) -> Shaped:
 # The index.
 
 
-def index_of(tree: FlatTree) -> dict[str, Entry]:
-    """The index of a tree's leaves; digests are computed on the devices."""
-    digests = named_digests(tree.arrays())
-    return {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
+def index_of(tree: FlatTree) -> tuple[dict[str, Entry], dict[str, Fault]]:
+    """(the index of a tree's leaves, those that are not finite); all is computed on the devices, in one pass."""
+    digests, faults = digests_and_faults(tree.arrays())
+    index = {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
+    return index, faults
 
 
 def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:

@@ -7,12 +7,14 @@ an older jaxshard could no longer read what is written.
 
 import hashlib
 import json
-from typing import NotRequired, TypedDict, cast
+from collections.abc import Mapping
+from typing import Literal, NotRequired, TypeAlias, TypedDict, cast, get_args
 
 import jax.numpy as jnp
 
 from jaxshard.checkpoint.errors import NewerFormatError
-from jaxshard.checkpoint.leaves import Entry, number
+from jaxshard.checkpoint.leaves import Entry, Index, number
+from jaxshard.digest import Fault
 
 FORMAT = 1
 DIGEST_BYTES = 32
@@ -20,24 +22,28 @@ _FORMATS = 1000  # a larger number is none
 
 
 class Manifest(TypedDict):
-    """What is saved beside the arrays. `step`: missing in what 0.1 wrote; `run`: the id of the run; `digest`: SHA-256,
-    in hex, of the rest as JSON."""
+    """What is saved beside the arrays. `step`, `not_finite`: missing in what 0.1 wrote; `run`: the id of the run;
+    `not_finite`: path -> "nan" or "inf", of the leaves that have such elements; `digest`: SHA-256, in hex, of the rest
+    as JSON."""
 
     format: int
     step: NotRequired[int]
     run: str
     metrics: dict[str, float] | None
     leaves: dict[str, Entry]
+    not_finite: NotRequired[dict[str, Fault]]
     digest: NotRequired[str]
 
 
 class CheckpointInfo(TypedDict):
-    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number."""
+    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number; `not_finite`: path ->
+    "nan" or "inf", of the leaves that have such elements; None: jaxshard 0.1 wrote it, so that nobody knows."""
 
     step: int
     metrics: dict[str, float] | None
     run: str
     leaves: dict[str, Entry]
+    not_finite: dict[str, Fault] | None
 
 
 def digest_of(data: bytes) -> bytes:
@@ -78,12 +84,24 @@ def opened(found: object, step: int) -> Manifest:
     check_format(rest["format"], step)
     if rest.get("step", step) != step:
         raise ValueError(f"it is of step {rest.get('step')}, and its folder has another step's name")
-    for path, entry in rest["leaves"].items():
-        if not _is_entry(entry):
-            raise ValueError(f"{path} is described by {entry!r:.200}")
+    check_entries(rest["leaves"])
     if not isinstance(rest["run"], str) or not isinstance(rest["metrics"], dict | None):
         raise ValueError("its run or its metrics are none")
+    for path, fault in rest.get("not_finite", {}).items():
+        if path not in rest["leaves"] or fault not in get_args(Fault):
+            raise ValueError(f"{path} is {fault!r:.40}, which no leaf is")
     return rest
+
+
+def check_entries(index: Index) -> None:
+    """Checks that an index describes leaves.
+
+    Raises:
+      ValueError, KeyError, TypeError, AttributeError: it does not.
+    """
+    for path, entry in index.items():
+        if not isinstance(path, str) or not _is_entry(entry):
+            raise ValueError(f"{path!r:.200} is described by {entry!r:.200}")
 
 
 def _check_not_newer(found: object, step: int | None) -> None:
@@ -105,3 +123,39 @@ def _is_entry(entry: Entry) -> bool:
 
 def _digest(manifest: Manifest) -> str:
     return digest_of(json.dumps(manifest, sort_keys=True).encode()).hex()
+
+
+# Whether it is finite.
+
+Health: TypeAlias = Literal["finite", "unknown", "inf", "nan"]
+HEALTHS: tuple[Health, ...] = get_args(Health)  # the best first
+
+
+def health(index: Index, faults: Mapping[str, Fault] | None) -> Health:
+    """How good a checkpoint's numbers are, by its leaves that are not finite; None: they are not known.
+
+    A NaN in any array counts, infinity in any that has a dim: optimizers begin with an infinite scalar ("the best so
+    far").
+
+    >>> health({"best": {"shape": [], "dtype": "float32", "digest": 0}}, {"best": "inf"})
+    'finite'
+    """
+    if faults is None:
+        return "unknown"
+    counted = _counted(index, faults)
+    return "nan" if "nan" in counted.values() else "inf" if counted else "finite"
+
+
+def faults_in_words(index: Index, faults: Mapping[str, Fault]) -> str:
+    """Names the first leaf that is not finite, one with NaN before others: "params/w has NaN and 2 leaves more"; "" if
+    all are finite."""
+    counted = _counted(index, faults)
+    if not counted:
+        return ""
+    path = next((path for path, fault in counted.items() if fault == "nan"), next(iter(counted)))
+    more = f", and {len(counted) - 1} more leaves are not finite" if len(counted) > 1 else ""
+    return f"{path} has {'NaN' if counted[path] == 'nan' else 'infinite numbers'}{more}"
+
+
+def _counted(index: Index, faults: Mapping[str, Fault]) -> dict[str, Fault]:
+    return {path: fault for path, fault in faults.items() if fault == "nan" or index[path]["shape"]}

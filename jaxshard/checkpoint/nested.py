@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxshard.checkpoint import leaves
+from jaxshard.checkpoint.arguments import whole_number
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.checkpoint.leaves import Number
-from jaxshard.checkpoint.reading import newest_whole
+from jaxshard.checkpoint.reading import newest_whole, read_index
 from jaxshard.checkpoint.step_folders import StepFolders, located
 
 Nested: TypeAlias = "dict[str, np.ndarray | Number | Nested]"
@@ -34,6 +35,7 @@ def read(path: str | os.PathLike[str], step: int | None = None, *, only: str | N
       ValueError: `only` is no regular expression, or matches none; `step` where the folder is that of one step.
       NewerFormatError: only a newer jaxshard reads it.
       CorruptCheckpointError: what is on disk is not what was saved.
+      OSError: the system does not let us read it.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -46,12 +48,12 @@ def read(path: str | os.PathLike[str], step: int | None = None, *, only: str | N
         raise ValueError(f"checkpoint: {path} is the folder of step {itself}; leave step={step} out")
     checkpoints, asked = Checkpointer(folder), itself if step is None else step
     if asked is not None:
-        return _read(checkpoints, asked, only)
+        return _read(checkpoints, whole_number(asked), only)
     return newest_whole(StepFolders(folder), lambda newest: _read(checkpoints, newest, only))[1]
 
 
 def _read(checkpoints: Checkpointer, step: int, only: str | None) -> Nested:
-    index = checkpoints.info(step)["leaves"]
+    index = read_index(StepFolders(checkpoints.path), step)
     chosen = {path: index[path] for path in leaves.matching(index, only)}
     numbers = {path: leaves.number(entry) for path, entry in chosen.items() if "value" in entry}
     arrays = dict(checkpoints.read(step, [path for path in chosen if path not in numbers]))

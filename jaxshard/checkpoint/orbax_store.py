@@ -19,10 +19,10 @@ from typing import Any, Self, cast
 
 import jax
 import numpy as np
-import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxshard.base import files
+from jaxshard.checkpoint import sizes
 from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.checkpoint.durable_path import durable_paths
 from jaxshard.checkpoint.errors import first_line
@@ -30,6 +30,7 @@ from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.plain_path import PlainPath
 from jaxshard.checkpoint.quiet import quiet, quietly
+from jaxshard.checkpoint.trouble import check_files_free, is_file, is_folder, patiently
 from jaxshard.processes import agreement
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -45,8 +46,6 @@ _SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing i
 _ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
 _NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
-# Errors with these words keep a checkpoint from being read, and say nothing of its bits.
-_NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permission denied", "Too many open files")
 
 
 # Folders.
@@ -54,7 +53,7 @@ _NOT_CORRUPT = ("RESOURCE_EXHAUSTED", "MemoryError", "PERMISSION_DENIED", "Permi
 
 def is_committed(folder: Path) -> bool:
     """Whether orbax has written a folder to its end."""
-    return all((folder / name).is_file() for name in _LAST_FILES)
+    return all(is_file(folder / name) for name in _LAST_FILES)
 
 
 def lacks(folder: Path) -> str | None:
@@ -62,8 +61,8 @@ def lacks(folder: Path) -> str | None:
 
     Orbax gives a folder its step's name once it is whole: what is missing was lost later.
     """
-    missing = [name for name in _LAST_FILES if not (folder / name).is_file()]
-    if not missing or (missing == list(_LAST_FILES) and not (folder / _ARRAYS).is_dir()):
+    missing = [name for name in _LAST_FILES if not is_file(folder / name)]
+    if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / _ARRAYS)):
         return None
     return " and ".join(missing)
 
@@ -83,7 +82,8 @@ def read_manifest(folder: Path) -> object:
     Raises:
       OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
-    return json.loads((folder / _METADATA_FILE).read_text(encoding="utf-8"))["custom_metadata"]
+    path = folder / _METADATA_FILE
+    return json.loads(patiently(path.read_bytes).decode())["custom_metadata"]
 
 
 def replace_manifest(folder: Path, manifest: Manifest) -> None:
@@ -292,9 +292,11 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     alone.pytree.loading.partial_load = True
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
     alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
+    check_files_free()
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
+            sizes.check_arrays(path / _ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:
             raise plain.named_in(error) from None
@@ -315,8 +317,7 @@ def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         arrays = plain.path / folder.name / _ARRAYS
         json.loads((arrays / _ARRAY_NAMES).read_text(encoding="utf-8"))
-        base = {"driver": "file", "path": f"{arrays}/"}
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        store = sizes.open_store(arrays)
         keys = [key.decode() for key in store.list().result()]
         asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
         described = {name: json.loads(answer.result().value) for name, answer in asked.items()}
@@ -332,8 +333,3 @@ def _num_pieces(said: Mapping[str, Any]) -> int:
     """How many pieces zarr's description of an array gives it."""
     piece = said["chunk_grid"]["configuration"]["chunk_shape"]
     return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
-
-
-def is_corruption(error: BaseException) -> bool:
-    """Whether an error of `read` comes from what is stored; False: this process may not read it, or has no memory."""
-    return not any(word in f"{type(error).__name__}: {error}" for word in _NOT_CORRUPT)

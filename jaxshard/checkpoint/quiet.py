@@ -25,9 +25,10 @@ def quietly(load: Callable[[], T], folder: Path) -> T:
         try:
             return load()
         except Exception as error:
-            failed = _bare(error)
+            failed = error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+            failed = _bare(failed)
             gc.collect()
     raise failed
 

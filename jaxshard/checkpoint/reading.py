@@ -11,17 +11,21 @@ import jax
 from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, orbax_store, template
+from jaxshard.checkpoint import leaves, orbax_store, sizes, template, trouble
+from jaxshard.checkpoint.agreed import agreed
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
+from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.step_folders import StepFolders
-from jaxshard.digest import named_digests
+from jaxshard.digest import Fault, digests_and_faults
 from jaxshard.processes import agreement
 
 
 @unwatched()
-def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Leaves of a checkpoint, in the dtypes they were saved in.
+def read_leaves(
+    folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]
+) -> tuple[dict[str, Leaf], dict[str, Fault]]:
+    """(leaves of a checkpoint, in the dtypes they were saved in; those of them that are not finite).
 
     Args:
       folders: where it is.
@@ -39,44 +43,64 @@ def read_leaves(folders: StepFolders, step: int, index: Index, wanted: Mapping[s
     targets = template.targets({path: x for path, x in wanted.items() if path not in numbers}, index)
     with jax.enable_x64(jax.config.read("jax_enable_x64") or leaves.need_x64(index)):
         stored = _read(folders, step, {path: x for path, x in targets.items() if x.size})
-        _check_digests(step, index, stored)
-    return {**numbers, **targets, **stored}
+        faults = _check_digests(step, index, stored)
+    return {**numbers, **targets, **stored}, faults
 
 
-def check_saved(folders: StepFolders, step: int, index: Index) -> None:
+def check_saved(folders: StepFolders, step: int, index: Index) -> Manifest:
     """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, none of which is
-    read. If something is missing, the step is put aside.
+    read. If something is missing, the step is put aside. Returns the manifest.
 
     Raises:
-      OSError: what is missing.
+      OSError: what is missing; or the system does not let us look, and the step stays where it is.
     """
     try:
-        if folders.manifest(step)["leaves"] != index:
+        found = folders.manifest(step)
+        if found["leaves"] != index:
             raise CorruptCheckpointError(step, None, "its index is not what was saved")
-        stored = orbax_store.listed(folders.of(step))
+        folder = folders.of(step)
+        stored = trouble.proven(step, folder, lambda: orbax_store.listed(folder))
         for path, entry in index.items():
             whole = tuple(entry["shape"]), entry["dtype"]
             if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
                 raise CorruptCheckpointError(step, path, "it is not there")
-    except Exception as error:
+    except CorruptCheckpointError as error:
         with contextlib.suppress(OSError):
             folders.put_aside(step, "unreadable")
         raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
+    return found
 
 
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
-    found, errors = agreement.attempted("restore", lambda: orbax_store.read(folders.of(step), targets))
-    if errors:
-        first = next(iter(errors.values()))
+    folder = folders.of(step)
+    try:
+        return agreed(step, lambda: trouble.proven(step, folder, lambda: orbax_store.read(folder, targets)))
+    except CorruptCheckpointError:
         if step not in agreement.from_first("restore", folders.steps):
-            raise _deleted(step, folders.path)
-        if not all(map(orbax_store.is_corruption, errors.values())):
-            raise OSError(
-                errno.EIO, f"checkpoint {step} cannot be read: {first_line(first)}", str(folders.path)
-            ) from first
-        raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(first)}") from first
-    assert found is not None
-    return found
+            raise _deleted(step, folders.path) from None
+        raise
+
+
+def read_index(folders: StepFolders, step: int) -> Index:
+    """The index of a checkpoint, on all processes; raises on all what `StepFolders.manifest` raises on one."""
+    return agreed(step, lambda: folders.manifest(step))["leaves"]
+
+
+def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
+    """Checks, before anything is allocated, that a checkpoint's files may hold the arrays of an index.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+      OSError: the system does not let us look.
+    """
+
+    def check() -> None:
+        try:
+            sizes.check_index(folders.of(step), index)
+        except ValueError as error:
+            raise CorruptCheckpointError(step, None, str(error)) from error
+
+    agreed(step, check)
 
 
 def newest_whole(
@@ -130,10 +154,12 @@ def _deleted(step: int, path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(path))
 
 
-def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> None:
+def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> dict[str, Fault]:
     for path, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):  # the target: nothing was stored under this path
             raise CorruptCheckpointError(step, path, "it is not there")
-    for path, digest in named_digests(arrays).items():
+    digests, faults = digests_and_faults(arrays)
+    for path, digest in digests.items():
         if digest != index[path].get("digest"):
             raise CorruptCheckpointError(step, path, "other bits than were saved")
+    return faults

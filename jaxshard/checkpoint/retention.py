@@ -48,18 +48,25 @@ class Retention:
         if best and best.mode not in ("min", "max"):
             raise ValueError(f"Checkpointer: keep_best has mode {best.mode!r}, which must be min or max")
 
-    def kept(self, steps: Sequence[int], metrics: Callable[[int], Mapping[str, object]]) -> set[int]:
-        """The steps to keep.
+    def kept(
+        self,
+        steps: Sequence[int],
+        metrics: Callable[[int], Mapping[str, object]],
+        illness: Callable[[int], int] = lambda step: 0,
+    ) -> set[int]:
+        """The steps to keep; among them always the newest of those that are healthiest.
 
         Args:
           steps: all that there are, the oldest first.
           metrics: those of a step; asked only if `keep_best` is given.
+          illness: of a step: 0 if all of its numbers are finite.
 
         >>> Retention(keep_last=1, keep_every=10, keep_best=None).kept([9, 10, 11, 12], metrics=lambda step: {})
         {10, 12}
         """
         regular = {step for step in steps if self.keep_every and step % self.keep_every == 0}
-        return regular | {*steps[-self.keep_last :], *self._best(steps, metrics)}
+        healthiest = sorted(steps, key=lambda step: (-illness(step), step))[-1:]
+        return regular | {*steps[-self.keep_last :], *self._best(steps, metrics), *healthiest}
 
     def _best(self, steps: Sequence[int], metrics: Callable[[int], Mapping[str, object]]) -> list[int]:
         best = self.keep_best

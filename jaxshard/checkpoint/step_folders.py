@@ -13,6 +13,7 @@ from jaxshard.base import files
 from jaxshard.checkpoint import manifest, orbax_store
 from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError, first_line
 from jaxshard.checkpoint.manifest import Manifest
+from jaxshard.checkpoint.trouble import is_folder, patiently, system_error
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
 _PUT_ASIDE = re.compile(r"\d+\.(uncommitted|corrupt|unreadable)\..*")
@@ -26,7 +27,7 @@ def located(folder: Path) -> tuple[Path, int | None]:
     folder = folder.resolve()
     if _is_step(folder.name) and (orbax_store.is_committed(folder) or orbax_store.lacks(folder)):
         return folder.parent, int(folder.name)
-    if not StepFolders(folder).steps() and (folder / "model").is_dir():
+    if not StepFolders(folder).steps() and is_folder(folder / "model"):
         return folder / "model", None
     return folder, None
 
@@ -51,7 +52,12 @@ class StepFolders:
         return {step: missing for step, missing in lacking if missing}
 
     def _numbered(self) -> list[int]:
-        found = os.listdir(self.path) if self.path.is_dir() else []
+        try:
+            found = patiently(lambda: os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            found = []
+        except OSError as error:
+            raise system_error("the folder of checkpoints", error, self.path) from error
         return sorted(int(name) for name in found if _is_step(name))
 
     def others(self) -> dict[str, str]:
@@ -74,7 +80,8 @@ class StepFolders:
         Raises:
           FileNotFoundError: there is no such checkpoint.
           NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: the manifest is missing, cannot be read, or is not what was saved.
+          CorruptCheckpointError: the manifest is missing, cannot be decoded, or is not what was saved.
+          OSError: the system does not let us read it.
         """
         folder = self.of(step)
         if missing := orbax_store.lacks(folder):
@@ -83,9 +90,11 @@ class StepFolders:
             return manifest.opened(orbax_store.read_manifest(folder), step)
         except NewerFormatError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if not orbax_store.is_committed(folder):
-                raise self._gone(step) from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._gone(step) from None
+        except (OSError, MemoryError) as error:
+            raise system_error(f"checkpoint {step}", error, folder) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(step, None, f"its index cannot be read: {first_line(error)}") from error
 
     def _gone(self, step: int) -> FileNotFoundError:

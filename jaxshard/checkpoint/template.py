@@ -1,5 +1,6 @@
 """Templates: whether a checkpoint fits one, where its arrays go, and the tree put together from them."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -41,15 +42,46 @@ def check_fits(template: FlatTree, index: Index, what: str, cast: bool) -> None:
     Raises:
       ValueError: names the first five leaves that do not fit, and counts the rest.
     """
+    if wrong := _wrong(template, index, cast):
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        more += " (only= restores a part)" if set(template.leaves) < set(index) else ""
+        parts = "".join(f"; {part}" for part in _fitting_parts(template, index, cast))
+        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more + parts)
+
+
+def fits(template: FlatTree, index: Index, cast: bool) -> bool:
+    """Whether `check_fits` raises nothing."""
+    return not _wrong(template, index, cast)
+
+
+def _fitting_parts(template: FlatTree, index: Index, cast: bool) -> Iterable[str]:
+    """For each part of the tree that fits, whole or in some leaves, how to take it; nothing where no part is whole."""
+    good = {
+        path
+        for path, x in template.leaves.items()
+        if path in index and not [*_misfits(path, x, template.keys.get(path), index[path], cast)]
+    }
+    tops = {path.partition("/")[0]: {*()} for path in (*template.leaves, *index) if "/" in path}
+    for path in (*template.leaves, *index):
+        tops.get(path.partition("/")[0], set()).add(path)
+    whole = [top for top, paths in tops.items() if paths <= good]
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in template.leaves.values())
+    for top in whole:
+        tree = f"{{{top!r}: template[{top!r}]}}" if shapes else "template"
+        call = f"restore({tree}, only={f'^{re.escape(top)}/'!r})"
+        yield f"{top}/ fits ({len(tops[top])} leaves): {call} takes it, and the rest begins anew"
+    for top, paths in tops.items() if whole else ():
+        if top not in whole:
+            yield f"of {top}/ {len(paths & good)} of {len(paths)} leaves fit"
+
+
+def _wrong(template: FlatTree, index: Index, cast: bool) -> list[str]:
     wrong = [f"{path} is not in the checkpoint" for path in template.leaves if path not in index]
     wrong += [f"{path} is not in the template" for path in index if path not in template.leaves]
     for path, x in template.leaves.items():
         if path in index:
             wrong += _misfits(path, x, template.keys.get(path), index[path], cast)
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        more += " (only= restores a part)" if set(template.leaves) < set(index) else ""
-        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more)
+    return wrong
 
 
 def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> Iterable[str]:

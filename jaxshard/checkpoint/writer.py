@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from jaxshard.base import files
 from jaxshard.base.source import warn
@@ -16,6 +17,7 @@ from jaxshard.checkpoint.deletion import Deletion
 from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.checkpoint.leaves import Index
+from jaxshard.checkpoint.manifest import HEALTHS, Manifest, health
 from jaxshard.checkpoint.plain_path import check_path
 from jaxshard.checkpoint.reading import check_saved
 from jaxshard.checkpoint.retention import Retention
@@ -36,7 +38,7 @@ class Writer:
     def __init__(self, folders: StepFolders, retention: Retention):
         self._folders, self._retention, self._deletion = folders, retention, Deletion()
         self._lock: Lock | None = None
-        self._measured, self._unread = dict[int, Mapping[str, float]](), set[int]()
+        self._seen, self._unread = dict[int, _Seen](), set[int]()
         self._errors, self._told = list[str](), False
         self.corrupt: set[int] = set()
 
@@ -78,7 +80,7 @@ class Writer:
 
     def check_saved(self, step: int, index: Index) -> None:
         """Opens a step that was just written. Who saves refers to it, so that the folder stays locked until then."""
-        check_saved(self._folders, step, index)
+        self._seen[step] = _Seen.of(check_saved(self._folders, step, index))
 
     def prepare(self, step: int, index: Index, num_bytes: int, metrics: Mapping[str, float] | None) -> bool:
         """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
@@ -91,7 +93,7 @@ class Writer:
           OSError: less than `num_bytes` are free on the disk.
         """
         self._put_aside(step)
-        self._measured.pop(step, None)
+        self._seen.pop(step, None)
         steps = self._whole_steps()
         if step in steps:
             saved = self._folders.manifest(step)
@@ -130,7 +132,10 @@ class Writer:
     def prune(self, saved: int) -> list[str]:
         """Begins to delete the checkpoints that are not to be kept, but never `saved`; returns the errors since it was
         last called. It ends after half a second: what is left then is deleted after the next saves."""
-        self._prune(saved)
+        try:
+            self._prune(saved)
+        except OSError as error:  # what is there cannot be seen now, and the step is saved
+            self._errors.append(str(error))
         return self._errors_so_far()
 
     def _errors_so_far(self) -> list[str]:
@@ -142,8 +147,10 @@ class Writer:
             return
         end = time.monotonic() + _PRUNING_SECONDS
         steps, surplus = self._whole_steps(), list[int]()
-        if self._measure(steps, end):
-            kept = self._retention.kept(steps, lambda step: self._measured.get(step, {})) | self._unread
+        if self._look(steps, end):
+            seen = {step: self._seen.get(step, _CORRUPT) for step in steps}
+            kept = self._retention.kept(steps, lambda step: seen[step].metrics, lambda step: seen[step].illness)
+            kept |= self._unread
             surplus = [step for step in steps if step not in kept and step != saved]
             self._tell_of_no_metric(surplus)
         try:
@@ -166,7 +173,7 @@ class Writer:
     def _tell_of_no_metric(self, surplus: list[int]) -> None:
         """Warns, once, before a checkpoint is deleted where `keep_best` has nothing to go by."""
         best = self._retention.keep_best
-        if best and surplus and not self._told and not any(best.metric in found for found in self._measured.values()):
+        if best and surplus and not self._told and not any(best.metric in seen.metrics for seen in self._seen.values()):
             self._told = True
             warn(
                 f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; give it: "
@@ -176,16 +183,40 @@ class Writer:
     def _whole_steps(self) -> list[int]:
         return [step for step in self._folders.steps() if step not in self.corrupt]
 
-    def _measure(self, steps: list[int], end: float) -> bool:
-        """Reads the metrics that decide what is kept; returns whether it has all, at `end` at the latest. A step whose
-        metrics cannot be read now may be the best, and is kept."""
+    def _look(self, steps: list[int], end: float) -> bool:
+        """Reads what decides which steps are kept, the newest first; returns whether it has all, soon after `end` at
+        the latest. A step that cannot be read now may be the best, and is kept."""
         self._unread.clear()
-        for step in steps if self._retention.keep_best else ():
+        for step in reversed(steps):
+            self._read(step)
+            seen = self._seen.get(step)
+            if seen and seen.illness == 0 and not self._retention.keep_best:
+                return True
             if time.monotonic() > end:
-                return False
-            if step not in self._measured:
-                try:
-                    self._measured[step] = self._folders.manifest(step)["metrics"] or {}
-                except (CorruptCheckpointError, NewerFormatError, FileNotFoundError):
-                    self._unread.add(step)
+                return step == steps[0]
         return True
+
+    def _read(self, step: int) -> None:
+        if step in self._seen:
+            return
+        try:
+            self._seen[step] = _Seen.of(self._folders.manifest(step))
+        except CorruptCheckpointError:
+            self._unread |= {step} if self._retention.keep_best else set()
+        except (NewerFormatError, OSError):
+            self._unread.add(step)
+
+
+class _Seen(NamedTuple):
+    """What decides whether a step is kept. `illness`: 0 if all its numbers are finite."""
+
+    metrics: Mapping[str, float]
+    illness: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        state = health(manifest["leaves"], manifest.get("not_finite"))
+        return cls(manifest["metrics"] or {}, HEALTHS.index(state))
+
+
+_CORRUPT = _Seen({}, len(HEALTHS))

@@ -21,6 +21,7 @@ from jaxshard.base.text import printable
 from jaxshard.base.units import size_from_words, size_in_words
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.leaves import Entry, Index
+from jaxshard.checkpoint.manifest import CheckpointInfo, faults_in_words, health
 from jaxshard.checkpoint.step_folders import StepFolders, located
 from jaxshard.cli import ckpt_export as files
 from jaxshard.cli import ckpt_huggingface, unknown_command
@@ -79,7 +80,7 @@ def ls(folder: _Dir) -> int:
         raise ValueError(_none_in(checkpoints.path))
     console = make_console()
     if steps:
-        headings = ("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "metrics")
+        headings = ("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "numbers", "metrics")
         show(console, headings, [_row(checkpoints, each) for each in steps], long="metrics")
     for name, what in others.items():
         say(console, f"{name}: no checkpoint: {what}")
@@ -98,6 +99,7 @@ def info(folder: _Dir, step: _Step = None) -> int:
     say(console, f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
     say(console, f"run: {found['run']}")
     say(console, f"metrics: {_metrics(found['metrics']) or 'none'}")
+    say(console, f"numbers: {_finite(found)}")
     rows, leaves = [], found["leaves"]
     for path, leaf in leaves.items():
         shape, mark = str(tuple(leaf["shape"])), leaf["value"] if "value" in leaf else f"{leaf['digest']:08x}"
@@ -108,29 +110,32 @@ def info(folder: _Dir, step: _Step = None) -> int:
 
 
 def verify(folder: _Dir, step: _Step = None) -> int:
-    """Read every array, and compare its digest with the one that was saved.
+    """Read every array, and compare its digest with the one that was saved; say whether all are finite.
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
       step: the step to take; by default all.
     """
     checkpoints, steps = _asked(folder, step)
-    corrupt, newer, console = False, False, make_console()
+    corrupt, unread, console = False, False, make_console()
     for each in steps:
         try:
-            checkpoints.verify(each)
-            found = "whole"
+            faults = checkpoints.verify(each)
+            words = faults_in_words(checkpoints.info(each)["leaves"], faults) if faults else ""
+            found = f"whole, not finite: {words}" if words else "whole"
         except NewerFormatError as error:
-            newer, found = True, f"not read: {error}"
+            unread, found = True, f"not read: {error}"
         except (CorruptCheckpointError, FileNotFoundError) as error:
             gone = each not in checkpoints.steps()
             corrupt |= not gone
             found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
+        except OSError as error:
+            unread, found = True, f"not read: {error.strerror}: {error.filename}"
         say(console, f"step {each}: {found}")
     damaged = checkpoints.damaged() if step is None and _opened(folder)[1] is None else {}
     for each, missing in damaged.items():
         say(console, f"step {each}: corrupt: {missing} is missing")
-    return 1 if corrupt or damaged else 2 if newer else 0
+    return 1 if corrupt or damaged else 2 if unread else 0
 
 
 def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
@@ -278,14 +283,25 @@ def _row(checkpoints: Checkpointer, step: int) -> list[str]:
         cells += [_saved(folder), size_in_words(_size(folder))]
         found = checkpoints.info(step)
     except CorruptCheckpointError:
-        return [*cells, "", "", "", "unreadable", ""]
+        return [*cells, "", "", "", "unreadable", "", ""]
     except NewerFormatError as error:
-        return [*cells, "", "", "", f"format {error.found}", ""]
+        return [*cells, "", "", "", f"format {error.found}", "", ""]
     except FileNotFoundError:  # by the run that writes here
-        return [str(step), "deleted", *[""] * 6]
+        return [str(step), "deleted", *[""] * 7]
+    except OSError:
+        return [str(step), "not read", *[""] * 7]
     leaves = found["leaves"]
     sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", size_in_words(_num_bytes(leaves))]
-    return [*cells, *sizes, "ok", _metrics(found["metrics"])]
+    state = health(leaves, found["not_finite"])
+    numbers = state if state in ("finite", "unknown") else "not finite"
+    return [*cells, *sizes, "ok", numbers, _metrics(found["metrics"])]
+
+
+def _finite(found: CheckpointInfo) -> str:
+    if found["not_finite"] is None:
+        return "unknown: jaxshard 0.1 saved it; `ckpt verify` finds out"
+    words = faults_in_words(found["leaves"], found["not_finite"])
+    return f"not finite: {words}" if words else "finite"
 
 
 def _saved(folder: Path) -> str:

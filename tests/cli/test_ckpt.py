@@ -83,9 +83,9 @@ def everything(folder):
 def test_ls(run, capsys, where):
     status, lines, _ = run_ckpt(capsys, "ls", run / where)
     assert status == 0
-    assert " ".join(lines[0].split()) == "step saved on disk leaves elements in arrays index metrics"
+    assert " ".join(lines[0].split()) == "step saved on disk leaves elements in arrays index numbers metrics"
     elements, size = 64 * 48 * 2 + 48 + 2 + 1, 2 * 64 * 48 + 4 * 48 + 4 * 64 * 48 + 8 + 4
-    assert lines[1].endswith(f"6     {elements:,}    {size / 1000:.1f} kB  ok     loss 2.5, accuracy 0.25")
+    assert lines[1].endswith(f"6     {elements:,}    {size / 1000:.1f} kB  ok     finite   loss 2.5, accuracy 0.25")
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
 
 
@@ -117,8 +117,8 @@ def test_info_reads_the_index_alone(copy, capsys):
     status, lines, _ = run_ckpt(capsys, "info", copy, "--step", 10)
     assert status == 0
     assert lines[0].startswith(f"step 10 in {copy / 'model'}, saved 2")
-    assert lines[1:3] == [f"run: {saved['run']}", "metrics: loss 2.5, accuracy 0.25"]
-    rows = {line.split("  ")[0].strip(): line for line in lines[4:-1]}
+    assert lines[1:4] == [f"run: {saved['run']}", "metrics: loss 2.5, accuracy 0.25", "numbers: finite"]
+    rows = {line.split("  ")[0].strip(): line for line in lines[5:-1]}
     assert set(rows) == {"params/w", "params/[red]b", "mu", "key", "empty", "step"}
     digest = saved["leaves"]["params/w"]["digest"]
     assert rows["params/w"].split() == ["params/w", "(64,", "48)", "bfloat16", "6,144", f"{digest:08x}"]

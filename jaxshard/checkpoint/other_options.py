@@ -1,0 +1,253 @@
+"""Going on under other options of a strategy: what a checkpoint has, as those options have it.
+
+Only the options that put `extra` beside an optimizer's own state are known here: masters, moments in bf16 or in 8 bits,
+stochastic rounding and loss scaling. The optimizer has to be the same.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshard.checkpoint.leaves import NUMBERS, FlatTree, Index, Leaf
+from jaxshard.core import eight_bits
+from jaxshard.core.loss_scale import LossScale
+
+_EXTRA = re.compile(r"((?:.*/)?)extra/(?:(?:master|scale|loss_scale)/.*|rounding)")
+_CODES = ("int8", "uint8")
+
+Found: TypeAlias = Mapping[str, Leaf]
+
+
+class Plan(NamedTuple):
+    """How a template's leaves are made of a checkpoint's.
+
+    Attributes:
+      sources: what is read: path in the checkpoint -> a leaf of this shape, that says where it goes.
+      made: path in the template -> what makes it of all that was read.
+      changes: what differs, in words.
+    """
+
+    sources: dict[str, Leaf]
+    made: dict[str, Callable[[Found], Leaf]]
+    changes: list[str]
+
+
+def plan(template: FlatTree, index: Index) -> Plan | None:
+    """How to go on; None: no such option differs, or more than options do."""
+    here, there = _roots(template.leaves), _roots(index)
+    if len(here | there) != 1:
+        return None
+    root = next(iter(here | there))
+    planner = _Planner(template, index, root, bool(here), bool(there))
+    return planner.found() if planner.fill() else None
+
+
+def _roots(paths: Iterable[str]) -> set[str]:
+    return {found[1] for found in map(_EXTRA.fullmatch, paths) if found}
+
+
+def changed_hyperparams(step: int, template: Mapping[str, Leaf], found: Found) -> list[str]:
+    """A line for each hyperparameter of `optax.inject_hyperparams` that goes on with the checkpoint's value, where the
+    program has another one now. Those that a schedule sets are left out."""
+    lines = list[str]()
+    for path, x in template.items():
+        named = _HYPERPARAM.fullmatch(path)
+        scheduled = named and any(other.startswith(f"{named[1]}hyperparams_states/{named[2]}/") for other in template)
+        if named is None or scheduled or not isinstance(x, jax.Array | np.ndarray) or x.size != 1:
+            continue
+        now, then = _scalar(x), _scalar(found[path])
+        if now != then:
+            lines.append(
+                f"{path} is {then:.6g} in checkpoint {step}, and goes on; this program has {now:.6g}: set it in the "
+                "restored state to take that"
+            )
+    return lines
+
+
+_HYPERPARAM = re.compile(r"((?:.*/)?)hyperparams/([^/]+)")
+
+
+def _scalar(x: Leaf) -> float:
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x).astype(np.float32).item()
+
+
+class _Planner:
+    """Makes the plan. `root`: where the optimizer's state is, such as "state/"."""
+
+    def __init__(self, template: FlatTree, index: Index, root: str, here: bool, there: bool):
+        self._wanted, self._index = template, index
+        self._extra, self._scale = f"{root}extra/", f"{root}extra/scale/"
+        self._inner = f"{root}inner/" if here else root
+        self._saved_inner = f"{root}inner/" if there else root
+        self._master = f"{root}extra/master/"
+        self._plan = Plan({}, {}, [])
+        self._params = self._root_of_params()
+
+    def found(self) -> Plan:
+        return self._plan
+
+    def fill(self) -> bool:
+        """Whether there is a way to make each leaf, and each one that is saved is used, or belongs to an option."""
+        ways = (self._copy_extra, self._add_extra, self._moment, self._param, self._copy)
+        for path, x in self._wanted.leaves.items():
+            if path not in self._plan.made and not any(way(path, x) for way in ways):
+                return False
+        left = [path for path in self._index if path not in self._plan.sources]
+        self._tell_dropped(left)
+        return all(path.startswith(self._extra) or path in self._wanted.leaves for path in left)
+
+    # One leaf.
+
+    def _take(self, path: str, source: str, x: Leaf) -> bool:
+        """The leaf is the saved one, in the template's dtype, if the shape is the same."""
+        entry = self._index.get(source)
+        fits = entry is not None and tuple(entry["shape"]) == np.shape(x)
+        if fits and self._wanted.keys.get(path) == (entry or {}).get("key"):
+            self._plan.sources.setdefault(source, x)
+            self._plan.made[path] = lambda found: _laid(found[source], x)
+            return True
+        return False
+
+    def _copy_extra(self, path: str, x: Leaf) -> bool:
+        return path.startswith(self._extra) and not path.startswith(self._scale) and self._take(path, path, x)
+
+    def _add_extra(self, path: str, x: Leaf) -> bool:
+        """What an option adds: masters are params, counts begin anew."""
+        name = path.removeprefix(self._extra)
+        if path.startswith(self._master):
+            source = f"{self._params}{path.removeprefix(self._master)}"
+            self._say("master_dtype: masters are made from the params that were saved")
+            return self._params is not None and self._take(path, source, x)
+        start = {"rounding": jnp.uint32(0)} | {f"loss_scale/{key}": y for key, y in LossScale().start().items()}
+        if not path.startswith(self._extra) or name not in start:
+            return False
+        value = x if isinstance(x, jax.Array | np.ndarray) else np.asarray(start[name])
+        self._plan.made[path] = lambda _: np.asarray(value)
+        if name == "loss_scale/scale":
+            self._say(f"loss_scale: it starts at {float(np.asarray(value)):g}")
+        return True
+
+    def _moment(self, path: str, x: Leaf) -> bool:
+        """A leaf of the optimizer's own state, in this dtype or in codes."""
+        if not path.startswith(self._inner) or path.startswith(self._extra):
+            return False
+        name = path.removeprefix(self._inner)
+        source = f"{self._saved_inner}{name}"
+        entry, scale, saved_scale = self._index.get(source), f"{self._scale}{name}", f"{self._scale}{name}"
+        if entry is None or tuple(entry["shape"]) != np.shape(x):
+            return False
+        is_coded, was_coded = scale in self._wanted.leaves, saved_scale in self._index
+        if str(_dtype(x)) != entry["dtype"] and not (
+            _is_float(_dtype(x), is_coded) and _is_float(entry["dtype"], was_coded)
+        ):
+            return False
+        if was_coded:
+            self._plan.sources[saved_scale] = jax.ShapeDtypeStruct(
+                tuple(self._index[saved_scale]["shape"]), jnp.float32
+            )
+        self._plan.sources[source] = x
+        if is_coded and was_coded and str(_dtype(x)) == entry["dtype"]:
+            self._plan.made[path] = lambda found: found[source]
+            self._plan.made[scale] = lambda found: _laid(found[saved_scale], self._wanted.leaves[scale])
+            return True
+        wide = _decoded(source, saved_scale if was_coded else None)
+        self._plan.made[path] = lambda found: _laid(wide(found), x)
+        if is_coded:
+            codes, y = _encoded(wide, _dtype(x)), self._wanted.leaves[scale]
+            self._plan.made[path] = lambda found: _laid(codes(found)[0], x)
+            self._plan.made[scale] = lambda found: _laid(codes(found)[1], y)
+        if str(_dtype(x)) != entry["dtype"]:
+            self._say(f"moment_dtype: moments that were saved in {entry['dtype']} are now {_dtype(x)}")
+        return True
+
+    def _param(self, path: str, x: Leaf) -> bool:
+        """A parameter whose master was saved, and is not to be kept: the master, rounded."""
+        if self._params is None or not path.startswith(self._params):
+            return False
+        name = path.removeprefix(self._params)
+        if f"{self._master}{name}" in self._wanted.leaves:
+            return self._take(path, path, x)
+        if f"{self._master}{name}" not in self._index:
+            return False
+        self._say(f"master_dtype: params are made from the masters that were saved, as {_dtype(x)}")
+        return self._take(path, f"{self._master}{name}", x)
+
+    def _copy(self, path: str, x: Leaf) -> bool:
+        """Anything else has to be as it was saved."""
+        entry = self._index.get(path)
+        return entry is not None and entry["dtype"] == str(_dtype(x)) and self._take(path, path, x)
+
+    # All leaves.
+
+    def _root_of_params(self) -> str | None:
+        """Where the params of the masters are, in the template and in the checkpoint: "params/", or the only place."""
+        both = {*self._wanted.leaves} & {*self._index}
+        named = {
+            path.removeprefix(self._master)
+            for path in (*self._wanted.leaves, *self._index)
+            if path.startswith(self._master)
+        }
+        if not named:
+            return None
+        one = max(named, key=len)
+        roots = {path.removesuffix(one) for path in both if path.endswith(f"/{one}") or path == one}
+        found = [
+            root
+            for root in roots
+            if not root.startswith(self._extra) and all(f"{root}{name}" in both for name in named)
+        ]
+        found = [root for root in found if not root.startswith((self._inner, self._saved_inner))]
+        return "params/" if "params/" in found else found[0] if len(found) == 1 else None
+
+    def _tell_dropped(self, left: Iterable[str]) -> None:
+        names = {path.removeprefix(self._extra).partition("/")[0] for path in left if path.startswith(self._extra)}
+        words = {"loss_scale": "loss_scale: that of the checkpoint is left out"}
+        for name in sorted(names & set(words)):
+            self._say(words[name])
+
+    def _say(self, words: str) -> None:
+        if words not in self._plan.changes:
+            self._plan.changes.append(words)
+
+
+def _dtype(x: Leaf) -> np.dtype:
+    return np.dtype(type(x)) if isinstance(x, NUMBERS) else x.dtype
+
+
+def _is_float(dtype: object, coded: bool) -> bool:
+    """Whether such a leaf stands for real numbers: floats, or codes with scales."""
+    return str(dtype) in _CODES if coded else jnp.issubdtype(jnp.dtype(str(dtype)), jnp.floating)
+
+
+def _decoded(source: str, scale: str | None) -> Callable[[Found], Leaf]:
+    if scale is None:
+        return lambda found: found[source]
+    return lambda found: jax.jit(eight_bits.decode)(*_together(found[source], found[scale]))
+
+
+def _encoded(wide: Callable[[Found], Leaf], dtype: np.dtype) -> Callable[[Found], tuple[Leaf, Leaf]]:
+    return lambda found: jax.jit(lambda x: eight_bits.encode(x, dtype))(wide(found))
+
+
+def _together(codes: Leaf, scales: Leaf) -> tuple[Leaf, Leaf]:
+    """Both on the devices of the codes."""
+    if isinstance(codes, jax.Array) and isinstance(scales, np.ndarray):
+        mesh = codes.sharding.mesh if isinstance(codes.sharding, jax.sharding.NamedSharding) else None
+        if mesh is not None:
+            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            return codes, jax.make_array_from_callback(scales.shape, whole, lambda at: scales[at])
+    return codes, scales
+
+
+def _laid(x: Leaf, like: Leaf) -> Leaf:
+    """Where the template has it, if it lies on devices."""
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(x, jax.Array) or x.sharding == sharding:
+        return x
+    if sharding is None or (isinstance(like, jax.Array) and not like.committed) or isinstance(like, np.ndarray):
+        return np.asarray(x)
+    return jax.device_put(x, sharding)
