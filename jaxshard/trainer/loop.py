@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxshard import NonFiniteError
 from jaxshard.base.types import Metrics, Tree
+from jaxshard.base.users_code import UsersError
 from jaxshard.mesh import check_has_devices
 from jaxshard.trainer import memory
 from jaxshard.trainer.arithmetic import least_seconds
@@ -21,6 +22,7 @@ from jaxshard.trainer.display import Display, bits
 from jaxshard.trainer.profile import Profile
 from jaxshard.trainer.record import Recorder
 from jaxshard.trainer.run_folder import Snapshot
+from jaxshard.trainer.token_files import TextError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +33,7 @@ class Hooks:
       step: the compiled training step.
       evaluate: parameters to the held-out loss, in nats.
       save: takes a snapshot and, after an evaluation, its loss.
+      save_alone: takes the last snapshot where the text cannot be read on.
       checked: a snapshot to one whose copies are all the same; called every `train.check_every` steps.
       ended: whether the run is to end before this step.
       alive: called before each step.
@@ -41,6 +44,7 @@ class Hooks:
     step: Callable[..., tuple[Tree, Tree, Metrics]]
     evaluate: Callable[[Tree], float]
     save: Callable[[Snapshot, float | None], None]
+    save_alone: Callable[[Snapshot], None]
     checked: Callable[[Snapshot], Snapshot]
     ended: Callable[[int], bool]
     alive: Callable[[], None]
@@ -164,12 +168,19 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
 
     Raises:
       FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
+      TextError, UsersError: a batch cannot be had; so is what was made until then.
     """
     train = run.config.train
     meter.restart_clock()
     while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
         hooks.alive()
-        batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
+        keys = run.keys(snapshot.step)
+        try:
+            batch = run.batch(snapshot.position.drawn)
+        except (TextError, UsersError):
+            meter.fetch()
+            hooks.save_alone(snapshot)
+            raise
         hooks.profile.before((snapshot.params, snapshot.state, batch))
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=snapshot.step):
