@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
 from pathlib import Path
 from typing import TextIO
 
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 _F_GETPATH = 50  # macOS
 _LONGEST_PATH = 1024
 
@@ -53,10 +55,12 @@ class FolderWatch:
         return next((path for path in paths if path is not None and self._is(path)), None)
 
     def _is(self, path: Path) -> bool:
+        """Whether the folder is at a path; also where that cannot be known now, without rights, say: then whoever
+        writes there is told."""
         try:
             return identity(path.stat()) == self._identity
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno not in _NOWHERE
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -41,10 +42,21 @@ class Place:
         if where != path:
             now = f"it is now {where}" if where else "it was deleted or unmounted"
             why = f"--out {path} is no longer the folder that the run began in: {now}"
-            return printable(why), str(where or _free(path))
+            return printable(why), str(where) if where else self.another()
         if self._model.where() != self._folder.model and self._has_others():
-            return printable(f"{self._folder.model} was replaced, and is not this run's"), str(_free(path))
+            return printable(f"{self._folder.model} was replaced, and is not this run's"), self.another()
         return None
+
+    def another(self) -> str:
+        """A path where nothing is: --out itself, or beside it."""
+        path = self._folder.path
+        others = (path.with_name(f"{path.name}.rescued{number or ''}") for number in itertools.count())
+        return str(next(each for each in itertools.chain([path], others) if not os.path.lexists(each)))
+
+    def removed(self, made: Path) -> None:
+        """Removes a folder from `another` in which nothing could be saved."""
+        if made != self._watch.where():
+            shutil.rmtree(made, ignore_errors=True)
 
     def completed(self) -> list[str]:
         """Writes what is missing in the folder, where it is still at its place; returns what there is to say."""
@@ -77,8 +89,3 @@ class Place:
         self._model = watch
         return [f"{model} was moved, deleted or replaced: earlier saves may be gone"]
 
-
-def _free(path: Path) -> Path:
-    """The path, or the first like it where nothing is."""
-    others = (path.with_name(f"{path.name}.rescued{number or ''}") for number in itertools.count())
-    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))

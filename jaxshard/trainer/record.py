@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 from jaxshard.base.files import replace
 from jaxshard.base.text import printable
@@ -93,8 +96,15 @@ class TensorBoard:
     def _open(self, first: int) -> None:
         """Begins a file; tensorboardX would write over one of the same second."""
         self._suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
-        folder = str(self._folder.tensorboard)
-        self._events = tensorboardX.SummaryWriter(folder, purge_step=first + 1, filename_suffix=self._suffix)
+        self._folder.tensorboard.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(self._folder.tensorboard / "events"), self._suffix)
+        self._add(Event(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def _add(self, event: Event) -> None:
+        """Writes an event at once. (tensorboardX's SummaryWriter has a thread for it, which ends at the first error, on
+        a full disk for instance; then its queue fills up, and the run waits for ever.)"""
+        event.wall_time = time.time()
+        self._events.write_event(event)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends an event for each value."""
@@ -103,7 +113,8 @@ class TensorBoard:
             self.rewind(step - 1)
             self._tell(_begun_anew(self._folder.tensorboard, step))
         for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+            self._add(Event(step=step, summary=scalar(name, value)))
+        self._events.flush()
 
     def rewind(self, step: int) -> None:
         """Begins another file, which takes later steps back."""

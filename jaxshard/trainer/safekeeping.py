@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 from rich.console import Console
@@ -25,7 +26,7 @@ _TIMES_BACK = 3
 
 
 class MovedError(OSError):
-    """The folder at --out is no longer the one that the run began in. The message says where the model is saved."""
+    """The run cannot be saved in the folder at --out, where it began. The message says where the model is saved."""
 
 
 def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
@@ -109,8 +110,12 @@ class Safekeeping:
     def _again(self, snapshot: Snapshot, why: str) -> None:
         self._check_place(snapshot)
         say(self._console, f"{printable(why)}; step {snapshot.step} is saved once more")
-        self._begin(snapshot, None)
-        self._saves.wait()
+        try:
+            self._begin(snapshot, None)
+            self._saves.wait()
+        except (OSError, agreement.ProcessError) as error:
+            path = agreement.from_first("save", lambda: self._place and self._place.another())
+            self._save_elsewhere(snapshot, printable(str(error)), Path(path))
 
     def _check_place(self, snapshot: Snapshot) -> None:
         """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
@@ -119,26 +124,29 @@ class Safekeeping:
             say(self._console, note)
         if moved:
             why, path = moved
-            with contextlib.suppress(OSError, agreement.ProcessError):
-                self._saves.close()  # what it was saving may be lost with the folder
-            raise MovedError(f"{why}; {self._saved_in(Path(path), snapshot)}")
+            self._save_elsewhere(snapshot, why, Path(path))
 
     def _looked_at(self) -> tuple[tuple[str, str] | None, list[str]]:
         assert self._place is not None  # this is process 0
         moved = self._place.moved()
         return moved, [] if moved else self._place.completed()
 
-    def _saved_in(self, path: Path, snapshot: Snapshot) -> str:
-        """Saves in another folder; returns what came of it, for the error."""
+    def _save_elsewhere(self, snapshot: Snapshot, why: str, path: Path) -> NoReturn:
+        """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
+        with contextlib.suppress(OSError, agreement.ProcessError):
+            self._saves.close()  # what it was saving may be lost with the folder
         folder, place = RunFolder(path), self._place
         try:
             agreement.from_first("save", lambda: place and place.complete(folder))
             with run_folder.open_saves(folder, self._run.config.train) as saves:
                 run_folder.save(saves, reshaped(snapshot, self._run.saved_template))
         except (OSError, ValueError, agreement.ProcessError) as error:
-            return printable(f"step {snapshot.step} could not be saved in {path}: {error}")
+            if place:
+                place.removed(path)
+            raise OSError(f"{why}; nor could step {snapshot.step} be saved in {printable(str(path))}") from error
         command = shell_command("jaxshard", "train", "--resume", "--out", str(path))
-        return f"step {snapshot.step} is saved in {printable(str(path))}; to go on: {command}"
+        where = printable(str(path))
+        raise MovedError(f"{why}; step {snapshot.step} is saved in {where}; to go on: {command}")
 
     def ended(self, step: int) -> bool:
         """Whether a signal asks the run to end before this step."""
