@@ -10,7 +10,6 @@ import pytest
 
 from jaxshard.guards import HUNG, Preemption, Watchdog
 
-
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 

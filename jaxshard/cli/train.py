@@ -11,6 +11,8 @@ import itertools
 import math
 import os
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -21,10 +23,11 @@ import jax
 from rich.console import Console
 
 import jaxshard.inspect
-from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.command import INTERRUPTED, is_command
 from jaxshard.base.text import printable, printable_lines
 from jaxshard.base.users_code import UsersError
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
+from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.cli import several_processes
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.streams import fail, output_not_needed
@@ -83,9 +86,12 @@ def command(arguments: Sequence[str]) -> int:
         raise
     if status and jax.distributed.is_initialized():  # the others may not have this error
         _leave_at_once(status, _LEAVE_SECONDS)
+    if is_command():
+        _end_within(_ENDING_SECONDS, status)
     return status
 
 
+_ENDING_SECONDS = 5
 _LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
 
 
@@ -163,6 +169,19 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     if seconds:
         agreement.take_leave(seconds)
     os._exit(status)
+
+
+def _end_within(seconds: float, status: int) -> None:
+    """Limits the time in which Python joins all threads at its end: orbax's may wait for minutes."""
+    begun = threading.Event()
+
+    def end() -> None:
+        begun.wait()
+        time.sleep(seconds)
+        _leave_at_once(status, 0)
+
+    threading.Thread(target=end, name="jaxshard ends", daemon=True).start()
+    ExitNotice(begun.set, "jaxshard hears of the end")
 
 
 _LOST = 134  # the status by which JAX itself ends a process that has lost another

@@ -114,9 +114,7 @@ def without_tokenizer(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.name != token_files.TOKENIZER or len(files) == 1]
 
 
-def _read_tokens(
-    config: DataConfig, files: Sequence[Path], length: int, vocabulary: int, heldout_alone: bool
-) -> Text:
+def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int, heldout_alone: bool) -> Text:
     files, dtype = without_tokenizer(files), None if config.format == "auto" else config.format
     apart = None
     if config.heldout_path is not None:

@@ -239,7 +239,9 @@ def _check_tensors(
 def _check_head(places: dict[str, _Place], embedding: str, who: str) -> None:
     """Takes a head away that is the embedding once more."""
     place = places.pop(HEAD)
-    if embedding in places and not np.array_equal(safetensors_file.tensor(*place), safetensors_file.tensor(*places[embedding])):
+    if embedding in places and not np.array_equal(
+        safetensors_file.tensor(*place), safetensors_file.tensor(*places[embedding])
+    ):
         raise ValueError(
             f"{who}: {HEAD} is not {embedding}, and {CONFIG} says by tie_word_embeddings that it is: set that to false"
         )

@@ -37,7 +37,8 @@ class Hooks:
       checked: a snapshot to one whose copies are all the same; called every `train.check_every` steps.
       ended: whether the run is to end before this step.
       alive: called before each step.
-      back: after a divergence, the snapshot to go on from; None ends the run.
+      back: after a divergence, by the last snapshot, the reason, and whether its params are finite, the snapshot to go
+        on from; None ends the run.
       profile: traces some of the steps.
     """
 
@@ -48,7 +49,7 @@ class Hooks:
     checked: Callable[[Snapshot], Snapshot]
     ended: Callable[[int], bool]
     alive: Callable[[], None]
-    back: Callable[[Snapshot, str], Snapshot | None]
+    back: Callable[[Snapshot, str, bool], Snapshot | None]
     profile: Profile
 
 
@@ -156,11 +157,18 @@ class Meter:
         return found if peak is None else found | {"peak_memory_bytes": peak}
 
 
-def _divergence(step: int, what: str, max_skips: int) -> str:
+def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:
+    if broken := _broken(error):
+        return f"step {step}: {broken} was not finite before this step already, so no other batch can help"
     return (
-        f"step {step}: {what} is not finite, and more than train.max_skips = {max_skips} steps in a row were skipped: "
-        "lower optimizer.learning_rate, or warm up longer"
+        f"step {step}: {error.what} is not finite, and more than train.max_skips = {max_skips} steps in a row were "
+        "skipped: lower optimizer.learning_rate, or warm up longer"
     )
+
+
+def _broken(error: NonFiniteError) -> str | None:
+    """The path of a parameter that was not finite before the step, if there was one."""
+    return getattr(error, "broken", None)
 
 
 def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
@@ -187,8 +195,8 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
                 params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
             meter.fetch()
-            why = _divergence(snapshot.step - 1, error.what, train.max_skips)
-            back = hooks.back(snapshot, why)
+            why = _divergence(snapshot.step - 1, error, train.max_skips)
+            back = hooks.back(snapshot, why, _broken(error) is None)
             if back is None:
                 raise FloatingPointError(why) from error
             snapshot = back

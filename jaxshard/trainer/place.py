@@ -88,4 +88,3 @@ class Place:
         self._model.close()
         self._model = watch
         return [f"{model} was moved, deleted or replaced: earlier saves may be gone"]
-

@@ -169,11 +169,18 @@ class Safekeeping:
         params, state = (self._run.opt.synchronize(tree) for tree in (snapshot.params, snapshot.state))
         return dataclasses.replace(snapshot, params=params, state=state)
 
-    def back(self, snapshot: Snapshot, why: str) -> Snapshot | None:
-        """The last save, to go on from with rows that were not tried yet; None where the run has to end."""
+    def back(self, snapshot: Snapshot, why: str, is_finite: bool) -> Snapshot | None:
+        """The last save, to go on from with rows that were not tried yet; None where the run has to end.
+
+        Raises:
+          FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
+        """
         self._saves.wait()
-        saved = agreement.from_first("back", self._saves.steps)
-        if self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK or not saved:
+        saved, finite = agreement.from_first("back", self._saves.steps), self._newest_finite()
+        if not is_finite:
+            raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
+        ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK
+        if ends or not saved or finite not in (None, saved[-1]):  # no step is saved before a newer one
             self.save_last(snapshot)
             return None
         self._times_back += 1
@@ -183,3 +190,16 @@ class Safekeeping:
         self._saved = found.step
         say(self._console, f"{why}; back to step {found.step}, and on with other rows")
         return dataclasses.replace(found, position=snapshot.position)
+
+    def _newest_finite(self) -> int | None:
+        """The newest save that is known to be finite."""
+        find = getattr(self._saves, "latest_finite", None)
+        return None if find is None else find()
+
+
+def _way_back(saved: list[int], finite: int | None) -> str:
+    if finite is None:
+        return "no save is known to be finite: start a new run"
+    later = ", ".join(str(step) for step in saved if step > finite)
+    where = f"move {later} out of model/, and " if later else ""
+    return f"the newest finite save is step {finite}: {where}go on by --resume"

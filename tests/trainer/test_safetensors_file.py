@@ -79,7 +79,7 @@ def test_a_file_that_is_not_whole_is_an_error(name, file):
     harm(file)
     with pytest.raises(ValueError, match=re.escape(words)):
         safetensors_file.entries(file)
-    with pytest.raises(OSError, match="x.safetensors cannot be read"):
+    with pytest.raises(OSError, match="cannot be read"):
         safetensors_file.tensor(file, "single")
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(file, monkeypatch
         return found
 
     monkeypatch.setattr(safetensors_file, "entries", then_cut)
-    with pytest.raises(OSError, match="x.safetensors was cut short while it is read: single is not whole"):
+    with pytest.raises(OSError, match="was cut short while it is read: single is not whole"):
         safetensors_file.tensor(file, "single")
 
 

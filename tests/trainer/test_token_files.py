@@ -100,7 +100,11 @@ def test_a_file_is_never_held_whole_in_memory(tmp_path):
 
 WRONG = {
     "odd": (b"abc", {}, "has 3 bytes of tokens, no multiple of 2, the size of uint16: it was cut short, or is text"),
-    "large token": (np.where(np.arange(300) < 7, 511, 600).astype("<u2").tobytes(), {}, "x.bin, token 7), and model.vocabulary = 512: set it to 601"),
+    "large token": (
+        np.where(np.arange(300) < 7, 511, 600).astype("<u2").tobytes(),
+        {},
+        "x.bin, token 7), and model.vocabulary = 512: set it to 601",
+    ),
     "short": (np.zeros(9, "<u2").tobytes(), {}, "data.path has 9 tokens, and a sequence needs more than"),
     "empty": (b"", {}, "has 0 tokens"),
     "header of others": (
@@ -267,10 +271,10 @@ CHANGES = {
     "written over": "was changed while it is read: it has other tokens than when the run began",
     "out of range": "was changed while it is read: it has other tokens than when the run began",
     "replaced": "was changed while it is read: it has other tokens than when the run began",
-    "deleted": "cannot be read any more: No such file",
-    "a pipe": "cannot be read any more: Illegal seek",
-    "a folder": "cannot be read any more: Is a directory",
-    "a link to nothing": "cannot be read any more: No such file",
+    "deleted": "it cannot be read any more: No such file",
+    "a pipe": "it cannot be read any more: Illegal seek",
+    "a folder": "it cannot be read any more: Is a directory",
+    "a link to nothing": "it cannot be read any more: No such file",
 }
 HARMLESS = ["replaced by the same", "touched", "appended"]
 
@@ -283,9 +287,9 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(how, tmp_path, monkeyp
     batches = data.TrainingBatches(read(written(path, TOKENS)).train, 4, 16, seed=3)
     batches(0)
     changed(path, how)
-    with pytest.raises(token_files.TextError, match="train.bin") as error:
-        for step in range(1, 30):
-            batches(step)
+    with pytest.raises(token_files.TextError) as error:
+        list(map(batches, range(1, 30)))
+    assert str(path) in str(error.value)
     assert CHANGES[how] in str(error.value)
 
 
