@@ -298,7 +298,7 @@ CHANGES = {
     "the folder above renamed": Change(rename_parent, MOVED, "../free/run"),
     "unmounted": Change(unmount, GONE, disk="tmpfs"),
     "the disk lost": Change(lose_disk, f"Input/output error.*{NOR}", None, disk="ext4"),
-    "the disk full": Change(fill_disk, f"[Nn]o space left on.*{NOR}", None, disk="tmpfs"),
+    "the disk full": Change(fill_disk, f"[Nn]o space.*{NOR}", None, disk="tmpfs"),
     "run folder without rights": Change(mode("", 0), f"Permission denied.*{BESIDE}", "run.rescued", bound=True),
     "model without rights": Change(mode("model", 0o500), f"Permission denied.*{BESIDE}", "run.rescued", bound=True),
     "model renamed": Change(rename("model"), ANEW, **ON),
