@@ -20,14 +20,18 @@ __all__ = ["HUNG", "Preemption", "Watchdog"]
 
 HUNG = 75  # EX_TEMPFAIL: worth another try
 _LAST_WORDS_SECONDS = 5
+_ANNOUNCEMENTS = {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}  # that an end is near: another signal follows
 _calls = itertools.count(1)  # of `reached`, in all of this process's loops: JAX wants numbers that rise by one
 
 
 class Preemption:
-    """While entered, SIGTERM, SIGHUP and Ctrl-C ask the run to end between two steps; a second one ends it at once.
+    """While entered, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C ask the run to end between two steps; a second one
+    ends it at once.
 
-    SIGHUP says that the terminal is gone. A shell sends several, or SIGTERM too, so it never makes another signal the
-    second one. Where it is ignored from the start, as by `nohup`, it stays so.
+    SIGHUP says that the terminal is gone. A shell sends several, or SIGTERM too, so it is never a second signal. Slurm
+    sends SIGUSR1 or SIGUSR2 before a job's time is over (`--signal`), and SIGTERM when it is: that is no second signal
+    either, but the same one twice is. SIGHUP, SIGUSR1 and SIGUSR2 are left alone where they are ignored, as by `nohup`,
+    or have a handler already, such as `faulthandler.register`'s.
 
     With several processes a signal to any of them reaches all, by way of JAX's preemption service, and all of them see
     it at the same step. For this all of them must call `reached` at every step.
@@ -67,9 +71,7 @@ class Preemption:
         if self._previous:
             raise RuntimeError("Preemption: it is entered already; make another for another loop")
         self._signal = None
-        self._numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            self._numbers.remove(signal.SIGHUP)
+        self._numbers = {signal.SIGINT, signal.SIGTERM, *filter(_is_default, _ANNOUNCEMENTS)}
         if threading.current_thread() is not threading.main_thread():
             warnings.warn("Preemption: outside of the main thread Python hands over no signals", stacklevel=2)
             return self
@@ -113,11 +115,12 @@ class Preemption:
         threading.Thread(target=listen, name="jaxshard signals", daemon=True).start()
 
     def _got(self, number: int) -> None:
-        before = self._signal or signal.SIGHUP
-        if signal.SIGHUP not in (before, number):
+        before = self._signal
+        if before is not None and (number == before != signal.SIGHUP or not {number, before} & _ANNOUNCEMENTS):
             self._leave(number)
-        first, self._signal = self._signal is None, max(before, number)  # SIGHUP is the lowest
-        if not first:
+        if before is None or number not in _ANNOUNCEMENTS:
+            self._signal = number
+        if before is not None:
             return
         if self._handler:
             ctypes.CFUNCTYPE(None, ctypes.c_int)(self._handler)(signal.SIGTERM)  # which tells the other processes
@@ -128,6 +131,13 @@ class Preemption:
         if jax.process_count() == 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + number)
+
+
+def _is_default(number: int) -> bool:
+    """Whether a signal would end the process: nobody ignores or handles it, in Python or in C."""
+    action = ctypes.create_string_buffer(256)  # a `struct sigaction`, which begins with the handler's address
+    _libc().sigaction(number, None, action)
+    return not ctypes.c_void_p.from_buffer(action).value
 
 
 def _libc() -> ctypes.CDLL:

@@ -1,5 +1,6 @@
 """Guards in one process; several are in tests/faults."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -9,8 +10,10 @@ import pytest
 
 from jaxshard.guards import HUNG, Preemption, Watchdog
 
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_the_handlers_come_back(number):
     said, before = [], signal.getsignal(number)
     with Preemption(said.append) as preemption:
@@ -42,6 +45,54 @@ def test_a_terminal_that_closes_sends_many_and_none_of_them_ends_at_once():
             assert preemption.reached(0)
             assert preemption.status == status
     assert len(said) == 3
+
+
+@pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGUSR2])
+def test_slurms_signals_before_the_end_come_before_sigterm(first):
+    """Slurm's `--signal=USR1@120`, and SIGTERM 120 s later, where the save may not be written yet."""
+    left = []
+    with Preemption() as preemption:
+        preemption._leave = left.append
+        for number, status in ((first, 128 + first), (signal.SIGTERM, 143), (first, 143), (signal.SIGTERM, 143)):
+            assert left == []
+            os.kill(os.getpid(), number)
+            assert preemption.reached(0)
+            assert preemption.status == status
+    assert left == [signal.SIGTERM]
+
+
+def test_the_same_signal_of_slurms_twice_ends_at_once():
+    left = []
+    with Preemption() as preemption:
+        preemption._leave = left.append
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert left == []
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert left == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_the_program_uses_itself_is_left_alone(number, tmp_path):
+    """`faulthandler.register` is C: Python's `signal.getsignal` does not know of it."""
+    with (tmp_path / "stacks").open("w+") as file:
+        faulthandler.register(number, file=file)
+        try:
+            with Preemption() as preemption:
+                os.kill(os.getpid(), number)
+                assert not preemption.reached(0)
+            file.seek(0)
+            assert "test_a_signal_that_the_program_uses_itself" in file.read()
+        finally:
+            faulthandler.unregister(number)
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), number)
+            assert not preemption.reached(0)
+        assert heard == [number]
+    finally:
+        signal.signal(number, before)
 
 
 def test_under_nohup_a_hangup_stays_ignored():

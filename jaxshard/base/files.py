@@ -80,13 +80,16 @@ def overwrite(path: Path, content: str | bytes) -> None:
             sync_folder(path.resolve().parent)
 
 
-def append(path: Path) -> BinaryIO:
+def append(path: str | Path, folder: int | None = None) -> BinaryIO:
     """The file, made where it is not there, open to write at its end.
+
+    Args:
+      path: of the file; within an open folder, if `folder` is its number.
 
     Raises:
       OSError: it is a link, or no file.
     """
-    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "is no file", str(path))

@@ -96,7 +96,7 @@ def measured(given: Arguments) -> str:
     if given.data:
         _check_kind(given.data, config.data.format, given.run)
     check_tokenizer(plain, given.run, f"RUN {given.run}")
-    run = prepare(plain)
+    run = prepare(plain, trains=False)
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
     words = loss_in_words(loss, run.text.is_bytes)

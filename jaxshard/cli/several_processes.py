@@ -44,7 +44,8 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     ]
     with _signals_passed_on(children) as received:
         status = _first_failure(children)
-    return 128 + signal.SIGHUP if signal.SIGHUP in received and status == 128 + signal.SIGTERM else status
+    given = received - {signal.SIGINT, signal.SIGTERM}
+    return 128 + min(given) if given and status == 128 + signal.SIGTERM else status  # of another than the first child
 
 
 def _environment(address: str, count: int, index: int, devices: int, run: str) -> dict[str, str]:
@@ -88,7 +89,7 @@ def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextlib.contextmanager
 def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
-    """Passes Ctrl-C on to all children, and SIGTERM to the first, which tells the others. SIGHUP is passed on once, as
+    """Passes Ctrl-C on to all children, and others to the first, which tells the others. SIGHUP is passed on once, as
     SIGTERM: a terminal that closes sends several. Yields the signals that came."""
     received: set[int] = set()
 
@@ -102,7 +103,7 @@ def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[
         for child in to_whom:
             child.send_signal(number)
 
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
         numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, pass_on) for number in numbers}

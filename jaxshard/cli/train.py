@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -10,6 +11,8 @@ import itertools
 import math
 import os
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -20,10 +23,11 @@ import jax
 from rich.console import Console
 
 import jaxshard.inspect
-from jaxshard.base.command import INTERRUPTED
+from jaxshard.base.command import INTERRUPTED, is_command
 from jaxshard.base.text import printable, printable_lines
 from jaxshard.base.users_code import UsersError
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
+from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.cli import several_processes
 from jaxshard.cli.interrupts import ended_at_once
 from jaxshard.cli.streams import fail, output_not_needed
@@ -41,10 +45,11 @@ from jaxshard.trainer.display import Display, make_console, say
 from jaxshard.trainer.layer_stack import reshaped
 from jaxshard.trainer.loop import Hooks, Meter, fit
 from jaxshard.trainer.model import LanguageModel
+from jaxshard.trainer.place import Place
 from jaxshard.trainer.profile import Profile, steps_in
 from jaxshard.trainer.record import Recorder, draw, loggers
 from jaxshard.trainer.run_folder import RunFolder, Snapshot, open_saves
-from jaxshard.trainer.safekeeping import Safekeeping, resumed
+from jaxshard.trainer.safekeeping import MovedError, Safekeeping, resumed
 from jaxshard.trainer.summary import conclude, introduce, show_step
 from jaxshard.trainer.vocabulary import kept_tokenizer, tokenizer_of
 
@@ -81,9 +86,12 @@ def command(arguments: Sequence[str]) -> int:
         raise
     if status and jax.distributed.is_initialized():  # the others may not have this error
         _leave_at_once(status, _LEAVE_SECONDS)
+    if is_command():
+        _end_within(_ENDING_SECONDS, status)
     return status
 
 
+_ENDING_SECONDS = 5
 _LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
 
 
@@ -112,7 +120,7 @@ def _trained(job: Job) -> int:
         warnings.simplefilter("ignore")
     saves = open_saves(job.folder, job.run.config.train)
     try:
-        saves.claim()
+        run_id = saves.claim()
         agreement.check_same("start", _fingerprint(job), "start all processes by the same command")
     except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
@@ -120,8 +128,10 @@ def _trained(job: Job) -> int:
     for note in job.notes:
         say(console, printable(note))
     try:
-        with saves:
-            snapshot, status = execute(job, compile_step(job, console), console, saves)
+        with saves, _placed(job, run_id) as place:
+            snapshot, status = execute(job, compile_step(job, console), console, saves, place)
+    except MovedError as error:
+        return _fail(error, 1)
     except (
         FloatingPointError,
         OSError,
@@ -133,8 +143,23 @@ def _trained(job: Job) -> int:
         return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
     except KeyboardInterrupt:
         return _fail(_interrupted(job.folder), INTERRUPTED)
-    conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
-    return status
+    is_there = conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
+    return status if is_there else status or 1
+
+
+def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | None]:
+    """The place of the run, in process 0."""
+    if jax.process_index() > 0:
+        return contextlib.nullcontext()
+    config, tokenizer = job.run.config, tokenizer_of(job.run.config)
+
+    def complete(folder: RunFolder) -> list[str]:
+        notes = folder.complete(toml.dump(config), tokenizer)
+        if config.train.start and not folder.huggingface.exists():
+            hf_folder.keep(Path(config.train.start), folder.huggingface)
+        return notes
+
+    return Place(job.folder, run_id, complete)
 
 
 def _leave_at_once(status: int, seconds: float) -> NoReturn:
@@ -144,6 +169,19 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     if seconds:
         agreement.take_leave(seconds)
     os._exit(status)
+
+
+def _end_within(seconds: float, status: int) -> None:
+    """Limits the time in which Python joins all threads at its end: orbax's may wait for minutes."""
+    begun = threading.Event()
+
+    def end() -> None:
+        begun.wait()
+        time.sleep(seconds)
+        _leave_at_once(status, 0)
+
+    threading.Thread(target=end, name="jaxshard ends", daemon=True).start()
+    ExitNotice(begun.set, "jaxshard hears of the end")
 
 
 _LOST = 134  # the status by which JAX itself ends a process that has lost another
@@ -192,7 +230,9 @@ def compile_step(job: Job, console: Console) -> TrainStep:
     return step
 
 
-def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) -> tuple[Snapshot, int]:
+def execute(
+    job: Job, step: TrainStep, console: Console, saves: Checkpointer, place: Place | None
+) -> tuple[Snapshot, int]:
     """Trains and saves.
 
     Returns:
@@ -201,15 +241,19 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
     Raises:
       FloatingPointError: too many steps in a row were skipped.
       ReplicaError: copies of an array differ between devices.
+      TextError, UsersError: the text cannot be read on.
+      MovedError: the run's folder is another one now.
       OSError: a save failed.
     """
     run, folder = job.run, job.folder
     writes, train = jax.process_index() == 0, run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
+    if moved := agreement.from_first("start", lambda: place and place.moved()):
+        raise MovedError(f"{moved[0]}; no step was taken")
     makers = {}
     if writes:
         found = trackers.before(folder, run.config, snapshot.step)
-        makers = loggers(folder, run.config, found)
+        makers = loggers(folder, run.config, found, lambda text: say(console, text))
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
         folder.keep_tokenizer(tokenizer_of(run.config))
@@ -222,14 +266,23 @@ def execute(job: Job, step: TrainStep, console: Console, saves: Checkpointer) ->
         Watchdog(train.hang_seconds or math.inf) as watchdog,
         Profile(job.profiled, folder.profile, lambda text: say(console, text)) as profile,
     ):
-        keeping = Safekeeping(run, saves, console, preemption, snapshot.step if job.resume else None)
-        evaluate = run.make_evaluate(watchdog.beat)
+        keeping = Safekeeping(run, saves, console, place, preemption, snapshot.step if job.resume else None)
 
         def save(snapshot: Snapshot, loss: float | None) -> None:
             keeping.save(snapshot, loss)
             recorder.sync()
 
-        hooks = Hooks(step, evaluate, save, keeping.checked, keeping.ended, watchdog.beat, keeping.back, profile)
+        hooks = Hooks(
+            step=step,
+            evaluate=run.make_evaluate(watchdog.beat),
+            save=save,
+            save_alone=keeping.save_alone,
+            checked=keeping.checked,
+            ended=keeping.ended,
+            alive=watchdog.beat,
+            back=keeping.back,
+            profile=profile,
+        )
         meter = Meter(run, recorder, display, snapshot)
         snapshot = fit(run, snapshot, hooks, meter)
         keeping.save_last(snapshot)

@@ -30,7 +30,7 @@ from jaxshard.trainer.layer_stack import in_one_stack, reshaped
 from jaxshard.trainer.model import LanguageModel, Params, Pipelined
 from jaxshard.trainer.optimizers import make_optimizer
 from jaxshard.trainer.run_folder import Position, Snapshot
-from jaxshard.trainer.token_files import check_vocabulary
+from jaxshard.trainer.token_files import TextError, out_of_range
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
@@ -108,10 +108,21 @@ class Run:
         return self.template if self.model.virtual == 1 else in_one_stack(self.template)
 
     def batch(self, index: int) -> dict[str, jax.Array]:
-        """The rows of one batch, as global arrays; each process makes those of its own devices."""
+        """The rows of one batch, as global arrays; each process makes those of its own devices.
+
+        Raises:
+          TextError: the text has changed, or a token has no row in the model.
+          UsersError: a dataset's element cannot be had.
+        """
         first, last = self._my_rows(self.batches.rows)
         rows = self.batches(index, first, last)
-        check_vocabulary(rows["tokens"], self.config.model.vocabulary)
+        columns = rows["tokens"].shape[1]
+
+        def place(token: int) -> str:
+            return self.batches.place(index, first + token // columns, token % columns)
+
+        if wrong := out_of_range(rows["tokens"], self.config.model.vocabulary, place):
+            raise TextError(wrong)
         return self._global(rows, first, self.batches.rows)
 
     @property
@@ -197,20 +208,24 @@ class Run:
         return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
-def prepare(config: Config) -> Run:
+def prepare(config: Config, trains: bool = True) -> Run:
     """Finds the devices, reads the text and lays everything out, by shapes alone.
+
+    Args:
+      config: all options.
+      trains: whether it will; otherwise what is held out is measured, and no other token is read.
 
     Raises:
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
-    return agreement.together("start", lambda: _prepared(config))
+    return agreement.together("start", lambda: _prepared(config, trains))
 
 
-def _prepared(config: Config) -> Run:
+def _prepared(config: Config, trains: bool) -> Run:
     vocabulary.check_start(config)
     config = vocabulary.chosen(config)
-    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
+    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary, heldout_alone=not trains)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)

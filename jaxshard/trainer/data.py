@@ -8,7 +8,7 @@ import functools
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -35,14 +35,16 @@ class Text:
     Attributes:
       train: uint8 bytes, or tokens, or a dataset of rows of tokens.
       heldout: the same, in memory; of a dataset, rows.
-      fingerprint: a checksum of both, as a signed number of 32 bits.
+      fingerprint: a checksum of both, as a signed number of 32 bits: of every byte, but of samples of a dataset.
       whole: all bytes, where both are parts of one text.
+      older_fingerprint: makes the checksum of samples that older versions of jaxshard saved for files of tokens.
     """
 
     train: Train
     heldout: np.ndarray
     fingerprint: int
     whole: np.ndarray | None = None
+    older_fingerprint: Callable[[], int] | None = None
 
     @property
     def is_bytes(self) -> bool:
@@ -61,13 +63,14 @@ class Text:
         return _FORMATS[self.train.dtype.itemsize]
 
 
-def read(config: DataConfig, length: int, vocabulary: int) -> Text:
+def read(config: DataConfig, length: int, vocabulary: int, heldout_alone: bool = False) -> Text:
     """The text that a configuration names, in two parts; tokens stay on the disk.
 
     Args:
       config: where it is.
       length: of a sequence.
       vocabulary: what tokens must be below.
+      heldout_alone: nothing is trained: tokens that are not held out are not read, and have no fingerprint.
 
     Raises:
       ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
@@ -78,7 +81,7 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
     if config.path is not None and config.format != "bytes":
         files = readable("data.path", config.path)
         if are_tokens(config.format, files):
-            return _read_tokens(config, files, length, vocabulary)
+            return _read_tokens(config, files, length, vocabulary, heldout_alone)
     text = read_text(config.path)
     if config.heldout_path is None:
         train, heldout = split(text, config.heldout, length)
@@ -93,8 +96,8 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
 def _read_elements(config: DataConfig, path: str, length: int, vocabulary: int) -> Text:
     train, held = dataset.read(path, config.heldout_path, config.heldout, length)
     rows = held.rows(range(min(len(held), -(-config.heldout_bytes // length))))
-    for piece in (rows, train.rows([0])):
-        token_files.check_vocabulary(piece, vocabulary)
+    for piece, part in ((rows, held), (train.rows([0]), train)):
+        _check(token_files.out_of_range(piece, vocabulary, lambda index: part.place(index // (length + 1))))
     return Text(train, rows, _signed(zlib.crc32(rows.tobytes(), train.fingerprint)))
 
 
@@ -111,7 +114,7 @@ def without_tokenizer(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.name != token_files.TOKENIZER or len(files) == 1]
 
 
-def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int) -> Text:
+def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabulary: int, heldout_alone: bool) -> Text:
     files, dtype = without_tokenizer(files), None if config.format == "auto" else config.format
     apart = None
     if config.heldout_path is not None:
@@ -128,11 +131,25 @@ def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabul
     else:
         check_length(held, "data.heldout_path" if apart else f"data.path: {own[0]}", length)
         train, heldout = text, held
-    heldout = np.asarray(heldout[np.arange(min(len(heldout), config.heldout_bytes))])
-    for piece in (heldout, *token_files.samples(text)):
-        token_files.check_vocabulary(piece, vocabulary)
-    prints = repr([token_files.fingerprint(part) for part in whole])
-    return Text(train, heldout, _signed(zlib.crc32(prints.encode())))
+    assert isinstance(heldout, TokenFiles)
+    with _told("data.path", config.path):
+        for part in () if heldout_alone else whole:
+            _check(token_files.out_of_range_anywhere(part, vocabulary))
+        rows = heldout.rows([0], min(len(heldout), config.heldout_bytes))[0]
+        if heldout_alone:
+            _check(token_files.out_of_range(rows, vocabulary, heldout.place))
+            return Text(train, rows, 0)
+        fingerprint = _joined(token_files.fingerprint(part) for part in whole)
+    return Text(train, rows, fingerprint, None, lambda: _joined(map(token_files.sampled_fingerprint, whole)))
+
+
+def _check(wrong: str | None) -> None:
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+def _joined(prints: Iterable[int]) -> int:
+    return _signed(zlib.crc32(repr(list(prints)).encode()))
 
 
 def _signed(number: int) -> int:
@@ -278,8 +295,14 @@ class TrainingBatches:
         """Rows `first` to `last` of the batch for `step`: `{"tokens": (last - first, length + 1) int32}`."""
         rows = range(self.rows)[first:last]
         starts = [self._start(step * self.rows + row) for row in rows]
-        windows = np.asarray(starts)[:, None] + np.arange(self.length + 1)
-        return {"tokens": np.asarray(self.text[windows]).astype(np.int32)}
+        if isinstance(self.text, TokenFiles):
+            return {"tokens": self.text.rows(starts, self.length + 1).astype(np.int32)}
+        return {"tokens": self.text[np.asarray(starts)[:, None] + np.arange(self.length + 1)].astype(np.int32)}
+
+    def place(self, step: int, row: int, column: int) -> str:
+        """Where a token of the batch for `step` is, for messages."""
+        index = self._start(step * self.rows + row) + column
+        return self.text.place(index) if isinstance(self.text, TokenFiles) else f"byte {index:,}"
 
     def _start(self, index: int) -> int:
         windows = max(1, (len(self.text) - 1) // self.length - 1)

@@ -59,6 +59,10 @@ class Elements:
         """
         return np.stack([self._row(self.places[number]) for number in numbers])
 
+    def place(self, number: int) -> str:
+        """Where an element is, for messages."""
+        return f"{self.what}, element {self.places[number]}"
+
     def _row(self, place: int) -> np.ndarray:
         with blamed(self.what):
             element = self.source[place]
@@ -98,6 +102,10 @@ class ElementBatches:
         """Rows `first` to `last` of the batch for `step`: `{"tokens": (last - first, length + 1) int32}`."""
         numbers = range(step * self.rows, (step + 1) * self.rows)[first:last]
         return {"tokens": self.elements.rows(number % len(self.elements) for number in numbers)}
+
+    def place(self, step: int, row: int, column: int) -> str:
+        """Where a token of the batch for `step` is, for messages."""
+        return f"{self.elements.place((step * self.rows + row) % len(self.elements))}, token {column}"
 
 
 def read(path: str, heldout_path: str | None, heldout: float, length: int) -> tuple[Elements, Elements]:

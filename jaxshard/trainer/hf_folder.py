@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from safetensors import SafetensorError, safe_open
 
 from jaxshard.base.files import make_folder, replace
-from jaxshard.trainer import hf_config, hf_names, linear
+from jaxshard.trainer import hf_config, hf_names, linear, safetensors_file
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.hf_names import HEAD, PREFIXES, Rule
 from jaxshard.trainer.run_folder import RunFolder
@@ -94,7 +93,7 @@ class HuggingFaceFolder:
         return jax.make_array_from_callback(shape, sharding, lambda index: parts[_ends(index, shape)])
 
     def _joined(self, rule: Rule, layer: int | None) -> np.ndarray:
-        return rule.join(*(_tensor(*self.places[name.format(layer)]) for name in rule.names))
+        return rule.join(*(safetensors_file.tensor(*self.places[name.format(layer)]) for name in rule.names))
 
 
 def is_one(path: Path) -> bool:
@@ -198,14 +197,12 @@ def _in_files(files: Mapping[Path, set[str] | None], who: str) -> _Found:
     found: _Found = {}
     for file, promised in files.items():
         try:
-            with safe_open(file, "np") as tensors:
-                names = list(tensors.keys())
-                slices = {name: tensors.get_slice(name) for name in names}
-                found |= {(file, n): (tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
-        except (SafetensorError, OSError) as error:
+            tensors = safetensors_file.entries(file)
+        except (ValueError, OSError) as error:
             raise ValueError(f"{who}: {file.name} cannot be read: {error}") from error
-        if promised is not None and promised != set(names):
-            raise ValueError(f"{who}: {file.name} has other tensors than its index: {_some(promised ^ set(names))}")
+        found |= {(file, name): (entry.shape, entry.dtype) for name, entry in tensors.items()}
+        if promised is not None and promised != set(tensors):
+            raise ValueError(f"{who}: {file.name} has other tensors than its index: {_some(promised ^ set(tensors))}")
     return found
 
 
@@ -242,18 +239,12 @@ def _check_tensors(
 def _check_head(places: dict[str, _Place], embedding: str, who: str) -> None:
     """Takes a head away that is the embedding once more."""
     place = places.pop(HEAD)
-    if embedding in places and not np.array_equal(_tensor(*place), _tensor(*places[embedding])):
+    if embedding in places and not np.array_equal(
+        safetensors_file.tensor(*place), safetensors_file.tensor(*places[embedding])
+    ):
         raise ValueError(
             f"{who}: {HEAD} is not {embedding}, and {CONFIG} says by tie_word_embeddings that it is: set that to false"
         )
-
-
-def _tensor(file: Path, name: str) -> np.ndarray:
-    try:
-        with safe_open(file, "np") as tensors:
-            return tensors.get_tensor(name)
-    except SafetensorError as error:
-        raise OSError(f"{file} cannot be read: {error}") from error
 
 
 def _ends(index: Sequence[slice] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxshard import NonFiniteError
 from jaxshard.base.types import Metrics, Tree
+from jaxshard.base.users_code import UsersError
 from jaxshard.mesh import check_has_devices
 from jaxshard.trainer import memory
 from jaxshard.trainer.arithmetic import least_seconds
@@ -21,6 +22,7 @@ from jaxshard.trainer.display import Display, bits
 from jaxshard.trainer.profile import Profile
 from jaxshard.trainer.record import Recorder
 from jaxshard.trainer.run_folder import Snapshot
+from jaxshard.trainer.token_files import TextError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,20 +33,23 @@ class Hooks:
       step: the compiled training step.
       evaluate: parameters to the held-out loss, in nats.
       save: takes a snapshot and, after an evaluation, its loss.
+      save_alone: takes the last snapshot where the text cannot be read on.
       checked: a snapshot to one whose copies are all the same; called every `train.check_every` steps.
       ended: whether the run is to end before this step.
       alive: called before each step.
-      back: after a divergence, the snapshot to go on from; None ends the run.
+      back: after a divergence, by the last snapshot, the reason, and whether its params are finite, the snapshot to go
+        on from; None ends the run.
       profile: traces some of the steps.
     """
 
     step: Callable[..., tuple[Tree, Tree, Metrics]]
     evaluate: Callable[[Tree], float]
     save: Callable[[Snapshot, float | None], None]
+    save_alone: Callable[[Snapshot], None]
     checked: Callable[[Snapshot], Snapshot]
     ended: Callable[[int], bool]
     alive: Callable[[], None]
-    back: Callable[[Snapshot, str], Snapshot | None]
+    back: Callable[[Snapshot, str, bool], Snapshot | None]
     profile: Profile
 
 
@@ -152,11 +157,18 @@ class Meter:
         return found if peak is None else found | {"peak_memory_bytes": peak}
 
 
-def _divergence(step: int, what: str, max_skips: int) -> str:
+def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:
+    if broken := _broken(error):
+        return f"step {step}: {broken} was not finite before this step already, so no other batch can help"
     return (
-        f"step {step}: {what} is not finite, and more than train.max_skips = {max_skips} steps in a row were skipped: "
-        "lower optimizer.learning_rate, or warm up longer"
+        f"step {step}: {error.what} is not finite, and more than train.max_skips = {max_skips} steps in a row were "
+        "skipped: lower optimizer.learning_rate, or warm up longer"
     )
+
+
+def _broken(error: NonFiniteError) -> str | None:
+    """The path of a parameter that was not finite before the step, if there was one."""
+    return getattr(error, "broken", None)
 
 
 def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
@@ -164,20 +176,27 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
 
     Raises:
       FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
+      TextError, UsersError: a batch cannot be had; so is what was made until then.
     """
     train = run.config.train
     meter.restart_clock()
     while snapshot.step < train.steps and not snapshot.stopping.stopped and not hooks.ended(snapshot.step):
         hooks.alive()
-        batch, keys = run.batch(snapshot.position.drawn), run.keys(snapshot.step)
+        keys = run.keys(snapshot.step)
+        try:
+            batch = run.batch(snapshot.position.drawn)
+        except (TextError, UsersError):
+            meter.fetch()
+            hooks.save_alone(snapshot)
+            raise
         hooks.profile.before((snapshot.params, snapshot.state, batch))
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=snapshot.step):
                 params, state, metrics = hooks.step(snapshot.params, snapshot.state, batch, *keys)
         except NonFiniteError as error:
             meter.fetch()
-            why = _divergence(snapshot.step - 1, error.what, train.max_skips)
-            back = hooks.back(snapshot, why)
+            why = _divergence(snapshot.step - 1, error, train.max_skips)
+            back = hooks.back(snapshot, why, _broken(error) is None)
             if back is None:
                 raise FloatingPointError(why) from error
             snapshot = back

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, Self
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
-from jaxshard.base.files import append, replace, sync_file
+from jaxshard.base.files import replace, sync_file
 from jaxshard.base.text import printable
 from jaxshard.trainer.config import Config
+from jaxshard.trainer.folder_watch import FolderWatch
 from jaxshard.trainer.metrics import Record
 from jaxshard.trainer.run_folder import RunFolder
 from jaxshard.trainer.trackers import Before, Tracker
@@ -40,15 +45,25 @@ class Logger(Protocol):
 
 
 class Lines:
-    """Appends metrics to a run's `metrics.jsonl`, one object per line."""
+    """Appends metrics to a run's `metrics.jsonl`, one object per line.
 
-    def __init__(self, folder: RunFolder):
-        self._folder, self._file = folder, append(folder.metrics)
+    Args:
+      folder: of the run. If it is moved, its file is written to where it is.
+      tell: shows the user a line.
+    """
+
+    def __init__(self, folder: RunFolder, tell: Callable[[str], None]):
+        self._folder, self._tell = folder, tell
+        self._watch = FolderWatch(folder.path)
+        self._file = self._watch.open(folder.metrics.name)
         self._syncs = ThreadPoolExecutor(1, "jaxshard syncs metrics")
         self._last_sync: Future[None] | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends a line."""
+        if not self._watch.has(self._folder.metrics.name, self._file):
+            self._reopen()
+            self._tell(_begun_anew(self._folder.metrics, step))
         self._file.write(json.dumps({"step": step, **scalars}, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._last_sync is not None and self._last_sync.done():
@@ -64,16 +79,21 @@ class Lines:
         if last is not None:
             last.result()
 
+    def _reopen(self) -> None:
+        self._close()
+        self._file = self._watch.open(self._folder.metrics.name)
+
     def rewind(self, step: int) -> None:
         """Drops lines from the file."""
         self._close()
         self._folder.forget_after(step)
-        self._file = append(self._folder.metrics)
+        self._file = self._watch.open(self._folder.metrics.name)
 
     def close(self) -> None:
         """Puts the lines on the disk, and closes the file."""
         self._close()
         self._syncs.shutdown()
+        self._watch.close()
 
     def _close(self) -> None:
         with self._file:
@@ -82,22 +102,41 @@ class Lines:
 
 
 class TensorBoard:
-    """Appends metrics to a run's TensorBoard events. TensorBoard drops steps beyond `first` that are there already."""
+    """Appends metrics to a run's TensorBoard events.
 
-    def __init__(self, folder: RunFolder, first: int):
-        self._folder, self._number = folder, 0
+    Args:
+      folder: of the run.
+      first: the steps already taken. TensorBoard drops steps beyond it that are there already.
+      tell: shows the user a line.
+    """
+
+    def __init__(self, folder: RunFolder, first: int, tell: Callable[[str], None]):
+        self._folder, self._tell, self._number = folder, tell, 0
+        self._watch = FolderWatch(folder.path)
         self._open(first)
 
     def _open(self, first: int) -> None:
         """Begins a file; tensorboardX would write over one of the same second."""
-        suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
-        folder = str(self._folder.tensorboard)
-        self._events = tensorboardX.SummaryWriter(folder, purge_step=first + 1, filename_suffix=suffix)
+        self._suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
+        self._folder.tensorboard.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(self._folder.tensorboard / "events"), self._suffix)
+        self._add(Event(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def _add(self, event: Event) -> None:
+        """Writes an event at once. (tensorboardX's SummaryWriter has a thread for it, which ends at the first error, on
+        a full disk for instance; then its queue fills up, and the run waits for ever.)"""
+        event.wall_time = time.time()
+        self._events.write_event(event)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends an event for each value."""
+        is_there = any(self._folder.tensorboard.glob(f"*{self._suffix}"))
+        if not is_there and self._watch.where() == self._folder.path:  # otherwise the file moves with the folder
+            self.rewind(step - 1)
+            self._tell(_begun_anew(self._folder.tensorboard, step))
         for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+            self._add(Event(step=step, summary=scalar(name, value)))
+        self._events.flush()
 
     def rewind(self, step: int) -> None:
         """Begins another file, which takes later steps back."""
@@ -107,14 +146,21 @@ class TensorBoard:
     def close(self) -> None:
         """Closes the file."""
         self._events.close()
+        self._watch.close()
 
 
-def loggers(folder: RunFolder, config: Config, found: Before) -> dict[str, Callable[[], Logger]]:
+def _begun_anew(path: Path, step: int) -> str:
+    return printable(f"{path} was moved, deleted or replaced: a new one begins at step {step}")
+
+
+def loggers(
+    folder: RunFolder, config: Config, found: Before, tell: Callable[[str], None]
+) -> dict[str, Callable[[], Logger]]:
     """What makes each logger of a run, by its name; `metrics.jsonl` comes first, since trackers read it."""
-    made: dict[str, Callable[[], Logger]] = {folder.metrics.name: lambda: Lines(folder)}
+    made: dict[str, Callable[[], Logger]] = {folder.metrics.name: lambda: Lines(folder, tell)}
     for name in config.train.log_to:
         if name == "tensorboard":
-            made[name] = lambda: TensorBoard(folder, found.first)
+            made[name] = lambda: TensorBoard(folder, found.first, tell)
         else:
             made[name] = lambda name=name: Tracker(name, folder, config, found)
     return made

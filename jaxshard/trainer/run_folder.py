@@ -186,6 +186,16 @@ class RunFolder:
         if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
             replace(self.tokenizer, tokenizer.read_bytes())
 
+    def complete(self, config: str, tokenizer: Path | None) -> list[str]:
+        """Writes the options and the tokenizer where they are missing; returns what there is to say."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        missing = [path for path in (self.config, self.tokenizer) if not os.path.lexists(path)]
+        if self.config in missing:
+            replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
+        if self.tokenizer in missing and tokenizer is not None and tokenizer.is_file():
+            self.keep_tokenizer(tokenizer)
+        return [f"{path} was gone: it is written anew" for path in missing if path.exists()]
+
     def is_configured(self, config: str) -> bool:
         """Whether the run's options were these, and nobody has changed them since."""
         return self.config.is_file() and self.config.read_bytes() == seal.sealed(config).encode()

@@ -39,8 +39,9 @@ def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> No
         console.print(axis_table(mesh.shape, run.shares(), report.wire_bytes_by_axes(mesh)))
 
 
-def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> None:
-    """Tells how the run ended, where its files are, and by which command it goes on."""
+def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> bool:
+    """Tells how the run ended, where its files are, and by which command it goes on; returns whether its model is
+    there."""
     best = snapshot.stopping.best
     if interrupted:
         say(console, f"interrupted after step {snapshot.step}; the model is saved")
@@ -52,13 +53,16 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
         say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
     files = [f"model/{snapshot.step}", "metrics.jsonl", "loss.png", "config.toml"]
     files += [name for name in run.config.train.log_to if name != "trackio"]
-    say(console, f"in {printable(str(folder.path))}: {', '.join(files)}")
+    there = [name for name in files if (folder.path / name).exists()]
+    missing = f"; missing: {', '.join(sorted(set(files) - set(there)))}" if len(there) < len(files) else ""
+    say(console, f"in {printable(str(folder.path))}: {', '.join(there) or 'nothing'}{missing}")
     out = str(folder.path)
     command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
     if not interrupted:
         enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
         command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
     say(console, f"to go on: {shell_command(*command)}")
+    return files[0] in there
 
 
 def _parameters(run: Run) -> str:

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 
@@ -329,3 +330,9 @@ def noise_saved_and_restored(strategy, saved, *others):
             for shard in x.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == np.asarray(whole[shard.index]).tobytes()
         say("whole", other)
+
+
+def train_without_rights(*arguments):
+    """`jaxshard train` by a root that modes bind as others: it has no capabilities."""
+    setpriv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-W", "ignore", "-m", "jaxshard"]
+    os.execvp("setpriv", [*setpriv, "train", *arguments])

@@ -46,7 +46,7 @@ def test_a_killed_coordinator_ends_the_others(tmp_path):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_second_signal_ends_at_once(tmp_path, number):
     """Also where the process waits for one that hangs, and runs no Python."""
     with Group(program("hang", 100), tmp_path) as group:

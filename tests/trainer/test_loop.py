@@ -12,8 +12,9 @@ from jaxshard.hardware.chips import CHIPS, chip_of
 from jaxshard.trainer import memory
 from jaxshard.trainer.arithmetic import least_seconds, useful_flops
 from jaxshard.trainer.config import Config, ModelConfig, TrainConfig
-from jaxshard.trainer.loop import Meter
+from jaxshard.trainer.loop import Meter, _divergence
 from jaxshard.trainer.run_folder import Snapshot
+from jaxshard.trainer.safekeeping import _way_back
 
 CONFIG = Config(train=TrainConfig(log_every=2), model=ModelConfig(dtype="bfloat16"))
 
@@ -149,3 +150,16 @@ def test_the_learning_rate_waits_for_steps_that_were_skipped():
     assert [scalars["learning_rate"] for _, scalars in written] == pytest.approx([0.0, 0.1, 0.2])
     assert [scalars["skipped_steps"] for _, scalars in written] == [2, 3, 3]
     assert "loss" not in written[0][1]
+
+
+def test_a_divergence_says_whether_the_params_were_finite_before():
+    """Of params that are NaN it was said that they are as the last good step left them."""
+    error = SimpleNamespace(what="the update of w", broken=None)
+    assert "step 7: the update of w is not finite, and more than train.max_skips = 3" in _divergence(7, error, 3)
+    error.broken = "blocks/w"
+    assert "step 7: blocks/w was not finite before this step already" in _divergence(7, error, 3)
+    assert _way_back([10, 20, 30], 10) == (
+        "the newest finite save is step 10: move 20, 30 out of model/, and go on by --resume"
+    )
+    assert _way_back([10], 10) == "the newest finite save is step 10: go on by --resume"
+    assert _way_back([10], None) == "no save is known to be finite: start a new run"

@@ -152,7 +152,7 @@ def test_going_back_begins_another_run_with_what_came_before(tmp_path, calls):
     folder, config = RunFolder(tmp_path / "run"), Config(train=TrainConfig(log_to=("tensorboard", "wandb", "trackio")))
     folder.begin("", 0)
     told = []
-    with Recorder(loggers(folder, config, Before(0)), told.append) as recorder:
+    with Recorder(loggers(folder, config, Before(0), told.append), told.append) as recorder:
         for step in (1, 2, 3):
             recorder.write(step, {"loss": 1.0 / step})
         recorder.rewind(1)
@@ -211,7 +211,7 @@ def test_a_damaged_file_of_names_begins_another_run(tmp_path, calls, content):
     folder.begin("", 0)
     folder.trackers.write_bytes(content)
     folder.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    with Recorder(loggers(folder, config, Before(1)), pytest.fail) as recorder:
+    with Recorder(loggers(folder, config, Before(1), pytest.fail), pytest.fail) as recorder:
         recorder.write(2, {"loss": 1.0})
     assert logged(calls("wandb")) == records(folder.path)
     assert len(records(folder.path)) == 2
