@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -197,20 +197,24 @@ class Run:
         return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
-def prepare(config: Config) -> Run:
+def prepare(config: Config, typed: Collection[str] = ()) -> Run:
     """Finds the devices, reads the text and lays everything out, by shapes alone.
+
+    Args:
+      config: what to train.
+      typed: the functions that the user asked for; one that only a file names is not called.
 
     Raises:
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
-    return agreement.together("start", lambda: _prepared(config))
+    return agreement.together("start", lambda: _prepared(config, typed))
 
 
-def _prepared(config: Config) -> Run:
+def _prepared(config: Config, typed: Collection[str]) -> Run:
     vocabulary.check_start(config)
     config = vocabulary.chosen(config)
-    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary)
+    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary, typed)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)

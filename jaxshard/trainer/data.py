@@ -8,7 +8,7 @@ import functools
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -61,20 +61,22 @@ class Text:
         return _FORMATS[self.train.dtype.itemsize]
 
 
-def read(config: DataConfig, length: int, vocabulary: int) -> Text:
+def read(config: DataConfig, length: int, vocabulary: int, typed: Collection[str] = ()) -> Text:
     """The text that a configuration names, in two parts; tokens stay on the disk.
 
     Args:
       config: where it is.
       length: of a sequence.
       vocabulary: what tokens must be below.
+      typed: the functions that the user asked for; one that only a file names is not called.
 
     Raises:
       ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
         tokens than the model.
     """
     if config.path is not None and dataset.names_dataset(config.path):
-        return _read_elements(config, config.path, length, vocabulary)
+        train, held = dataset.read(config.path, config.heldout_path, config.heldout, length, typed)
+        return _read_elements(config, train, held, vocabulary)
     if config.path is not None and config.format != "bytes":
         files = readable("data.path", config.path)
         if are_tokens(config.format, files):
@@ -90,9 +92,8 @@ def read(config: DataConfig, length: int, vocabulary: int) -> Text:
     return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
 
 
-def _read_elements(config: DataConfig, path: str, length: int, vocabulary: int) -> Text:
-    train, held = dataset.read(path, config.heldout_path, config.heldout, length)
-    rows = held.rows(range(min(len(held), -(-config.heldout_bytes // length))))
+def _read_elements(config: DataConfig, train: Elements, held: Elements, vocabulary: int) -> Text:
+    rows = held.rows(range(min(len(held), -(-config.heldout_bytes // held.length))))
     for piece in (rows, train.rows([0])):
         token_files.check_vocabulary(piece, vocabulary)
     return Text(train, rows, _signed(zlib.crc32(rows.tobytes(), train.fingerprint)))
@@ -181,10 +182,16 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
         files = _files(option, path)
         size = sum(file.stat().st_size for file in files)
         memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
-        text = b"\n".join(file.read_bytes() for file in files)
+        text = b"\n".join(map(_as_long_as_it_is, files))
     if not text.strip():
         raise ValueError(f"{option}: {path!r} is empty ({len(files)} files): give a file or a folder of text")
     return _bytes(text)
+
+
+def _as_long_as_it_is(file: Path) -> bytes:
+    """A file's bytes, without those that are added while it is read."""
+    with file.open("rb") as stream:
+        return stream.read(os.fstat(stream.fileno()).st_size)
 
 
 def _files(option: str, path: str) -> list[Path]:

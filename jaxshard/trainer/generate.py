@@ -14,11 +14,13 @@ import numpy as np
 import optax
 
 import jaxshard
+from jaxshard.base import small_files
 from jaxshard.base.tree import shape_of
 from jaxshard.trainer import linear, tokenizing
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES
 
 
 def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
@@ -137,8 +139,8 @@ def _numbers(text: str) -> list[int]:
 def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
     package = tokenizing.tokenizers(str(path))
     try:
-        tokenizer = package.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other
+        tokenizer = package.Tokenizer.from_buffer(small_files.read(path, MOST_TOKENIZER_BYTES))
+    except Exception as error:  # of any type: tokenizers raises no other
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
 
     def decode(tokens: Iterator[int]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 import tensorboardX
 
+from jaxshard.base.figures import without_latex
 from jaxshard.base.files import replace
 from jaxshard.base.text import printable
 from jaxshard.trainer.config import Config
@@ -145,6 +146,7 @@ class Recorder:
                 self._tell(printable(f"{name} lacks metrics from here on ({reason[:300]}); the run goes on"))
 
 
+@without_latex
 def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -> None:
     """Draws the curves of loss in `folder.metrics`, and each mark as a level line, to `folder.figure`.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base import small_files
 from jaxshard.base.files import check_room, replace
 from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
@@ -22,7 +23,7 @@ from jaxshard.trainer import metrics, seal
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
 from jaxshard.trainer.metrics import Record
-from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +184,16 @@ class RunFolder:
     def keep_tokenizer(self, tokenizer: Path | None) -> None:
         """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
         if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
-            replace(self.tokenizer, lambda temporary: temporary.write_bytes(tokenizer.read_bytes()))
+            found = small_files.read(tokenizer, MOST_TOKENIZER_BYTES)
+            replace(self.tokenizer, lambda temporary: temporary.write_bytes(found))
 
     def is_configured(self, config: str) -> bool:
         """Whether the run's options were these, and nobody has changed them since."""
-        return self.config.is_file() and self.config.read_bytes() == seal.sealed(config).encode()
+        wanted = seal.sealed(config).encode()
+        try:
+            return small_files.read(self.config, len(wanted)) == wanted
+        except OSError:
+            return False
 
     def records(self) -> list[Record]:
         """The metrics so far, of what can be read."""
