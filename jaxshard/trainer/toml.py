@@ -17,6 +17,7 @@ import tomli_w
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
 from jaxshard.base import small_files
+from jaxshard.base.text import LinesError
 from jaxshard.base.types import T
 from jaxshard.trainer import seal
 from jaxshard.trainer.config import Config
@@ -43,7 +44,7 @@ def parsed(path: Path, pipes: bool = False) -> tuple[Config, frozenset[str]]:
     try:
         return _converter().structure(table, Config), _keys(table)
     except ClassValidationError as error:
-        raise ValueError("\n".join(f"{path}: {mistake}" for mistake in _mistakes(error, table))) from error
+        raise LinesError("\n".join(f"{path}: {mistake}" for mistake in _mistakes(error, table))) from error
 
 
 def looked_at(path: Path) -> tuple[seal.State, list[str]]:

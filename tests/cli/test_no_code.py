@@ -17,6 +17,7 @@ from jaxshard.trainer import seal, toml
 SMALL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.hidden", "32"]
 SMALL += ["--train.rows", "8", "--model.sequence-length", "16", "--train.steps", "2", "--optimizer.warmup-steps", "1"]
 SMALL += ["--train.log-to"]
+TOY = ["--toy", "--machines", "cpu:2", "--steps", "ddp", "--against", "ddp", "--processes", "2", "--rounds", "1"]
 EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\nimport numpy\ndef rows(): return numpy.zeros((90, 17), int)\n"
 
 
@@ -167,7 +168,7 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path, mark, command)
     words = {
         "train": ["train", *SMALL, *with_processes],
         "doctor": ["doctor", "--out", str(tmp_path)],
-        "bench": [*"bench --toy --machines cpu:2 --steps ddp --against ddp --processes 2 --rounds 1".split()],
+        "bench": ["bench", *TOY],
     }[command]
     found = started(*words, where=here)
     assert found.returncode in ((0, 1) if command == "doctor" else (0,)), found.stderr
