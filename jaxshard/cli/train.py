@@ -125,6 +125,7 @@ def _trained(job: Job) -> int:
     except (
         FloatingPointError,
         OSError,
+        agreement.ProcessError,
         jaxshard.digest.ReplicaError,
         UsersError,
         CorruptCheckpointError,

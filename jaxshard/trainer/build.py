@@ -208,7 +208,19 @@ def prepare(config: Config, typed: Collection[str] = ()) -> Run:
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
+    agreement.check_same_settings("start", _settings(config), "start all processes by the same command")
     return agreement.together("start", lambda: _prepared(config, typed))
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """What all processes of a run must have the same of: options, and what else decides the compiled step."""
+    sections = {name: dataclasses.asdict(section) for name, section in vars(config).items()}
+    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+    versions = {package.__name__: package.__version__ for package in (jax, optax, np)}
+    return options | versions | {name: repr(getattr(jax.config, name)) for name in _OF_JAX}
+
+
+_OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
 
 
 def _prepared(config: Config, typed: Collection[str]) -> Run:
