@@ -132,7 +132,9 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
         profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
     if goes_on:
         check_tokenizer(config, folder.path, f"--out {folder.path}")
-        return True, _compared(folder, config)
+        notes = _compared(folder, config)
+        finished_run.check_saved_sizes(folder, config.model, f"--out {folder.path}")
+        return True, notes
     if given.resume_if_saved:
         folder.check_unsaved()
     else:

@@ -300,10 +300,15 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return generator.permutation(windows), int(generator.integers(slack + 1))
 
 
+_ORDER_BYTES = 16  # of a window: its place in the orders of two epochs
+
+
 def batches_of(text: Text, rows: int, length: int, seed: int) -> TrainingBatches | ElementBatches:
     """The batches of what there is to train on."""
     if isinstance(text.train, Elements):
         return ElementBatches(text.train, rows)
+    windows = len(text.train) // length
+    memory.check(_ORDER_BYTES * windows, f"the order of {windows:,} windows of the text", "give less text")
     return TrainingBatches(text.train, rows, length, seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import optax
 import jaxshard
 from jaxshard.base import small_files
 from jaxshard.base.tree import shape_of
-from jaxshard.trainer import linear, tokenizing
+from jaxshard.trainer import linear, memory, tokenizing
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
@@ -29,6 +30,8 @@ def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
     They have the type of the computation, `model.dtype`.
     """
     model, mesh = LanguageModel(config.model), jaxshard.make_mesh()
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.eval_shape(lambda: model.empty_cache(1)))
+    memory.check(held, f"model.sequence_length = {config.model.sequence_length}: keys and values", "make it smaller")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.model.dtype), shapes)
     with warnings.catch_warnings():

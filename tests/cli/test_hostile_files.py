@@ -263,3 +263,21 @@ def test_a_hostile_file_of_each_kind(whole, tmp_path):
 @pytest.mark.parametrize("name", READ)
 def test_60_hostile_files_of_each_kind(whole, tmp_path, name):
     assert not tried(whole, tmp_path, cases(60, seed=1, names=[name]))
+
+
+def test_two_billion_layers_are_refused_at_once(whole, tmp_path):
+    """Sizes that a small file says are compared with the arrays that are there."""
+    with Commands(JAX_NUM_CPU_DEVICES="2") as commands:
+        for name, before, after in (
+            ("run/config.toml", "layers = 1\n", "layers = 2147483647\n"),
+            ("run/config.toml", "width = 16\n", "width = 1000000000\n"),
+            ("hf/config.json", '"num_hidden_layers": 1,', '"num_hidden_layers": 2147483647,'),
+        ):
+            put(whole, tmp_path, name, lambda path, good, _: path.write_bytes(good), None)
+            path = tmp_path / "here" / name
+            text = path.read_text().replace(before, after)
+            assert text != path.read_text()
+            path.write_text(sealed(text) if name == "run/config.toml" else text)
+            for words in READ[name][:3]:
+                ended = commands.run(words, tmp_path / "here", seconds=SECONDS)
+                assert (ended.status, ended.err.count("\n")) == (2, 1), (words, ended)

@@ -6,13 +6,24 @@ import sys
 import pytest
 from group import Group, trainer
 
-SMALL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.hidden", "32", "--train.steps", "2"]
+SMALL = [
+    "--model.layers",
+    "1",
+    "--model.width",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.hidden",
+    "32",
+    "--train.steps",
+    "2",
+]
 SMALL += ["--train.rows", "8", "--model.sequence-length", "16", "--optimizer.warmup-steps", "1", "--out", "run"]
 OTHER = {
     "optimizer.learning_rate": (["--optimizer.learning-rate", "0.2"], {}, "process 0 has 0.1, process 1 has 0.2"),
     "sharding.strategy": (["--sharding.strategy", "ddp"], {}, "process 0 has 'zero2', process 1 has 'ddp'"),
     "optimizer.arguments": (["--optimizer.arguments", "b1 = 0.8"], {}, "process 0 has '', process 1 has 'b1 = 0.8'"),
-    "jax_default_matmul_precision": ([], {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}, "process 0 has None, process 1 has"),
+    "jax_default_matmul_precision": ([], {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}, "process 0 has None, process 1"),
 }
 
 
