@@ -23,9 +23,20 @@ def environment() -> dict[str, str]:
 
 def is_command() -> bool:
     """Whether this process was started as `jaxshard ...` or `python -m jaxshard ...`."""
-    name, *rest = getattr(sys, "argv", None) or [""]
-    started = sys.orig_argv[: len(sys.orig_argv) - len(rest)]
-    return started[-2:] == ["-m", "jaxshard"] or os.path.basename(name) == "jaxshard"
+    name, *_ = getattr(sys, "argv", None) or [""]
+    return _is_module() or os.path.basename(name) == "jaxshard"
+
+
+def python(*words: str) -> list[str]:
+    """A command that starts this Python again. It finds no modules in the current folder, where anybody's may lie,
+    unless the user started this one so."""
+    return [sys.executable, *([] if _is_module() and not sys.flags.safe_path else ["-P"]), *words]
+
+
+def _is_module() -> bool:
+    """Whether this process was started as `python -m jaxshard ...`."""
+    rest = (getattr(sys, "argv", None) or [""])[1:]
+    return sys.orig_argv[: len(sys.orig_argv) - len(rest)][-2:] == ["-m", "jaxshard"]
 
 
 def _begin() -> None:

@@ -3,6 +3,10 @@
 import shlex
 
 
+class LinesError(ValueError):
+    """Its message may have several lines, each of which tells something. That of another error is one line."""
+
+
 def printable(text: str) -> str:
     r"""The text in one line, with what would move the cursor, or turn the text around, escaped.
 
@@ -10,6 +14,17 @@ def printable(text: str) -> str:
     runs/a\nb\x1b[2J
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """The text, without the middle of one that nobody would read.
+
+    >>> shortened("a" * 3000)[998:1030]
+    'aa ... 1,000 characters ... aaaa'
+    """
+    half = most // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]} ... {left_out:,} characters ... {text[-half:]}"
 
 
 def printable_lines(text: str) -> str:

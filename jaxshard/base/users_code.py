@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxshard.base.source import place_of
+from jaxshard.base.text import LinesError
 from jaxshard.base.units import nearest
 
 
-class UsersError(ValueError):
+class UsersError(LinesError):
     """The user's own code raised an error; the message has its type and the line."""
 
 

@@ -45,7 +45,3 @@ def main() -> None:
     print("> ready", flush=True)
     for line in sys.stdin:
         print(">", train(running, int(line)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -103,7 +103,8 @@ def _command(name: str, rank: int, processes: int, devices: int, port: int, give
     text = json.dumps({**plain, "sizes": given.sizes, "rows": given.rows})
     if name.startswith("torch-"):
         return [given.torch, str(Path(__file__).with_name("torch_worker.py")), text]
-    return [sys.executable, "-m", "jaxshard.bench.jax_worker", text]
+    code = f"import sys; sys.path[:] = {sys.path!r}; from jaxshard.bench.jax_worker import main; main()"
+    return [sys.executable, "-P", "-c", code, text]  # no module of the current folder
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from jaxshard.base.command import INTERRUPTED, is_command
+from jaxshard.base.text import printable, shortened
 from jaxshard.cli import streams
 
 _HELP = """\
@@ -109,8 +110,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
     if command not in _COMMANDS:
-        print(f"jaxshard: {unknown_command(command, _COMMANDS)}\n\n{_HELP}", end="", file=sys.stderr)
-        return 2
+        return streams.fail("jaxshard", printable(f"{unknown_command(command, _COMMANDS)} (jaxshard --help)"), 2)
     try:
         module = importlib.import_module(f"jaxshard.cli.{command}")
     except ModuleNotFoundError as error:
@@ -138,6 +138,7 @@ def unknown_command(name: str, known: Sequence[str]) -> str:
     >>> unknown_command("plann", ["train", "plan"])
     "no command 'plann'; did you mean 'plan'? There is train, plan"
     """
+    name = shortened(name, 60)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}? There" if near else "; there"
     return f"no command {name!r}{hint} is {', '.join(known)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import sys
 import types
 import typing
@@ -12,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import tyro
 
-from jaxshard.base.text import printable
+from jaxshard.base.text import printable, shortened
 from jaxshard.base.types import T
 from jaxshard.trainer import toml
 
@@ -26,7 +28,10 @@ def options_of(kind: type) -> dict[str, object]:
       kind: a dataclass, its sections dataclasses too.
     """
     found: dict[str, object] = {}
+    marked = typing.get_type_hints(kind, include_extras=True)
     for name, hint in typing.get_type_hints(kind).items():
+        if tyro.conf.Positional in getattr(marked[name], "__metadata__", ()):
+            continue
         if dataclasses.is_dataclass(hint):
             found |= {f"{name}.{option}": inner for option, inner in options_of(typing.cast(type, hint)).items()}
         else:
@@ -74,10 +79,29 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
     """
     how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
     how |= {} if default is None else {"default": default}
-    given, unknown = tyro.cli(kind, args=list(words), **how)
+    with one_line(command):
+        given, unknown = tyro.cli(kind, args=list(words), **how)
     if unknown:
         refuse(command, _not_understood(unknown[0], options_of(kind), command))
     return given
+
+
+@contextlib.contextmanager
+def one_line(command: str) -> Iterator[None]:
+    """While entered, what tyro prints in a box before it ends the command is told in one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()]
+        kept = [line for line in lines if line]
+        if end.code:
+            refuse(command, f"{kept[0]}: {' '.join(kept[1:])}" if kept else f"exit status {end.code}")
+        raise
+
+
+_FRAME = " -\u2500\u2502\u256d\u256e\u256f\u2570"  # lines and corners of a box
 
 
 def is_given(words: Sequence[str], name: str) -> bool:
@@ -87,7 +111,7 @@ def is_given(words: Sequence[str], name: str) -> bool:
 
 def refuse(command: str, reason: str) -> NoReturn:
     """Ends the command with status 2, after one line on standard error."""
-    print(f"{command}: {printable(reason)}", file=sys.stderr)
+    print(f"{command}: {printable(shortened(reason))}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxshard.base.figures import without_latex
 from jaxshard.base.files import replace
 from jaxshard.base.units import digits, seconds_in_words
 from jaxshard.bench.measure import Row
@@ -122,6 +123,7 @@ def _table(title: str, columns: Mapping[str, _Cell], rows: Sequence[Row]) -> Tab
     return table
 
 
+@without_latex
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """Writes `MODEL_on_MACHINE.png` for each machine and model: a panel of bars for each figure."""
     groups: dict[tuple[str, str], list[Row]] = {}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, ParamSpec
 
 import jax
 import numpy as np
 import tyro
 
 from jaxshard.base.command import INTERRUPTED, is_command
-from jaxshard.base.text import printable
+from jaxshard.base.text import printable, shortened
 from jaxshard.base.units import size_from_words, size_in_words
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.leaves import Entry, Index
@@ -25,6 +26,7 @@ from jaxshard.checkpoint.manifest import CheckpointInfo, faults_in_words, health
 from jaxshard.checkpoint.step_folders import StepFolders, located
 from jaxshard.cli import ckpt_export as files
 from jaxshard.cli import ckpt_huggingface, unknown_command
+from jaxshard.cli.arguments import one_line
 from jaxshard.cli.ckpt_diff import differences
 from jaxshard.cli.ckpt_tables import make_console, say, show
 
@@ -39,6 +41,7 @@ _Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
 _Regex = Annotated[str | None, tyro.conf.arg(metavar="REGEX")]
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 _Dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+_P = ParamSpec("_P")
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -49,14 +52,16 @@ def command(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         return _fail(unknown_command(arguments[0], list(commands)), 2)
     try:
-        with _cpu():
-            return tyro.extras.subcommand_cli_from_dict(
-                commands,
+        with one_line("jaxshard ckpt"):
+            act = tyro.extras.subcommand_cli_from_dict(
+                {name: _later(command) for name, command in commands.items()},
                 prog="jaxshard ckpt",
                 description=_DESCRIPTION,
                 args=list(arguments),
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
+        with _cpu():
+            return act()
     except CorruptCheckpointError as error:
         return _fail(error, 2 if arguments[0] == "diff" else 1)
     except OSError as error:
@@ -65,6 +70,16 @@ def command(arguments: Sequence[str]) -> int:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", INTERRUPTED)
+
+
+def _later(command: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
+    """What parses as the command, and returns it with its arguments in place of running it."""
+
+    @functools.wraps(command)
+    def parsed(*args: _P.args, **kwargs: _P.kwargs) -> Callable[[], int]:
+        return lambda: command(*args, **kwargs)
+
+    return parsed
 
 
 def ls(folder: _Dir) -> int:
@@ -342,5 +357,5 @@ def _cpu() -> Iterator[None]:
 
 
 def _fail(reason: object, status: int) -> int:
-    print(f"jaxshard ckpt: {printable(str(reason))}", file=sys.stderr)
+    print(f"jaxshard ckpt: {printable(shortened(str(reason)))}", file=sys.stderr)
     return status

@@ -38,7 +38,8 @@ class Arguments:
     """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A file or folder of text, or of tokens, that is measured whole; stdlib: Python's standard library; by default
-    what the run held out."""
+    what the run held out. A function that gave the run its data (MODULE:FUNCTION) is called if it is named here, and
+    then, too, what the run held out is measured."""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences that are measured at once, over all devices."""
 
@@ -82,9 +83,10 @@ def measured(given: Arguments) -> str:
     """
     config, found = opened(given.run, "RUN")
     whole = DataConfig(given.data, heldout_path=given.data, heldout_bytes=2**31 - 1)
+    is_own = given.data is None or (names_dataset(given.data) and given.data == config.data.path)
     devices = jax.device_count()
     plain = Config(
-        whole if given.data else config.data,
+        config.data if is_own else whole,
         config.model,
         NO_LORA,
         precision=PrecisionConfig(params=config.model.dtype),
@@ -96,7 +98,7 @@ def measured(given: Arguments) -> str:
     if given.data:
         _check_kind(given.data, config.data.format, given.run)
     check_tokenizer(plain, given.run, f"RUN {given.run}")
-    run = prepare(plain, trains=False)
+    run = prepare(plain, [given.data] if given.data else [], trains=False)
     params = found.params(linear.by_path(run.template.params))
     loss = run.make_evaluate()(linear.nested(params))
     words = loss_in_words(loss, run.text.is_bytes)

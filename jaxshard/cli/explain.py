@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if given.what is not None:
         if not given.what.endswith(".toml") and not Path(given.what).exists():
             raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION")
-        config, in_file = toml.parsed(Path(given.what))
+        config, in_file = toml.parsed(Path(given.what), pipes=True)
         given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     model, _ = model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"

@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     words.check(arguments, Arguments, "jaxshard plan", {"data": str})
     given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
     if given.config is not None:
-        config, in_file = toml.parsed(given.config)
+        config, in_file = toml.parsed(given.config, pipes=True)
         given = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments(**vars(config)))
     _check(given)
     warmup = "optimizer.warmup_steps"

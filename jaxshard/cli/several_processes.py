@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from jaxshard.base.command import python
 from jaxshard.processes.lines import RUN_ID
 from jaxshard.trainer.config import Arguments
 
@@ -37,7 +38,7 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     address = f"127.0.0.1:{_free_port()}"
     run = os.environ.get(RUN_ID) or secrets.token_hex(16)
     environments = [_environment(address, count, index, devices // count, run) for index in range(count)]
-    command = [sys.executable, "-m", "jaxshard", "train", *_without_processes(arguments)]
+    command = python("-m", "jaxshard", "train", *_without_processes(arguments))
     children = [
         subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
         for environment in environments

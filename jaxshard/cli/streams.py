@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from jaxshard.base.command import is_command
-from jaxshard.base.text import printable_lines
+from jaxshard.base.text import LinesError, printable, printable_lines, shortened
 
 _GLOO = b"[Gloo] Rank "
 
 
 def fail(command: str, reason: object, status: int) -> int:
     """Tells on standard error, in `command`'s name, why it ends; returns its exit status."""
-    print(f"{command}: {printable_lines(str(reason))}", file=sys.stderr)
+    show = printable_lines if isinstance(reason, LinesError | str) else printable
+    print(f"{command}: {show(shortened(str(reason)))}", file=sys.stderr)
     return status
 
 

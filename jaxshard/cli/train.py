@@ -135,6 +135,7 @@ def _trained(job: Job) -> int:
     except (
         FloatingPointError,
         OSError,
+        agreement.ProcessError,
         jaxshard.digest.ReplicaError,
         UsersError,
         CorruptCheckpointError,
@@ -207,7 +208,7 @@ def make_job(given: Given) -> Job:
       ValueError: what was asked for cannot be.
     """
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
-    run = prepare(config)
+    run = prepare(config, given.typed)
     config = run.config
     folder = RunFolder(given.out or _dated_folder())
     resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))

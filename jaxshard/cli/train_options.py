@@ -19,9 +19,15 @@ _COMMAND = "jaxshard train"
 
 @dataclasses.dataclass(frozen=True)
 class Given(Arguments):
-    """The command line, and what there is to say about it. `notes`: a line for each thing."""
+    """The command line, and what there is to say about it.
+
+    Attributes:
+      notes: a line for each thing.
+      typed: what stands on the command line itself as text to read, which may be functions.
+    """
 
     notes: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
 
 
 def parse(arguments: Sequence[str]) -> Given:
@@ -33,6 +39,7 @@ def parse(arguments: Sequence[str]) -> Given:
     words.check(arguments, Arguments, _COMMAND, {"data": str})
     given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments())
     file, notes, goes_on_by_itself = given.config, [], False
+    typed = tuple(path for path in (given.data.path, given.data.heldout_path) if path is not None)
     if (given.resume or given.resume_if_saved) and given.out is None:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
     if given.out is not None:
@@ -44,7 +51,7 @@ def parse(arguments: Sequence[str]) -> Given:
             file, notes = folder.config, _check_own(folder)
     in_file: frozenset[str] = frozenset()
     if file is not None:
-        config, in_file = toml.parsed(file)
+        config, in_file = toml.parsed(file, pipes=not goes_on_by_itself)
         given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     if given.profile is not None:
         profile.steps_in(given.profile)
@@ -56,7 +63,7 @@ def parse(arguments: Sequence[str]) -> Given:
     model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
-    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *told, *note)}
+    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *told, *note), "typed": typed}
     given = Given(**(vars(given) | changed))
     check(given)
     return given
@@ -125,7 +132,9 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
         profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
     if goes_on:
         check_tokenizer(config, folder.path, f"--out {folder.path}")
-        return True, _compared(folder, config)
+        notes = _compared(folder, config)
+        finished_run.check_saved_sizes(folder, config.model, f"--out {folder.path}")
+        return True, notes
     if given.resume_if_saved:
         folder.check_unsaved()
     else:

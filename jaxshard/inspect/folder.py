@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshard.base import files
+from jaxshard.base.command import python
 
 _BYTES = 8 * 2**20
 
@@ -80,7 +81,7 @@ def _lock(place: Path, lock: Callable[[Path], Any]) -> None:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; import filelock; filelock.FileLock({path!r}).acquire(timeout=0)"
         )
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        other = subprocess.run(python("-c", code), capture_output=True, text=True, check=False)
     finally:
         held.release()
     if other.returncode == 0:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import jax
@@ -147,6 +147,31 @@ def check_same(what: str, said: str, cure: str) -> None:
     lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
     first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
     raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
+
+
+def check_same_settings(what: str, settings: Mapping[str, str], cure: str) -> None:
+    """Checks that all processes have the same settings.
+
+    Args:
+      what: names the call in messages.
+      settings: this process's, by name.
+      cure: ends the message: how the user mends it.
+
+    Raises:
+      ProcessError: on every process, with the settings that differ, and what this or that process has.
+    """
+    everyone: list[dict[str, str]] = [json.loads(each) for each in gathered(what, json.dumps(dict(settings)))]
+    first = everyone[0]
+    for process, others in enumerate(everyone):
+        names = [name for name in {**first, **others} if first.get(name) != others.get(name)]
+        pairs = (f"{n}: process 0 has {_of(first, n)}, process {process} has {_of(others, n)}" for n in names[:5])
+        if names:
+            more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ProcessError(process, f"{'; '.join(pairs)}{more}: {cure}")
+
+
+def _of(settings: Mapping[str, str], name: str) -> str:
+    return _part(settings.get(name, "nothing"))
 
 
 def check_same_arrays(what: str, tree: Tree) -> None:

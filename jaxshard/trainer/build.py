@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -208,24 +208,38 @@ class Run:
         return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
-def prepare(config: Config, trains: bool = True) -> Run:
+def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True) -> Run:
     """Finds the devices, reads the text and lays everything out, by shapes alone.
 
     Args:
       config: all options.
+      typed: the functions that the user asked for; one that only a file names is not called.
       trains: whether it will; otherwise what is held out is measured, and no other token is read.
 
     Raises:
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
-    return agreement.together("start", lambda: _prepared(config, trains))
+    agreement.check_same_settings("start", _settings(config), "start all processes by the same command")
+    return agreement.together("start", lambda: _prepared(config, typed, trains))
 
 
-def _prepared(config: Config, trains: bool) -> Run:
+def _settings(config: Config) -> dict[str, str]:
+    """What all processes of a run must have the same of: options, and what else decides the compiled step."""
+    sections = {name: dataclasses.asdict(section) for name, section in vars(config).items()}
+    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+    versions = {package.__name__: package.__version__ for package in (jax, optax, np)}
+    return options | versions | {name: repr(getattr(jax.config, name)) for name in _OF_JAX}
+
+
+_OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
+
+
+def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
     vocabulary.check_start(config)
     config = vocabulary.chosen(config)
-    text = data.read(config.data, config.model.sequence_length, config.model.vocabulary, heldout_alone=not trains)
+    model = config.model
+    text = data.read(config.data, model.sequence_length, model.vocabulary, typed, heldout_alone=not trains)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)

@@ -8,7 +8,7 @@ import functools
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -63,13 +63,16 @@ class Text:
         return _FORMATS[self.train.dtype.itemsize]
 
 
-def read(config: DataConfig, length: int, vocabulary: int, heldout_alone: bool = False) -> Text:
+def read(
+    config: DataConfig, length: int, vocabulary: int, typed: Collection[str] = (), *, heldout_alone: bool = False
+) -> Text:
     """The text that a configuration names, in two parts; tokens stay on the disk.
 
     Args:
       config: where it is.
       length: of a sequence.
       vocabulary: what tokens must be below.
+      typed: the functions that the user asked for; one that only a file names is not called.
       heldout_alone: nothing is trained: tokens that are not held out are not read, and have no fingerprint.
 
     Raises:
@@ -77,7 +80,8 @@ def read(config: DataConfig, length: int, vocabulary: int, heldout_alone: bool =
         tokens than the model.
     """
     if config.path is not None and dataset.names_dataset(config.path):
-        return _read_elements(config, config.path, length, vocabulary)
+        train, held = dataset.read(config.path, config.heldout_path, config.heldout, length, typed)
+        return _read_elements(config, train, held, vocabulary)
     if config.path is not None and config.format != "bytes":
         files = readable("data.path", config.path)
         if are_tokens(config.format, files):
@@ -93,11 +97,10 @@ def read(config: DataConfig, length: int, vocabulary: int, heldout_alone: bool =
     return Text(text, heldout[: config.heldout_bytes], _signed(zlib.crc32(heldout.data, zlib.crc32(text.data))))
 
 
-def _read_elements(config: DataConfig, path: str, length: int, vocabulary: int) -> Text:
-    train, held = dataset.read(path, config.heldout_path, config.heldout, length)
-    rows = held.rows(range(min(len(held), -(-config.heldout_bytes // length))))
+def _read_elements(config: DataConfig, train: Elements, held: Elements, vocabulary: int) -> Text:
+    rows = held.rows(range(min(len(held), -(-config.heldout_bytes // held.length))))
     for piece, part in ((rows, held), (train.rows([0]), train)):
-        _check(token_files.out_of_range(piece, vocabulary, lambda index: part.place(index // (length + 1))))
+        _check(token_files.out_of_range(piece, vocabulary, lambda index: part.place(index // (part.length + 1))))
     return Text(train, rows, _signed(zlib.crc32(rows.tobytes(), train.fingerprint)))
 
 
@@ -198,10 +201,16 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
         files = _files(option, path)
         size = sum(file.stat().st_size for file in files)
         memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
-        text = b"\n".join(file.read_bytes() for file in files)
+        text = b"\n".join(map(_as_long_as_it_is, files))
     if not text.strip():
         raise ValueError(f"{option}: {path!r} is empty ({len(files)} files): give a file or a folder of text")
     return _bytes(text)
+
+
+def _as_long_as_it_is(file: Path) -> bytes:
+    """A file's bytes, without those that are added while it is read."""
+    with file.open("rb") as stream:
+        return stream.read(os.fstat(stream.fileno()).st_size)
 
 
 def _files(option: str, path: str) -> list[Path]:
@@ -316,10 +325,15 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return generator.permutation(windows), int(generator.integers(slack + 1))
 
 
+_ORDER_BYTES = 16  # of a window: its place in the orders of two epochs
+
+
 def batches_of(text: Text, rows: int, length: int, seed: int) -> TrainingBatches | ElementBatches:
     """The batches of what there is to train on."""
     if isinstance(text.train, Elements):
         return ElementBatches(text.train, rows)
+    windows = len(text.train) // length
+    memory.check(_ORDER_BYTES * windows, f"the order of {windows:,} windows of the text", "give less text")
     return TrainingBatches(text.train, rows, length, seed)
 
 

@@ -6,11 +6,12 @@ import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 
+from jaxshard.base.text import shell_command
 from jaxshard.base.users_code import UsersError, blamed, called
 
 _SAMPLES = 16
@@ -108,12 +109,25 @@ class ElementBatches:
         return f"{self.elements.place((step * self.rows + row) % len(self.elements))}, token {column}"
 
 
-def read(path: str, heldout_path: str | None, heldout: float, length: int) -> tuple[Elements, Elements]:
+def read(
+    path: str, heldout_path: str | None, heldout: float, length: int, typed: Collection[str]
+) -> tuple[Elements, Elements]:
     """What to train on, and what is held out: the last part, or all of another dataset.
 
+    Args:
+      path: the function.
+      heldout_path: another, or None.
+      heldout: the part that is held out, if there is no other.
+      length: of a sequence.
+      typed: the functions that the user asked for; no other is called.
+
     Raises:
-      ValueError: a function cannot be called, or returns no dataset, or one that is too short or without an end.
+      ValueError: a function may not or cannot be called, or returns no dataset, or one that is too short or without an
+        end.
     """
+    check_typed(path, "--data", typed)
+    if heldout_path is not None and names_dataset(heldout_path):
+        check_typed(heldout_path, "--data.heldout-path", typed)
     whole = _made(path, length)
     if heldout_path is not None:
         if not names_dataset(heldout_path):
@@ -127,6 +141,15 @@ def read(path: str, heldout_path: str | None, heldout: float, length: int) -> tu
         raise ValueError(f"{path}: it has {count} elements, too few to hold a part of {heldout} out: give more")
     train, rest = whole.places[: count - held], whole.places[count - held :]
     return dataclasses.replace(whole, places=train), dataclasses.replace(whole, places=rest)
+
+
+def check_typed(function: str, option: str, typed: Collection[str]) -> None:
+    """Raises ValueError for a function that a file names: that would run whatever code the file's author chose."""
+    if function not in typed:
+        raise ValueError(
+            f"{option.removeprefix('--')}: a configuration names the function {function}, and no file runs code: if "
+            f"you trust it, type {shell_command(option, function)}"
+        )
 
 
 def _made(what: str, length: int) -> Elements:

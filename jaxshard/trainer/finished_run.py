@@ -3,7 +3,9 @@ folder's."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from jaxshard.processes import agreement
 from jaxshard.trainer import hf_folder, linear, toml
 from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
+from jaxshard.trainer.model import LanguageModel
 from jaxshard.trainer.run_folder import RunFolder
 from jaxshard.trainer.token_files import TOKENIZER
 
@@ -158,7 +161,38 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
     if seal == "changed":
         raise ValueError(f"{who}: {folder.config.name} is not what the run wrote: undo that")
+    check_saved_sizes(folder, before.model, who)
     return before, FinishedRun(path, before.lora, who)
+
+
+def check_saved_sizes(folder: RunFolder, model: ModelConfig, who: str) -> None:
+    """Compares what a configuration says of a model with the newest save whose index can be read.
+
+    Raises:
+      ValueError: the save has other parameters; nothing of the model's sizes was made.
+    """
+    leaves = _saved_leaves(folder)
+    if leaves is None:
+        return
+    elements = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
+    sizes = ("layers", "width", "heads", "hidden", "vocabulary")
+    large = [f"model.{name} = {getattr(model, name)}" for name in sizes if getattr(model, name) > elements]
+    if large:
+        raise ValueError(f"{who}: the configuration says {', '.join(large)}, and {elements:,} numbers are saved")
+    init = LanguageModel(model).init
+    for path, leaf in linear.by_path(jax.eval_shape(init, jax.random.key(0))).items():
+        saved = leaves.get(f"params/{path}")
+        if saved is None or tuple(saved["shape"]) != leaf.shape:
+            there = "is not saved" if saved is None else f"is saved with the shape {tuple(saved['shape'])}"
+            raise ValueError(f"{who}: by its configuration {path} has the shape {leaf.shape}, and it {there}")
+
+
+def _saved_leaves(folder: RunFolder) -> Mapping[str, Any] | None:
+    saves = Checkpointer(folder.model)
+    for step in sorted(saves.steps(), reverse=True):
+        with contextlib.suppress(CorruptCheckpointError, OSError):
+            return saves.info(step)["leaves"]
+    return None
 
 
 def _as_config(folder: HuggingFaceFolder) -> Config:

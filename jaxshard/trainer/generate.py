@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 import optax
 
 import jaxshard
+from jaxshard.base import small_files
 from jaxshard.base.tree import shape_of
-from jaxshard.trainer import linear, tokenizing
+from jaxshard.trainer import linear, memory, tokenizing
 from jaxshard.trainer.config import Config
 from jaxshard.trainer.finished_run import Start
 from jaxshard.trainer.model import Cache, LanguageModel, Params
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES
 
 
 def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
@@ -27,6 +30,8 @@ def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
     They have the type of the computation, `model.dtype`.
     """
     model, mesh = LanguageModel(config.model), jaxshard.make_mesh()
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.eval_shape(lambda: model.empty_cache(1)))
+    memory.check(held, f"model.sequence_length = {config.model.sequence_length}: keys and values", "make it smaller")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.model.dtype), shapes)
     with warnings.catch_warnings():
@@ -137,8 +142,8 @@ def _numbers(text: str) -> list[int]:
 def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
     package = tokenizing.tokenizers(str(path))
     try:
-        tokenizer = package.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other
+        tokenizer = package.Tokenizer.from_buffer(small_files.read(path, MOST_TOKENIZER_BYTES))
+    except Exception as error:  # of any type: tokenizers raises no other
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
 
     def decode(tokens: Iterator[int]) -> Iterator[str]:

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxshard.base import small_files
 from jaxshard.trainer.config import Config, ModelConfig, check
 from jaxshard.trainer.model import FAST_TURNS, SLOW_TURNS
 
 Json = dict[str, Any]
+
+_MOST_BYTES = 2**25  # an index of 100,000 tensors has 10 MB
 
 LONGEST = 4096
 """Positions that a model with rotary ones is read with, at most, where the user names no number."""
@@ -71,8 +74,8 @@ def read(file: Path) -> Json:
       ValueError: it cannot be read.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = small_files.read_json(file, _MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} is no configuration: it holds no JSON object")

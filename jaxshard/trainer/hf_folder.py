@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxshard.base import small_files
 from jaxshard.base.files import make_folder, replace
 from jaxshard.trainer import hf_config, hf_names, linear, safetensors_file
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.hf_names import HEAD, PREFIXES, Rule
 from jaxshard.trainer.run_folder import RunFolder
-from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -119,6 +121,8 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
     given = hf_config.read(folder / CONFIG)
     model = hf_config.model_of(given, folder / CONFIG)
     found = _in_files(files, who)
+    if model.layers > len(found):
+        raise ValueError(f"{who}: {CONFIG} says {model.layers} layers, and there are {len(found)} tensors")
     places = _named(found, PREFIXES[hf_config.family_of(model)], who)
     _check_tensors(model, places, {place: shape for place, (shape, _) in found.items()}, who)
     dtypes = {name: found[place][1] for name, place in places.items()}
@@ -137,11 +141,24 @@ def kept_of(path: Path) -> Path:
 
 
 def keep(start: Path, target: Path) -> None:
-    """Copies those of `KEPT` that there are to the folder `target`, which is made if there are any."""
+    """Copies those of `KEPT` that there are to the folder `target`, which is made if there are any.
+
+    Raises:
+      OSError: one cannot be read, is larger than such files are, or is a link out of the folder.
+    """
     found = [file for name in KEPT if (file := kept_of(start) / name).is_file()]
     for file in found:
+        _check_inside(file)
         make_folder(target)
-        replace(target / file.name, file.read_bytes())
+        replace(target / file.name, small_files.read(file, MOST_TOKENIZER_BYTES))
+
+
+def _check_inside(file: Path) -> None:
+    """Raises OSError for a link to a file elsewhere. In a cache of Hugging Face's all files are links into it."""
+    folder, real = file.parent.resolve(), file.resolve()
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if real.parent not in (folder, cache):
+        raise OSError(errno.EPERM, f"it is a link to {real}: put the file itself there", str(file))
 
 
 # The files, and what is in them.

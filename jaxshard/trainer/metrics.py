@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxshard.base import small_files
+
 Record = dict[str, Any]
 
 _LONGEST = 2**20  # bytes of a line; a record has less than a thousand
 _MOST_STEPS = 2**53
+_MOST_BYTES = 2**28  # of a file, a million records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +40,12 @@ def read(path: Path) -> Found:
     found = Found([], [])
     if not path.exists():
         return found
-    with path.open("rb") as file:
-        for line in _lines(file):
-            record = record_in(line)
-            if record is None:
-                found.others.append(line)
-            else:
-                found.records.append(record)
+    for line in _lines(io.BytesIO(small_files.read(path, _MOST_BYTES))):
+        record = record_in(line)
+        if record is None:
+            found.others.append(line)
+        else:
+            found.records.append(record)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import optax
 import optax.contrib
 
 from jaxshard.base.types import Tree
-from jaxshard.trainer import linear
+from jaxshard.trainer import linear, optimizer_arguments
 from jaxshard.trainer.config import OptimizerConfig
 
 _FIELDS = {"weight_decay": "weight_decay", "beta1": "b1", "beta2": "b2"}  # of OptimizerConfig: optax's names
@@ -39,7 +38,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
     arguments = _arguments(config, make)
     try:
         optimizer = make(learning_rate=schedule, **arguments)
-        _try(optimizer)
+        _try(optimizer, of_user=bool(config.arguments))
     except Exception as error:  # of any type: it is optax's
         given = arguments or "no arguments"
         raise ValueError(
@@ -49,8 +48,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
     return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
 
-def _try(optimizer: optax.GradientTransformation) -> None:
-    """Traces an update of a small model; the optimizer's own errors pass through."""
+def _try(optimizer: optax.GradientTransformation, of_user: bool) -> None:
+    """Traces an update of a small model, and takes some steps with arguments of the user's; the optimizer's own errors
+    pass through."""
     shapes = {"blocks": {"up": {"kernel": (2, 8, 8)}, "norm": {"scale": (2, 8)}}, "head": {"kernel": (8, 8)}}
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=lambda x: type(x) is tuple)
 
@@ -59,6 +59,8 @@ def _try(optimizer: optax.GradientTransformation) -> None:
         return optax.with_extra_args_support(optimizer).update(params, optimizer.init(params), params, **more)
 
     jax.eval_shape(update, params)
+    if of_user:
+        optimizer_arguments.check_finite(optimizer, params)
 
 
 def _found(name: str) -> Callable[..., optax.GradientTransformation]:
@@ -72,6 +74,7 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
     }
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
+        name = repr(name) if not name.isidentifier() else name
         raise ValueError(
             f"optimizer.name = {name}: optax {optax.__version__} has no optimizer of this name with a learning rate; "
             f"the nearest: {', '.join(near) or 'none'}; there is {', '.join(sorted(known))}"
@@ -81,13 +84,14 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
 
 def _arguments(config: OptimizerConfig, make: Callable[..., Any]) -> dict[str, Any]:
     """What the optimizer is called with besides its learning rate."""
-    taken, given = _parameters(make), _parsed(config.arguments)
+    taken, given = _parameters(make), optimizer_arguments.parsed(config.arguments)
     unknown = [key for key in given if key not in taken or key == "learning_rate"]
     if unknown:
         raise ValueError(
             f"optimizer.arguments: {config.name} takes no {unknown[0]!r}; it takes "
             f"{', '.join(key for key in taken if key != 'learning_rate')}"
         )
+    optimizer_arguments.check(given, make)
     own = {"weight_decay": _WEIGHT_DECAY, **_OURS.get(config.name, {})}
     found = {key: value for key, value in own.items() if key in taken}
     for field, key in _FIELDS.items():
@@ -104,15 +108,6 @@ def _arguments(config: OptimizerConfig, make: Callable[..., Any]) -> dict[str, A
     found |= {key: decays for key in ("mask", "weight_decay_mask") if key in taken}
     found |= {"muon_weight_dimension_numbers": _by_muon} if config.name == "muon" else {}
     return found | given
-
-
-def _parsed(arguments: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(f"x = {{{arguments}}}")["x"]
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(
-            f"optimizer.arguments = {arguments!r}: {error}; write it as TOML: b1 = 0.9, nesterov = true"
-        ) from None
 
 
 def _parameters(make: Callable[..., Any]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxshard.base import files
+from jaxshard.base import files, small_files
 from jaxshard.base.files import check_room, replace
 from jaxshard.base.text import shell_command
 from jaxshard.base.types import Tree
@@ -23,7 +23,7 @@ from jaxshard.trainer import metrics, seal
 from jaxshard.trainer.config import TrainConfig
 from jaxshard.trainer.early_stopping import EarlyStopping
 from jaxshard.trainer.metrics import Record
-from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,21 +184,25 @@ class RunFolder:
     def keep_tokenizer(self, tokenizer: Path | None) -> None:
         """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
         if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
-            replace(self.tokenizer, tokenizer.read_bytes())
+            replace(self.tokenizer, small_files.read(tokenizer, MOST_TOKENIZER_BYTES))
 
     def complete(self, config: str, tokenizer: Path | None) -> list[str]:
         """Writes the options and the tokenizer where they are missing; returns what there is to say."""
         self.path.mkdir(parents=True, exist_ok=True)
         missing = [path for path in (self.config, self.tokenizer) if not os.path.lexists(path)]
         if self.config in missing:
-            replace(self.config, lambda temporary: temporary.write_text(seal.sealed(config), encoding="utf-8"))
+            replace(self.config, seal.sealed(config))
         if self.tokenizer in missing and tokenizer is not None and tokenizer.is_file():
             self.keep_tokenizer(tokenizer)
         return [f"{path} was gone: it is written anew" for path in missing if path.exists()]
 
     def is_configured(self, config: str) -> bool:
         """Whether the run's options were these, and nobody has changed them since."""
-        return self.config.is_file() and self.config.read_bytes() == seal.sealed(config).encode()
+        wanted = seal.sealed(config).encode()
+        try:
+            return small_files.read(self.config, len(wanted)) == wanted
+        except OSError:
+            return False
 
     def records(self) -> list[Record]:
         """The metrics so far, of what can be read."""

@@ -26,6 +26,8 @@ COUNTED = 2**32
 """The header's number of tokens is the whole number modulo this."""
 TOKENIZER = "tokenizer.json"
 """Beside the tokens, what made them."""
+MOST_TOKENIZER_BYTES = 2**26
+"""Of it, or of another file that goes with it; Gemma's has 33 MB."""
 _HEADER_BYTES = 1024
 _BLOCK = 2**19  # tokens that are read at once for the checksum
 _PART = 2**25  # tokens that have a checksum of their own, made by one thread

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxshard.base import small_files
 from jaxshard.base.files import make_folder, rename, sync_tree, workplace
-from jaxshard.trainer.token_files import COUNTED, HEADERS, TOKENIZER
+from jaxshard.trainer.token_files import COUNTED, HEADERS, MOST_TOKENIZER_BYTES, TOKENIZER
 
 END = "<|endoftext|>"
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -49,7 +50,8 @@ def pieces(file: Path) -> Iterator[str]:
     """
     decode, rest, read = codecs.getincrementaldecoder("utf-8")(), "", 0
     with file.open("rb") as stream:
-        while block := stream.read(_PIECE):
+        size = os.fstat(stream.fileno()).st_size  # what is added meanwhile is not read
+        while block := stream.read(min(_PIECE, size - read)):
             try:
                 rest += decode.decode(block)
             except UnicodeDecodeError as error:
@@ -108,10 +110,10 @@ def opened(name: str) -> Any:
     """
     package, path = tokenizers(), Path(name)
     try:
-        if path.is_file():
-            return package.Tokenizer.from_file(name)
         if path.is_dir():
             return _of_folder(path)
+        if path.exists():
+            return _of_file(path)
         if name == "gpt2":
             return package.Tokenizer.from_pretrained(name)
     except ValueError:
@@ -122,13 +124,19 @@ def opened(name: str) -> Any:
     raise ValueError(f"--tokenizer {name} does not exist: name a tokenizer.json, a folder with one, or gpt2")
 
 
+def _of_file(path: Path) -> Any:
+    return tokenizers().Tokenizer.from_buffer(small_files.read(path, MOST_TOKENIZER_BYTES))
+
+
 def _of_folder(path: Path) -> Any:
     package = tokenizers()
-    if (path / TOKENIZER).is_file():
-        return package.Tokenizer.from_file(str(path / TOKENIZER))
+    if (path / TOKENIZER).exists():
+        return _of_file(path / TOKENIZER)
     for names in _MODELS:
         vocabulary, merges = (path / name for name in names)
-        if vocabulary.is_file() and merges.is_file():
+        if vocabulary.exists() and merges.exists():
+            for file in (vocabulary, merges):
+                small_files.check(file, MOST_TOKENIZER_BYTES)
             made = _byte_level(package.models.BPE.from_file(str(vocabulary), str(merges)))
             if made.token_to_id(END) is not None:
                 made.add_special_tokens([END])
@@ -185,7 +193,7 @@ def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> 
 
 def _write_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, heldout: float) -> tuple[int, int]:
     """Writes all tokens to one file, and then moves the last of them to another."""
-    dtype = np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
+    dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values(), default=0) < 2**16 else "<u4")  # ids may have holes
     everything = folder / "all"
     with everything.open("wb") as stream:
         for tokens in _tokens(files, tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import reprlib
 import tomllib
 import typing
@@ -15,11 +16,13 @@ import cattrs
 import tomli_w
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
+from jaxshard.base import small_files
+from jaxshard.base.text import LinesError
 from jaxshard.base.types import T
 from jaxshard.trainer import seal
 from jaxshard.trainer.config import Config
 
-_MOST_CHARACTERS = 1_000_000  # /dev/zero has no end
+_MOST_BYTES = 1_000_000
 
 
 def load(path: Path) -> Config:
@@ -35,13 +38,13 @@ def load(path: Path) -> Config:
     return parsed(path)[0]
 
 
-def parsed(path: Path) -> tuple[Config, frozenset[str]]:
-    """(the configuration as `load` reads it, the keys that the file has)."""
-    table, _ = _table(path)
+def parsed(path: Path, pipes: bool = False) -> tuple[Config, frozenset[str]]:
+    """(the configuration as `load` reads it, the keys that the file has). `pipes`: whether it may come from a pipe."""
+    table, _ = _table(path, pipes)
     try:
         return _converter().structure(table, Config), _keys(table)
     except ClassValidationError as error:
-        raise ValueError("\n".join(f"{path}: {mistake}" for mistake in _mistakes(error, table))) from error
+        raise LinesError("\n".join(f"{path}: {mistake}" for mistake in _mistakes(error, table))) from error
 
 
 def looked_at(path: Path) -> tuple[seal.State, list[str]]:
@@ -95,19 +98,17 @@ def nearest(key: str, known: Sequence[str]) -> str:
     return max(known, key=lambda other: max(_likeness(key, other), _likeness(_last(key), _last(other))))
 
 
-def _table(path: Path) -> tuple[dict[str, Any], seal.State]:
+def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]:
     """What the file says, and whether it is as jaxshard wrote it."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
+        found = small_files.read(path, _MOST_BYTES, pipes)
+        text = io.TextIOWrapper(io.BytesIO(found), encoding="utf-8-sig").read()
     except IsADirectoryError:
         inside = next(iter(sorted(path.glob("*.toml"))), None)
         cure = f"{str(inside)!r}, which is in it" if inside else "a TOML file"
         raise ValueError(f"cannot read the configuration {str(path)!r}: it is a folder: name {cure}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"{path} is no configuration: it has more than {_MOST_CHARACTERS:,} characters")
     state = seal.state_of(text)
     if state == "cut short":
         raise ValueError(f"{path} was cut short: jaxshard wrote more")

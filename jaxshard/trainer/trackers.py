@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxshard.base import small_files
 from jaxshard.base.files import replace
 from jaxshard.trainer import toml
 from jaxshard.trainer.config import Config
@@ -18,6 +19,7 @@ from jaxshard.trainer.run_folder import RunFolder
 
 _FINISH_SECONDS = 60  # in which wandb sends what is left
 _PROJECT = "jaxshard"
+_MOST_BYTES = 2**16  # of the file of two names
 
 
 def check(names: Sequence[str]) -> None:
@@ -124,8 +126,8 @@ class Tracker:
     def _ids(self) -> dict[str, str]:
         """The trackers' names of the run; what is no such name is none."""
         try:
-            found = json.loads(self._folder.trackers.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            found = small_files.read_json(self._folder.trackers, _MOST_BYTES)
+        except (OSError, ValueError):
             return {}
         pairs = found.items() if isinstance(found, dict) else ()
         return {name: id for name, id in pairs if isinstance(id, str) and re.fullmatch("[0-9a-f]{8}", id)}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
 from pathlib import Path
+from typing import Any, cast
 
+from jaxshard.base import small_files
 from jaxshard.base.text import shell_command
 from jaxshard.trainer import data, hf_folder, tokenizing
 from jaxshard.trainer.config import Config, ModelConfig
 from jaxshard.trainer.dataset import names_dataset
 from jaxshard.trainer.run_folder import RunFolder
-from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 
 _UNIT = 64
 
@@ -111,13 +112,13 @@ def end_of(tokenizer: Path) -> tuple[str, int] | None:
 def _ids(tokenizer: Path) -> dict[str, int]:
     """Each piece of text that is a token, with its number."""
     try:
-        found = json.loads(tokenizer.read_bytes())
+        found = cast(Any, small_files.read_json(tokenizer, MOST_TOKENIZER_BYTES))
         vocabulary = found["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram's: tokens with their weights
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {each["content"]: each["id"] for each in found["added_tokens"]}
         ids = {token: operator.index(number) for token, number in {**vocabulary, **added}.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{tokenizer} is no tokenizer ({error!r}): make it anew, or remove it") from error
     if not ids:
         raise ValueError(f"{tokenizer} has no token: make it anew, or remove it")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxshard.cli import main
 from jaxshard.trainer import data, token_files, tokenizing, vocabulary
@@ -293,3 +293,14 @@ def test_what_a_tokenizer_cannot_do_is_told(texts, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "has no end-of-text token" in printed
     assert "a.txt does not come back from its tokens" in printed
+
+
+def test_ids_with_holes_are_kept(tmp_path):
+    """The type of the tokens is that of the largest id, however few there are."""
+    (tmp_path / "text").write_text("a b a b b " * 50)
+    words = Tokenizer(models.WordLevel({"a": 3, "b": 70_000, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "holes.json"))
+    made(tmp_path / "text", "--tokenizer", tmp_path / "holes.json", "--out", tmp_path / "out", "--heldout", "0")
+    text = token_files.read([tmp_path / "out" / "train.bin"], None)
+    assert np.asarray(text[np.arange(5)]).tolist() == [3, 70_000, 3, 70_000, 70_000]

@@ -46,7 +46,8 @@ def source(tmp_path):
 
 
 def read(path, heldout_path=None, length=16, **options):
-    return data.read(DataConfig(path=path, heldout_path=heldout_path, **options), length, 256)
+    typed = [path, heldout_path]
+    return data.read(DataConfig(path=path, heldout_path=heldout_path, **options), length, 256, typed)
 
 
 def rows_of(source):
@@ -109,7 +110,7 @@ def test_a_run_is_resumed_bit_for_bit_and_is_the_same_on_other_devices(source, t
     assert "54 rows of tokens to train on, 6 held out" in capfd.readouterr().out
     assert main(["train", *options, "--out", str(tmp_path / "parts")]) == 0
     shutil.rmtree(tmp_path / "parts" / "model" / "4")
-    assert main(["train", "--resume", "--out", str(tmp_path / "parts")]) == 0
+    assert main(["train", "--resume", "--out", str(tmp_path / "parts"), "--data", f"{source}:{name}"]) == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     other = ["--sharding.devices", "4", "--sharding.strategy", "zero3"]
     assert main(["train", *options, *other, "--out", str(tmp_path / "other")]) == 0

@@ -207,6 +207,7 @@ WRONG = {
     "one bias": ("llama", lambda f: changed(f, attention_bias=True), "mlp_bias = false, and jaxshard computes it w"),
     "wide heads": ("llama", lambda f: changed(f, head_dim=8), "head_dim = 8, and jaxshard computes it with null or 4"),
     "quantized": ("llama", lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config = "),
+    "no end": ("llama", lambda f: changed(f, num_hidden_layers=2**31 - 1), "says 2147483647 layers, and there are"),
     "text": ("llama", lambda f: changed(f, num_hidden_layers="2"), "num_hidden_layers = '2' is no whole number"),
     "heads": ("llama", lambda f: changed(f, num_attention_heads=3), "model.width = 16 is no multiple of model.heads"),
     "no json": ("llama", lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),

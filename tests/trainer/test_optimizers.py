@@ -1,5 +1,7 @@
 """The optimizers that `jaxshard train --optimizer.name` knows, and what is told of those that it cannot have."""
 
+import inspect
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 from oracle import assert_same_bits
 
 from jaxshard.cli.train import command
+from jaxshard.trainer import optimizer_arguments
 from jaxshard.trainer.config import LoraConfig, ModelConfig, OptimizerConfig
 from jaxshard.trainer.model import LanguageModel
 from jaxshard.trainer.optimizers import make_optimizer
@@ -102,7 +105,25 @@ WRONG = {
     "no betas": ({"name": "sgd", "beta2": 0.9}, "optimizer.beta2 = 0.9: sgd takes no b2"),
     "twice": ({"beta1": 0.9, "arguments": "b1 = 0.8"}, "leave one out"),
     "the rate": ({"arguments": "learning_rate = 1"}, "adamw takes no 'learning_rate'"),
-    "a value that is none": ({"arguments": 'b1 = "x"'}, "optax says"),
+    "a value that is none": ({"arguments": 'b1 = "x"'}, "b1 = 'x': it must be a number"),
+    "a mean that grows": ({"arguments": "b1 = 2.0"}, "b1 = 2.0: it must be at least 0 and below 1"),
+    "below zero": ({"arguments": "b2 = -0.1"}, "b2 = -0.1: it must be at least 0 and below 1"),
+    "1 in float32": ({"arguments": "b2 = 0.999999999"}, "b2 = 0.999999999: it must be at least 0 and below 1"),
+    "another's momentum": ({"name": "sgd", "arguments": "momentum = 1"}, "momentum = 1: it must be at least 0"),
+    "no number": ({"arguments": "eps = nan"}, "eps = nan: it must be a finite number"),
+    "no end": ({"arguments": "eps = inf"}, "eps = inf: it must be a finite number"),
+    "more than float32 has": ({"arguments": "eps = 1e39"}, "eps = 1e+39: it must be a finite number in float32"),
+    "many digits": ({"arguments": "eps = 1" + "0" * 400}, "it must be a finite number in float32"),
+    "more than Python reads": ({"arguments": "eps = " + "9" * 5000}, "write it as TOML"),
+    "deep": ({"arguments": "eps = " + "[" * 100_000}, "write it as TOML"),
+    "a sign": ({"arguments": "eps = -1e-8"}, "eps = -1e-08: it must be 0 or more"),
+    "true": ({"arguments": "b1 = true"}, "b1 = True: it must be a number"),
+    "a number for true": ({"arguments": "nesterov = 1"}, "nesterov = 1: it must be true or false"),
+    "a table": ({"arguments": "mask = {a = 1}"}, "mask = {'a': 1}: it must be a number, or text"),
+    "a day": ({"arguments": "mu_dtype = 2020-01-01"}, "it must be a number, or text"),
+    "no type": ({"arguments": 'mu_dtype = "evil.py:rows"'}, "optax says"),
+    "work without end": ({"name": "muon", "arguments": "ns_steps = 1000000000"}, "it must be at most 1000"),
+    "NaN of finite gradients": ({"name": "rmsprop", "arguments": "initial_scale = -1.0"}, "is not finite"),
 }
 
 
@@ -121,3 +142,26 @@ def test_a_run(name, tmp_path, capfd):
     assert command(["--resume", "--out", str(tmp_path / "run"), "--train.steps", "4"]) == 0
     assert command(["--resume", "--out", str(tmp_path / "run"), "--optimizer.name", "lion", "--train.steps", "5"]) == 2
     assert "optimizer.name = 'lion', saved" in capfd.readouterr().err
+
+
+def test_optaxs_own_defaults_may_be_given():
+    """The ranges are not narrower than what optax takes by default."""
+    found = 0
+    for module in (optax, optax.contrib):
+        for make in vars(module).values():
+            if not inspect.isfunction(make) or "learning_rate" not in inspect.signature(make).parameters:
+                continue
+            defaults = {name: each.default for name, each in inspect.signature(make).parameters.items()}
+            plain = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str)}
+            optimizer_arguments.check({name: value for name, value in plain.items() if name != "learning_rate"}, make)
+            found += len(plain)
+    assert found > 100
+
+
+def test_arguments_are_looked_at_before_a_run_goes_on(tmp_path, capfd):
+    options = [*OPTIONS, "--out", str(tmp_path / "run")]
+    assert command(options) == 0
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    assert command(["--resume", "--out", str(tmp_path / "run"), "--optimizer.arguments", "b1 = 2.0"]) == 2
+    assert capfd.readouterr().err.endswith("optimizer.arguments: b1 = 2.0: it must be at least 0 and below 1\n")
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before

@@ -1,0 +1,102 @@
+"""Small files that others may have written: only files are read, and no more of them than a bound.
+
+A pipe without a writer would never answer, a device may have no end or act when it is opened, and a file of any size
+may lie where a small one is expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_PIPE_SECONDS = 2.0  # in which a pipe's writer must go on
+_BLOCK = 2**16
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def read(path: Path, most: int, pipes: bool = False) -> bytes:
+    """All bytes of a file.
+
+    Args:
+      path: of the file; links are followed.
+      most: bytes that it may have.
+      pipes: whether it may be a pipe, whose writer does not pause for long.
+
+    Raises:
+      OSError: it cannot be read, is no file, or has more bytes.
+    """
+    with _opened(path, pipes) as number:
+        found = b"".join(_blocks(number, path, most + 1))
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return found
+
+
+def read_json(path: Path, most: int) -> object:
+    """What a JSON file says.
+
+    Raises:
+      OSError: as `read`.
+      ValueError: it is no JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(read(path, most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check(path: Path, most: int) -> None:
+    """Checks a file that a library reads by its name.
+
+    Raises:
+      OSError: it cannot be read, is no file, or has more than `most` bytes.
+    """
+    with _opened(path, pipes=False) as number:
+        if os.fstat(number).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, pipes: bool) -> Iterator[int]:
+    """The number of an open file, which nothing waits for."""
+    _check_kind(os.stat(path), path, pipes)  # before it is opened, by which a device may act
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_kind(os.fstat(number), path, pipes)
+        yield number
+    finally:
+        os.close(number)
+
+
+def _check_kind(found: os.stat_result, path: Path, pipes: bool) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFREG or (pipes and kind == stat.S_IFIFO):
+        return
+    number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+    raise OSError(number, f"it is {_KINDS.get(kind, 'of an unknown kind')}, and no file", str(path))
+
+
+def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
+    """The file's bytes, as far as the first `most`."""
+    ready = select.poll()
+    ready.register(number, select.POLLIN)
+    while most > 0:
+        if not ready.poll(1000 * _PIPE_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, f"nothing came out of it within {_PIPE_SECONDS:g} s", str(path))
+        block = os.read(number, min(most, _BLOCK))
+        if not block:
+            return
+        most -= len(block)
+        yield block
