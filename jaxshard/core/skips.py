@@ -60,10 +60,11 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 class Verdicts:
-    """The outcomes of past steps. Each is read once the next step is dispatched, so that devices never wait.
+    """The outcomes of past steps. A step's is read before the next but one is dispatched: devices have work meanwhile,
+    and nothing is left to do between a dispatch and the return, where an error would lose what was dispatched.
 
-    Every call reads exactly the outcome of the one before, so that several processes raise at the same call. What is
-    still unread when the program ends is told then.
+    Every call reads exactly the outcome of the one before the last, so that several processes raise at the same call.
+    What is still unread when the program ends is reported then.
 
     Args:
       max_skips: how many steps in a row may be skipped; None: any number.
@@ -74,29 +75,25 @@ class Verdicts:
         self._max_skips, self._scaling = max_skips, scaling
         self._calls, self._bad_in_a_row = 0, 0
         self._pending: list[tuple[int, list[str], Metrics]] = []
-        self._due: Exception | None = None
         atexit.register(_tell_at_exit, weakref.ref(self))  # before JAX, which registered earlier, takes devices down
 
-    def check(self) -> None:
-        """Raises what is due, before a step is dispatched: a `NonFiniteError`, or a warning that is to be an error."""
-        due, self._due = self._due, None
-        if due is not None:
-            if isinstance(due, NonFiniteError):
-                self._pending.clear()  # the later step had the same params, so its outcome says nothing new
-            raise due
-
     def expect(self, names: list[str], metrics: Metrics) -> None:
-        """Notes a step that was dispatched, and warns if the one before was skipped; `names` are its params' paths."""
+        """Notes a step that was dispatched; `names` are its params' paths."""
         self._calls += 1
         kept = {name: metrics[name] for name in ("skipped", "bad_leaf", "loss", "loss_scale") if name in metrics}
         self._pending.append((self._calls, names, kept))
-        self.tell(but=1)
 
     def tell(self, *, but: int = 0) -> None:
-        """Reads all outcomes, but for the last `but`, and warns of each skipped step."""
-        while len(self._pending) > but and not isinstance(self._due, NonFiniteError):
-            call, names, metrics = self._pending.pop(0)
-            if bool(metrics["skipped"]):
+        """Reads all outcomes, but for the last `but`, and warns of each skipped step.
+
+        Raises:
+          NonFiniteError: too many steps in a row were skipped.
+        """
+        while len(self._pending) > but:
+            call, names, metrics = self._pending[0]
+            skipped = bool(metrics["skipped"])  # waits; an interrupt leaves the outcome unread
+            del self._pending[0]
+            if skipped:
                 self._skipped(call, names, metrics)
             else:
                 self._bad_in_a_row = 0
@@ -112,15 +109,12 @@ class Verdicts:
         leaf = _LOSS if bad < 0 else names[bad]
         if self._max_skips is not None and self._bad_in_a_row > self._max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
-            self._due = NonFiniteError(call, leaf, count)
-        else:
-            self._warn(call, f"{_what(leaf)} is not finite")
+            self._pending.clear()  # the later step had the same params, so its outcome says nothing new
+            raise NonFiniteError(call, leaf, count)
+        self._warn(call, f"{_what(leaf)} is not finite")
 
     def _warn(self, call: int, why: str) -> None:
-        try:
-            warn(f"train_step: call {call} changed nothing: {why}")
-        except Warning as error:  # where warnings are errors: raised now, it would lose the step that was dispatched
-            self._due = error
+        warn(f"train_step: call {call} changed nothing: {why}")
 
 
 def _tell_at_exit(found: "weakref.ref[Verdicts]") -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.interrupts import Interrupts
 from jaxshard.base.jaxprs import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, T, Tree
@@ -57,8 +58,8 @@ def train_step(
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step whose loss or gradient is not finite is
-        skipped: it changes nothing, on any device, and the next call warns (after the last step `step.close()` does, or
-        the end of the program). After more than `max_skips` in a row, the second call after that raises
+        skipped: it changes nothing, on any device, and the next call but one warns (after the last steps `step.close()`
+        does, or the end of the program). After more than `max_skips` in a row, the second call after that raises
         `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
         which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
@@ -106,6 +107,7 @@ class TrainStep:
     _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
     _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
     _keys: KeyWatch = dataclasses.field(default_factory=KeyWatch, repr=False)
+    _interrupts: Interrupts = dataclasses.field(default_factory=Interrupts, repr=False)
 
     def __post_init__(self):
         self._verdicts = Verdicts(self.max_skips, self.setup.config.loss_scale)
@@ -116,6 +118,8 @@ class TrainStep:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.close()
+        else:
+            self._interrupts.release()
 
     def close(self) -> None:
         """Waits for the last step, and warns if it was skipped; where it is not called, the program's end does.
@@ -123,8 +127,8 @@ class TrainStep:
         Raises:
           NonFiniteError: too many steps in a row were skipped, the last one among them.
         """
+        self._interrupts.release()
         self._verdicts.tell()
-        self._verdicts.check()
 
     @property
     def setup(self) -> Setup:
@@ -146,7 +150,7 @@ class TrainStep:
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
-        self._verdicts.check()
+        self._verdicts.tell(but=1)
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         params, state = _placed((params, state), (program.params, program.state))
         given, batch = batch, jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
@@ -156,8 +160,14 @@ class TrainStep:
             self._agreed.append(program)
         if self.setup.config.rows != "mixed":
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
-        results = program.run(params, state, batch, *args)
+        self._interrupts.begin((params, state) if self.donate else ())
+        try:
+            results = program.run(params, state, batch, *args)
+        except BaseException:
+            self._interrupts.cancel()
+            raise
         self._verdicts.expect(program.names, results[2])
+        self._interrupts.end()
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
