@@ -96,7 +96,11 @@ class Verdicts:
     def expect(self, names: Names, metrics: Metrics) -> None:
         """Notes a step that was dispatched; `names` are its leaves' paths."""
         self._calls += 1
-        kept = {name: metrics[name] for name in ("skipped", "bad_leaf", "loss", "grad_norm", "loss_scale") if name in metrics}
+        kept = {
+            name: metrics[name]
+            for name in ("skipped", "bad_leaf", "loss", "grad_norm", "loss_scale")
+            if name in metrics
+        }
         self._pending.append((self._calls, names, kept))
 
     def tell(self, params: Tree = None, *, but: int = 0) -> None:

@@ -59,9 +59,9 @@ def train_step(
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
         not finite, or if params or state would no longer be: it changes nothing, on any device, and the next call but
-        one warns (after the last steps `step.close()` does, or the end of the program). After more than `max_skips` in a row, the second call after that raises
-        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
-        which count them themselves.
+        one warns (after the last steps `step.close()` does, or the end of the program). After more than `max_skips` in
+        a row, the second call after that raises `NonFiniteError`. None: such steps go to the optimizer too, as
+        `apply_if_finite` and `skip_not_finite` need, which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
         with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 

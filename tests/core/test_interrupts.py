@@ -265,7 +265,7 @@ def test_the_handlers_are_the_users_again_once_the_step_is_closed():
             p, state, _ = step(p, state, ROWS)
             assert signal.getsignal(signal.SIGINT) is not own
         assert signal.getsignal(signal.SIGINT) is own
-        with pytest.raises(ZeroDivisionError), make()[0] as step:
+        with contextlib.suppress(ZeroDivisionError), make()[0] as step:
             p, state, _ = step(p, state, ROWS)
             raise ZeroDivisionError
         assert signal.getsignal(signal.SIGINT) is own
