@@ -78,7 +78,7 @@ def main():
         starts = np.random.default_rng([0, i]).integers(len(text) - LENGTH, size=(args.rows, 1))
         batch = jaxshard.shard_batch(text[starts + np.arange(LENGTH + 1)], opt)
         params, state, metrics = step(params, state, batch, rest)
-        rest = metrics["aux"]
+        rest = optax.tree.where(metrics["skipped"], rest, metrics["aux"])  # a skipped step changes nothing
         if i % 25 == 0 or i == args.steps - 1:
             print(f"step {i + 1}  loss {float(metrics['loss']):.4f}")
     model = nnx.merge(graph, params, rest)

@@ -318,8 +318,9 @@ class DeviceLoss:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
             wide = x.astype(sum_dtype(x))
-            if self.options.weighted:
-                wide = wide * weights.reshape(-1, *(1,) * (x.ndim - 1))
+            if self.options.weighted:  # what has no weight counts nothing, not even a NaN
+                each = weights.reshape(-1, *(1,) * (x.ndim - 1))
+                wide = jnp.where(each == 0, jnp.zeros_like(wide), wide * each)
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
 
         loss = collectives.total(losses.sum(0), axes) / denominator

@@ -4,38 +4,54 @@ import atexit
 import contextlib
 import math
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.source import warn
-from jaxshard.base.tree import sum_dtype
+from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Metrics, Tree
 from jaxshard.base.units import ordinal
 from jaxshard.core.loss_scale import LossScale
 
 _LOSS = "the loss"
+_CURES = (
+    "Params and state are as the last good step left them: lower the learning rate, look at the batch, or allow more "
+    "(max_skips)"
+)
 
 
-def _what(leaf: str) -> str:
-    return leaf if leaf == _LOSS else f"the gradient of {leaf}"
+class Names(NamedTuple):
+    """The paths of the leaves of the params that are trained, and of the state."""
+
+    params: list[str]
+    state: list[str]
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many steps in a row had a loss or gradient that is not finite.
+    """Too many steps in a row had a loss, a gradient or an update that is not finite.
 
     `step` is the number of the last of them, where the first call of that `train_step` is 1; `leaf` is the path of its
-    first gradient that is not finite ("the loss", if that alone was not), and `what` names it in words.
+    first leaf whose gradient or new value is not finite ("the loss", if that alone was not), and `what` names it in
+    words. `broken` is the path of a parameter that was not finite before that step, or None.
     """
 
-    def __init__(self, step: int, leaf: str, count: int):
-        self.step, self.leaf, self.what = step, leaf, _what(leaf)
+    def __init__(self, step: int, leaf: str, count: int, what: str | None = None, broken: str | None = None):
+        self.step, self.leaf, self.broken = step, leaf, broken
+        self.what = what or (leaf if leaf == _LOSS else f"the gradient of {leaf}")
+        cures = _CURES if broken is None else _of_broken(broken)
         super().__init__(
-            f"train_step: call {step}: {self.what} is not finite, for the {ordinal(count)} time in a row. Params and "
-            "state are as the last good step left them: lower the learning rate, look at the batch, or allow more "
-            "(max_skips)"
+            f"train_step: call {step}: {self.what} is not finite, for the {ordinal(count)} time in a row. {cures}"
         )
+
+
+def _of_broken(path: str) -> str:
+    return (
+        f"Params were not finite before this step already ({path}), so no batch can help: go back to the last finite "
+        "checkpoint, by Checkpointer(path).latest_finite()"
+    )
 
 
 def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,10 +76,11 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 class Verdicts:
-    """The outcomes of past steps. Each is read once the next step is dispatched, so that devices never wait.
+    """The outcomes of past steps. A step's is read before the next but one is dispatched: devices have work meanwhile,
+    and nothing is left to do between a dispatch and the return, where an error would lose what was dispatched.
 
-    Every call reads exactly the outcome of the one before, so that several processes raise at the same call. What is
-    still unread when the program ends is told then.
+    Every call reads exactly the outcome of the one before the last, so that several processes raise at the same call.
+    What is still unread when the program ends is reported then.
 
     Args:
       max_skips: how many steps in a row may be skipped; None: any number.
@@ -73,54 +90,79 @@ class Verdicts:
     def __init__(self, max_skips: int | None, scaling: LossScale | None):
         self._max_skips, self._scaling = max_skips, scaling
         self._calls, self._bad_in_a_row = 0, 0
-        self._pending: list[tuple[int, list[str], Metrics]] = []
-        self._due: Exception | None = None
+        self._pending: list[tuple[int, Names, Metrics]] = []
         atexit.register(_tell_at_exit, weakref.ref(self))  # before JAX, which registered earlier, takes devices down
 
-    def check(self) -> None:
-        """Raises what is due, before a step is dispatched: a `NonFiniteError`, or a warning that is to be an error."""
-        due, self._due = self._due, None
-        if due is not None:
-            if isinstance(due, NonFiniteError):
-                self._pending.clear()  # the later step had the same params, so its outcome says nothing new
-            raise due
-
-    def expect(self, names: list[str], metrics: Metrics) -> None:
-        """Notes a step that was dispatched, and warns if the one before was skipped; `names` are its params' paths."""
+    def expect(self, names: Names, metrics: Metrics) -> None:
+        """Notes a step that was dispatched; `names` are its leaves' paths."""
         self._calls += 1
-        kept = {name: metrics[name] for name in ("skipped", "bad_leaf", "loss", "loss_scale") if name in metrics}
+        kept = {
+            name: metrics[name]
+            for name in ("skipped", "bad_leaf", "loss", "grad_norm", "loss_scale")
+            if name in metrics
+        }
         self._pending.append((self._calls, names, kept))
-        self.tell(but=1)
 
-    def tell(self, *, but: int = 0) -> None:
-        """Reads all outcomes, but for the last `but`, and warns of each skipped step."""
-        while len(self._pending) > but and not isinstance(self._due, NonFiniteError):
-            call, names, metrics = self._pending.pop(0)
-            if bool(metrics["skipped"]):
-                self._skipped(call, names, metrics)
+    def tell(self, params: Tree = None, *, but: int = 0) -> None:
+        """Reads all outcomes, but for the last `but`, and warns of each skipped step.
+
+        `params`: those of the next step, which a skipped step has left as they were.
+
+        Raises:
+          NonFiniteError: too many steps in a row were skipped.
+        """
+        while len(self._pending) > but:
+            call, names, metrics = self._pending[0]
+            skipped = bool(metrics["skipped"])  # waits; an interrupt leaves the outcome unread
+            del self._pending[0]
+            if skipped:
+                self._skipped(call, names, metrics, params)
             else:
                 self._bad_in_a_row = 0
 
-    def _skipped(self, call: int, names: list[str], metrics: Metrics) -> None:
-        bad, scaling = int(metrics["bad_leaf"]), self._scaling
-        if bad < 0 and math.isfinite(float(metrics["loss"])):
+    def _skipped(self, call: int, names: Names, metrics: Metrics, params: Tree) -> None:
+        bad, scaling, finite = int(metrics["bad_leaf"]), self._scaling, _finite_before(metrics)
+        if bad < 0 and finite:
             self._warn(call, "the whole batch has weight 0")
             return
-        if scaling is not None and float(metrics["loss_scale"]) > scaling.minimum:
+        if scaling is not None and not finite and float(metrics["loss_scale"]) > scaling.minimum:
             return  # an overflow, which a smaller scale will cure
         self._bad_in_a_row += 1
-        leaf = _LOSS if bad < 0 else names[bad]
+        leaf, what = _named(names, bad, finite)
+        broken = None if finite else _not_finite(params)
         if self._max_skips is not None and self._bad_in_a_row > self._max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
-            self._due = NonFiniteError(call, leaf, count)
-        else:
-            self._warn(call, f"{_what(leaf)} is not finite")
+            self._pending.clear()  # the later step had the same params, so its outcome says nothing new
+            raise NonFiniteError(call, leaf, count, what, broken)
+        more = "" if broken is None else f". {_of_broken(broken)}"
+        self._warn(call, f"{what} is not finite{more}")
 
     def _warn(self, call: int, why: str) -> None:
-        try:
-            warn(f"train_step: call {call} changed nothing: {why}")
-        except Warning as error:  # where warnings are errors: raised now, it would lose the step that was dispatched
-            self._due = error
+        warn(f"train_step: call {call} changed nothing: {why}")
+
+
+def _finite_before(metrics: Metrics) -> bool:
+    """Whether loss and gradients were finite, so that a step was skipped for what came of them."""
+    return math.isfinite(float(metrics["loss"])) and math.isfinite(float(metrics["grad_norm"]))
+
+
+def _named(names: Names, bad: int, finite: bool) -> tuple[str, str]:
+    """(path, in words) of the leaf that is not finite."""
+    if bad < 0:
+        return _LOSS, _LOSS
+    if bad >= len(names.params):
+        leaf = names.state[bad - len(names.params)]
+        return leaf, f"the new optimizer state's {leaf}"
+    leaf = names.params[bad]
+    return leaf, f"the {'update' if finite else 'gradient'} of {leaf}"
+
+
+def _not_finite(params: Tree) -> str | None:
+    """The path of the first parameter that is not finite."""
+    for names, leaf in named_leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.isfinite(leaf).all()):
+            return path_of(names)
+    return None
 
 
 def _tell_at_exit(found: "weakref.ref[Verdicts]") -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.interrupts import Interrupts
 from jaxshard.base.jaxprs import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, T, Tree
@@ -23,7 +24,7 @@ from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
 from jaxshard.core.repeats import KeyWatch
 from jaxshard.core.sharding import Setup
-from jaxshard.core.skips import Verdicts, judged
+from jaxshard.core.skips import Names, Verdicts, judged
 from jaxshard.core.state import check_state, nearest, within_reach
 from jaxshard.core.update import advance
 from jaxshard.digest import digests
@@ -56,18 +57,19 @@ def train_step(
         gone afterwards. Arrays that lie elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
-      max_skips: the number of skipped steps in a row that are allowed. A step whose loss or gradient is not finite is
-        skipped: it changes nothing, on any device, and the next call warns (after the last step `step.close()` does, or
-        the end of the program). After more than `max_skips` in a row, the second call after that raises
-        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
-        which count them themselves.
+      max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
+        not finite, or if params or state would no longer be: it changes nothing, on any device, and the next call but
+        one warns (after the last steps `step.close()` does, or the end of the program). After more than `max_skips` in
+        a row, the second call after that raises `NonFiniteError`. None: such steps go to the optimizer too, as
+        `apply_if_finite` and `skip_not_finite` need, which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
         with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
     Returns:
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
-      whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in `jax.tree.leaves(params)`) of
-      the first gradient that is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
+      whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in
+      `jax.tree.leaves((params, state))`, without frozen params) of the first leaf whose gradient, or else whose new
+      value, is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
       with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
       `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
@@ -106,6 +108,7 @@ class TrainStep:
     _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
     _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
     _keys: KeyWatch = dataclasses.field(default_factory=KeyWatch, repr=False)
+    _interrupts: Interrupts = dataclasses.field(default_factory=Interrupts, repr=False)
 
     def __post_init__(self):
         self._verdicts = Verdicts(self.max_skips, self.setup.config.loss_scale)
@@ -116,6 +119,8 @@ class TrainStep:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.close()
+        else:
+            self._interrupts.release()
 
     def close(self) -> None:
         """Waits for the last step, and warns if it was skipped; where it is not called, the program's end does.
@@ -123,8 +128,8 @@ class TrainStep:
         Raises:
           NonFiniteError: too many steps in a row were skipped, the last one among them.
         """
+        self._interrupts.release()
         self._verdicts.tell()
-        self._verdicts.check()
 
     @property
     def setup(self) -> Setup:
@@ -146,7 +151,7 @@ class TrainStep:
         for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
-        self._verdicts.check()
+        self._verdicts.tell(params, but=1)
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         params, state = _placed((params, state), (program.params, program.state))
         given, batch = batch, jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
@@ -156,8 +161,14 @@ class TrainStep:
             self._agreed.append(program)
         if self.setup.config.rows != "mixed":
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
-        results = program.run(params, state, batch, *args)
+        self._interrupts.begin((params, state) if self.donate else ())
+        try:
+            results = program.run(params, state, batch, *args)
+        except BaseException:
+            self._interrupts.cancel()
+            raise
         self._verdicts.expect(program.names, results[2])
+        self._interrupts.end()
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
@@ -202,14 +213,15 @@ class TrainStep:
         compilers.check_known("train_step", setup.mesh, self.given)
         before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
+        trees = (setup.trained(params), settled.state)
         run = jax.jit(
             self._step,
             out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
             donate_argnums=self._donated(shapes, settled.state),
             compiler_options=self.compiler_options,
         )
-        names = [path_of(names) for names, _ in named_leaves(setup.trained(params))]
-        return _Program(run, wanted, before, batch, names)
+        of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
+        return _Program(run, wanted, before, batch, Names(of_params, of_state))
 
     def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
         """The arguments whose memory the step takes over; not a state with leaves that no result is like."""
@@ -236,9 +248,18 @@ class TrainStep:
             ok = finite if ok is None else ok & finite
         asked = self.extra(params, batch) if self.extra else {}
         offered = {"value": found.loss, "grad": fast(found.grads)}
-        trained, after = advance(
-            setup, found.grads, state, setup.trained(params), offered | asked, want="params", ok=ok
+        trained, after, agreed = advance(
+            setup,
+            found.grads,
+            state,
+            setup.trained(params),
+            offered | asked,
+            want="params",
+            ok=ok,
+            judges=self.max_skips is not None,
         )
+        if agreed is not None:
+            ok, bad_leaf = agreed.ok, jnp.where(bad_leaf < 0, agreed.bad_leaf, bad_leaf)
         params = setup.with_frozen(trained, params, lambda x: x)
         skipped = jnp.bool_(False) if ok is None else ~ok
         metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
@@ -246,8 +267,10 @@ class TrainStep:
             metrics["loss_scale"] = scale
             old = state.extra["loss_scale"]
             new = scaling.after(old, ~finite)
-            if self.loss.options.weighted:  # a batch of weight 0 says nothing about the scale
-                new = jax.tree.map(lambda n, o: jnp.where(found.weight == 0, o, n), new, old)
+            stays = skipped & finite  # a batch of weight 0, or a bad update, says nothing about the scale
+            if self.loss.options.weighted:
+                stays |= found.weight == 0
+            new = jax.tree.map(lambda n, o: jnp.where(stays, o, n), new, old)
             after = after._replace(extra=after.extra | {"loss_scale": new})
         return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
 
@@ -279,13 +302,13 @@ def _kinds(tree: Tree) -> Counter[tuple[Hashable, ...]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
-    """A jitted step (`run`), and the shardings of its params, state and batch; `names` are the params' paths."""
+    """A jitted step (`run`), the shardings of its params, state and batch, and the paths of its leaves."""
 
     run: Tree
     params: Tree
     state: Tree
     batch: NamedSharding
-    names: list[str]
+    names: Names
 
     def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
         """For each leaf of the further arguments, whether random numbers depend on it."""

@@ -1,0 +1,92 @@
+"""An update is judged before it replaces anything: is all that it makes finite?
+
+The verdict depends on every new value, and new values beside the old ones would take their memory once more. So what is
+cheap to compute is computed twice: once to be judged alone, and again, over the old values, once all devices agree.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.base.jaxprs import is_literal, open_jaxpr, operands_of, run_equations
+from jaxshard.base.primitives import POINTWISE
+from jaxshard.base.rerun import flat
+from jaxshard.base.tree import is_key, named_leaves
+from jaxshard.base.types import Equation, Tree, Var
+from jaxshard.core.components import is_big
+
+_CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "sharding_constraint"}
+
+
+class Verdict(NamedTuple):
+    """Whether a step is taken, and the first leaf of (params, state) that would no longer be finite, or -1."""
+
+    ok: jax.Array
+    bad_leaf: jax.Array
+
+
+class Twice:
+    """A computation without arguments; `first` is its result."""
+
+    def __init__(self, run: Callable[[], Tree]):
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)()
+        program, values = flat(traced)
+        self._jaxpr, self._treedef = open_jaxpr(program), jax.tree.structure(shapes)
+        self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, values, strict=True))
+        run_equations(self._jaxpr, list(self._jaxpr.eqns), self._env)
+        self.first = self._results(self._env)
+
+    def again(self, after: jax.Array | None = None) -> Tree:
+        """The result once more, from the same arguments and from what was not cheap; `after`: not before this."""
+        eqns = self._cheap()
+        kept = [v for v in operands_of(eqns) if is_big(v)]
+        values = [self._env[v] for v in kept]
+        if after is not None and values:
+            values = lax.optimization_barrier((values, after))[0]
+        env = self._env | dict(zip(kept, values, strict=True))
+        run_equations(self._jaxpr, eqns, env)
+        return self._results(env)
+
+    def _cheap(self) -> list[Equation]:
+        """The equations of big arrays between the results and what is kept."""
+        wanted, found = {v for v in self._jaxpr.outvars if not is_literal(v)}, list[Equation]()
+        for eqn in reversed(self._jaxpr.eqns):
+            if eqn.primitive.name in _CHEAP and any(v in wanted and is_big(v) for v in eqn.outvars):
+                found.append(eqn)
+                wanted |= {v for v in eqn.invars if not is_literal(v)}
+        return found[::-1]
+
+    def _results(self, env: dict[Var, Tree]) -> Tree:
+        leaves = [v.val if is_literal(v) else env[v] for v in self._jaxpr.outvars]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> Verdict:
+    """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all."""
+    before = dict(named_leaves(old))
+    counts = [_num_lost(x, before[names]) if names in before else None for names, x in named_leaves(new)]
+    places = [i for i, count in enumerate(counts) if count is not None]
+    found = [count for count in counts if count is not None]
+    if not found:
+        return Verdict(ok, jnp.int32(-1))
+    bad = jnp.stack(found) > 0
+    first = jnp.where(bad.any(), jnp.asarray(places, jnp.int32)[jnp.argmax(bad)], -1)
+    return Verdict(ok & ~bad.any(), first)
+
+
+def _num_lost(new: jax.Array, old: jax.Array) -> jax.Array | None:
+    """How many elements were finite and are no longer; None for whole numbers and keys.
+
+    Infinity may stay where it was (a mask among the params), and a single number may become infinite: the error of a
+    search, the best loss so far. A moment must not, since it would never become finite again. It is a float32, for one
+    reduction together with the sums of squares.
+    """
+    if is_key(new) or not jnp.issubdtype(new.dtype, jnp.inexact) or new.shape != old.shape:
+        return None
+    if new.ndim == 0:
+        return (jnp.isnan(new) & ~jnp.isnan(old)).astype(jnp.float32)
+    lost = jnp.isfinite(old) & ~jnp.isfinite(new)
+    return lax.reduce_sum(lost.astype(jnp.float32), tuple(range(lost.ndim)))
