@@ -110,14 +110,33 @@ def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
     return mesh
 
 
-def check_context(mesh: Mesh | AbstractMesh) -> None:
+def check_context(who: str, mesh: Mesh | AbstractMesh) -> None:
     """Raises a ValueError where `jax.set_mesh` has set another mesh, in whose axes JAX would read every spec."""
     current = jax.sharding.get_abstract_mesh()
-    if not current.empty and dict(current.shape) != dict(mesh.shape):
-        raise ValueError(
-            f"the mesh that jax.set_mesh has set, {dict(current.shape)}, is not the optimizer's, {dict(mesh.shape)}: "
-            "call this outside of it, or make the optimizer for that mesh"
-        )
+    if current.empty:
+        return
+    kinds = {} if current.manual_axes else {"types": lambda x: dict(zip(x.axis_names, x.axis_types, strict=True))}
+    of = {"sizes": lambda x: dict(x.shape), **kinds, "devices": _ids}
+    for what, read in of.items():
+        other, own = read(_set_mesh() if what == "devices" else current), read(mesh)
+        if other and own and other != own:
+            raise ValueError(
+                f"{who}: the mesh that jax.set_mesh has set has the axes' {what} {other}, and the optimizer's has "
+                f"{own}: call this outside of it, or make the optimizer for that mesh"
+            )
+
+
+def _set_mesh() -> Mesh | None:
+    """The mesh with devices that `jax.set_mesh` has set; None in a trace, where JAX does not say, or without one."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return None
+
+
+def _ids(mesh: Mesh | AbstractMesh | None) -> list[int]:
+    """The devices' ids, in the order of the mesh; none of an abstract mesh."""
+    return [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) and not mesh.empty else []
 
 
 def _listed(devices: object) -> list[Any]:

@@ -66,7 +66,7 @@ def checked_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions)
       ValueError: one has as many rows as the batch, and nobody said that it is meant whole; or another mesh is set.
       TypeError: one has a leaf that is no array and no number.
     """
-    check_context(options.setup.mesh)
+    check_context("the loss", options.setup.mesh)
     for i, arg in enumerate(args):
         _check_leaves(i, arg)
     if options.setup.num_batch_shards * options.microbatches > 1:

@@ -252,7 +252,38 @@ def moved(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
 
     Otherwise XLA lays out `tree` by `tos` too, and what the user's program makes of it: params would leave a scan cut.
     """
-    return on(at(tree, mesh, froms) if is_traced(tree) else tree, mesh, froms, tos)
+    return on(_held_at(tree, mesh, froms, tos) if is_traced(tree) else tree, mesh, froms, tos)
+
+
+def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
+    """As `at(tree, mesh, specs)`, in a trace, for a tree that goes on to `tos`.
+
+    Of two constraints, one after the other, XLA takes the second for whatever else uses the array: `params + updates`
+    would be cut. So a shard_map that does nothing is between them.
+    """
+    tree = at(tree, mesh, specs)
+    if is_explicit(mesh):
+        return tree
+
+    def held(x: jax.Array, spec: P, to: P) -> jax.Array:
+        return x if spec == to else jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return jax.tree.map(held, tree, specs, tos)
+
+
+def lying_anywhere(tree: T, mesh: AnyMesh) -> T:
+    """`tree`, which XLA may lay out in any way; for traced arrays on their way into a shard_map, or elsewhere.
+
+    Otherwise XLA lays out an array that a shard_map takes whole, but that nothing else lays out, as a whole one: new
+    params that a second loss takes as a further argument would leave the program whole.
+    """
+
+    def anywhere(x: Tree) -> Tree:
+        if not is_traced(x) or not x.ndim or is_explicit(mesh):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
+
+    return jax.tree.map(anywhere, tree)
 
 
 def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
@@ -309,7 +340,7 @@ def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
         return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
     start = np.asarray(x).ctypes.data
     if any(start <= address < start + placed.nbytes for address in buffers(placed)):
-        placed = jax.block_until_ready(copied(placed))  # before the caller writes there again
+        return jax.device_put(np.array(x), sharding)  # of a copy that nobody else has; `jnp.copy` would be compiled
     return placed
 
 

@@ -154,6 +154,7 @@ class LossFunction:
 
     def _differentiable(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         """As `_traced`; raises a TypeError with the cure if it is differentiated in forward mode."""
+        args = collectives.lying_anywhere(args, self.setup.mesh)
         try:
             return self._traced(params, batch, *args)
         except TypeError as error:

@@ -17,7 +17,7 @@ from jaxshard.core.options import Config, checked_config
 from jaxshard.core.sharding import Setup
 from jaxshard.core.update import advance
 from jaxshard.inner.update import fast
-from jaxshard.mesh import check_has_devices
+from jaxshard.mesh import check_context, check_has_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ class _Methods:
         self, updates: Params, state: optax.OptState, params: Params | None = None, **extra: Tree
     ) -> tuple[Params, optax.OptState]:
         setup, whole = self.setup, updates if params is None else params
+        check_context("update", setup.mesh)
         updates, params = setup.trained(updates), None if params is None else setup.trained(params)
         if params is not None:
             check_arrays(fast(params))

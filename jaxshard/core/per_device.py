@@ -19,6 +19,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.precision import like, wide
 from jaxshard.core.unshard import AtFirstUse, Scale, Sharded, Value, lookup_dims
+from jaxshard.mesh import platform_of
 
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
@@ -174,7 +175,10 @@ class DeviceLoss:
         return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(axes))
 
     def _sum_dtype(self, leaf: Leaf) -> DType:
-        return like(self.setup.config.reduce_dtype, leaf.dtype)
+        """XLA for CPU ends the program at a sum of 2-byte floats over some axes while others are left to it."""
+        given = like(self.setup.config.reduce_dtype, leaf.dtype)
+        narrow = self.setup.config.auto_axes and platform_of(self.setup.mesh) == "cpu"
+        return jnp.promote_types(given, jnp.float32) if narrow else given
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""

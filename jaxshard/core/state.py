@@ -30,7 +30,7 @@ from jaxshard.core.precision import ShardedState
 from jaxshard.core.sharding import Setup
 from jaxshard.inner.trace import state_of_values
 from jaxshard.inner.whole_operands import with_whole_operands
-from jaxshard.mesh import check_has_devices
+from jaxshard.mesh import check_context, check_has_devices
 from jaxshard.processes import agreement
 
 
@@ -50,6 +50,7 @@ def place(setup: Setup, params: Params) -> Params:
 
 def init(setup: Setup, params: Tree) -> Tree:
     """The state, sharded from the start; see `ShardedOptimizer`."""
+    check_context("init", setup.mesh)
     if is_local(setup):
         raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
     if setup.why_no_shapes(params):
@@ -101,6 +102,7 @@ def is_local(setup: Setup) -> bool:
 
 def synchronize(setup: Setup, tree: T) -> T:
     """The tree with all copies of each array made equal; see `ShardedOptimizer.synchronize`."""
+    check_context("synchronize", setup.mesh)
     for names, leaf in named_leaves(tree):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(f"synchronize: {path_of(names)} does not lie on a mesh; call `place` or `init` first")
