@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ import optax
 
 import jaxshard
 from jaxshard import guards
+from jaxshard.base import files
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import train
 from jaxshard.processes import agreement
@@ -311,6 +313,24 @@ def reported_saves(folder, count, keep_last, how):
                 time.sleep(0.02 * (step % 4))
                 checkpoints.wait()
             say("reported", step)
+
+
+def synced_parts(folder):
+    """Each process syncs the files that it wrote itself: on a shared file system no other one can."""
+    join()
+    synced, sync = set(), files._sync
+
+    def recorded(number):
+        sync(number)
+        synced.add(os.fstat(number).st_ino)
+
+    files._sync = recorded
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, numbers_placed(1, jaxshard.make_mesh()), blocking=True)
+        own = pathlib.Path(folder, "1", "state", f"ocdbt.process_{jax.process_index()}")
+        names = [path.name for path in (own, *own.rglob("*")) if path.stat().st_ino not in synced]
+        assert len(list(own.rglob("*"))) > 2
+        say("not synced:", names)
 
 
 def noise_saved_and_restored(strategy, saved, *others):

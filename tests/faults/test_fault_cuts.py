@@ -76,6 +76,13 @@ def test_what_was_reported_outlasts_a_power_cut(tmp_path, monkeypatch, count, ho
         look_after_a_cut(made.path / "ck", reported)
 
 
+def test_each_process_has_synced_what_it_wrote_before_a_save_is_reported(tmp_path):
+    """F70"""
+    with Group(program("synced_parts", tmp_path / "ck"), tmp_path) as group:
+        assert group.wait() == [0, 0], group.text()
+    assert all("not synced: []" in group.log(index) for index in range(2)), group.text()
+
+
 def recorded(folder, monkeypatch, how):
     """Where no disk may be mounted: at each report all of the step is synced, and nothing older gone before."""
     recorder = Recorder(monkeypatch)
