@@ -138,7 +138,8 @@ def _tried(change: Change, world: World, group: Group) -> str:
     assert re.search(change.words, log), f"not said: {change.words}\n{group.text()}"
     saved = None
     if change.saved is not None:
-        saved = max(Checkpointer(world.run.parent / change.saved / "model").steps(), default=-1)
+        folder = os.path.normpath(world.run.parent / change.saved)  # a folder above may have been renamed
+        saved = max(Checkpointer(Path(folder) / "model").steps(), default=-1)
         assert saved >= before, f"step {saved} of {before} is saved\n{group.text()}"
     for name in _named(log):
         assert (world.run / name).exists(), f"{name} is named, and is not there\n{group.text()}"
@@ -212,9 +213,10 @@ def link_to_copy(name: str) -> Callable[[World], object]:
 
 
 def another_runs_model(world: World) -> None:
-    _gone(world.run / "model")
-    with Checkpointer(world.run / "model") as others:
+    with Checkpointer(world.free) as others:
         others.save(3, {"w": np.zeros(3)})
+    _gone(world.run / "model")
+    world.free.rename(world.run / "model")
 
 
 def mode(name: str, bits: int) -> Callable[[World], object]:
