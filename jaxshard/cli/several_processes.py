@@ -45,8 +45,10 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     ]
     with _signals_passed_on(children) as received:
         status = _first_failure(children)
-    given = received - {signal.SIGINT, signal.SIGTERM}
-    return 128 + min(given) if given and status == 128 + signal.SIGTERM else status  # of another than the first child
+    others = received - {signal.SIGINT, signal.SIGTERM}
+    return (
+        128 + min(others) if others and status == 128 + signal.SIGTERM else status
+    )  # which the children get as SIGTERM
 
 
 def _environment(address: str, count: int, index: int, devices: int, run: str) -> dict[str, str]:

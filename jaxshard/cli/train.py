@@ -65,6 +65,7 @@ class Job:
       again: whether the same command starts the run and restarts it (--resume-if-saved).
       notes: what there is to say before it starts.
       profiled: the steps of this process that are traced.
+      tokenizer: the file beside the text that made its tokens.
     """
 
     run: Run
@@ -73,6 +74,7 @@ class Job:
     again: bool = False
     notes: Sequence[str] = ()
     profiled: range = range(0)
+    tokenizer: Path | None = None
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -87,11 +89,11 @@ def command(arguments: Sequence[str]) -> int:
     if status and jax.distributed.is_initialized():  # the others may not have this error
         _leave_at_once(status, _LEAVE_SECONDS)
     if is_command():
-        _end_within(_ENDING_SECONDS, status)
+        _end_within(_FAILED_SECONDS if status else _LEAVE_SECONDS, status)
     return status
 
 
-_ENDING_SECONDS = 5
+_FAILED_SECONDS = 5
 _LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
 
 
@@ -152,10 +154,10 @@ def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | 
     """The place of the run, in process 0."""
     if jax.process_index() > 0:
         return contextlib.nullcontext()
-    config, tokenizer = job.run.config, tokenizer_of(job.run.config)
+    config = job.run.config
 
     def complete(folder: RunFolder) -> list[str]:
-        notes = folder.complete(toml.dump(config), tokenizer)
+        notes = folder.complete(toml.dump(config), job.tokenizer)
         if config.train.start and not folder.huggingface.exists():
             hf_folder.keep(Path(config.train.start), folder.huggingface)
         return notes
@@ -218,7 +220,7 @@ def make_job(given: Given) -> Job:
     reason = why_not_fused(config.model, run.opt.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
     profiled = range(0) if given.profile is None else steps_in(given.profile)
-    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes], profiled)
+    return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes], profiled, tokenizer_of(config))
 
 
 def compile_step(job: Job, console: Console) -> TrainStep:
@@ -257,7 +259,7 @@ def execute(
         makers = loggers(folder, run.config, found, lambda text: say(console, text))
         for note in folder.begin(toml.dump(run.config), snapshot.step):
             say(console, printable(note))
-        folder.keep_tokenizer(tokenizer_of(run.config))
+        folder.keep_tokenizer(job.tokenizer)
     if writes and not job.resume and train.start:
         hf_folder.keep(Path(train.start), folder.huggingface)
     with (

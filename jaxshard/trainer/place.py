@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -26,7 +25,7 @@ class Place:
     """
 
     def __init__(self, folder: RunFolder, run: str, complete: Callable[[RunFolder], list[str]]):
-        self._folder, self._run, self.complete = folder, run, complete
+        self._folder, self._run, self._complete = folder, run, complete
         self._watch, self._model = FolderWatch(folder.path), FolderWatch(folder.model)
 
     def __enter__(self) -> Self:
@@ -36,33 +35,43 @@ class Place:
         self._watch.close()
         self._model.close()
 
-    def moved(self) -> tuple[str, str] | None:
-        """None, or why the run can no longer be saved at its place, and where instead."""
+    def moved(self) -> tuple[str, str | None] | None:
+        """None, or why the run can no longer be saved at its place, and where its folder is now, if that is known."""
         path, where = self._folder.path, self._watch.where()
         if where != path:
             now = f"it is now {where}" if where else "it was deleted or unmounted"
             why = f"--out {path} is no longer the folder that the run began in: {now}"
-            return printable(why), str(where) if where else self.another()
+            return printable(why), str(where) if where else None
         if self._model.where() != self._folder.model and self._has_others():
-            return printable(f"{self._folder.model} was replaced, and is not this run's"), self.another()
+            return printable(f"{self._folder.model} was replaced, and is not this run's"), None
         return None
 
-    def another(self) -> str:
-        """A path where nothing is: --out itself, or beside it."""
-        path = self._folder.path
-        others = (path.with_name(f"{path.name}.rescued{number or ''}") for number in itertools.count())
-        return str(next(each for each in itertools.chain([path], others) if not os.path.lexists(each)))
+    def made_elsewhere(self, where: str | None) -> str:
+        """Completes the folder `where` the run's is now; otherwise makes another, at --out if nothing is there, or
+        beside it. Returns its path.
 
-    def removed(self, made: Path) -> None:
-        """Removes a folder from `another` in which nothing could be saved."""
-        if made != self._watch.where():
-            shutil.rmtree(made, ignore_errors=True)
+        Raises:
+          OSError: that cannot be written to.
+        """
+        path = Path(where) if where else self._made()
+        self._complete(RunFolder(path))
+        return str(path)
+
+    def _made(self) -> Path:
+        path = self._folder.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        others = (path.with_name(f"{path.name}.rescued{number or ''}") for number in itertools.count())
+        for each in itertools.chain([path], others):
+            if not os.path.lexists(each):
+                each.mkdir()
+                return each
+        raise AssertionError("there are names without end")
 
     def completed(self) -> list[str]:
         """Writes what is missing in the folder, where it is still at its place; returns what there is to say."""
         notes = [] if self._model.where() == self._folder.model else self._made_anew()
         try:
-            notes += self.complete(self._folder)
+            notes += self._complete(self._folder)
         except OSError as error:
             notes.append(f"{self._folder.path} is not whole, and cannot be completed: {error}")
         return [printable(note) for note in notes]

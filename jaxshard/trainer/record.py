@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from jaxshard.base.figures import without_latex
@@ -25,6 +25,7 @@ from jaxshard.trainer.metrics import Record
 from jaxshard.trainer.run_folder import RunFolder
 from jaxshard.trainer.trackers import Before, Tracker
 
+_EVENTS: Any = event_pb2  # made at run time
 _LARGEST = 1e30  # bits per byte that are drawn
 _TITLE_CHARACTERS = 90
 
@@ -121,9 +122,9 @@ class TensorBoard:
         self._suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
         self._folder.tensorboard.mkdir(exist_ok=True)
         self._events = EventsWriter(str(self._folder.tensorboard / "events"), self._suffix)
-        self._add(Event(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add(_EVENTS.Event(step=first + 1, session_log={"status": _EVENTS.SessionLog.START}))
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Any) -> None:
         """Writes an event at once. (tensorboardX's SummaryWriter has a thread for it, which ends at the first error, on
         a full disk for instance; then its queue fills up, and the run waits for ever.)"""
         event.wall_time = time.time()
@@ -136,7 +137,7 @@ class TensorBoard:
             self.rewind(step - 1)
             self._tell(_begun_anew(self._folder.tensorboard, step))
         for name, value in scalars.items():
-            self._add(Event(step=step, summary=scalar(name, value)))
+            self._add(_EVENTS.Event(step=step, summary=scalar(name, value)))
         self._events.flush()
 
     def rewind(self, step: int) -> None:

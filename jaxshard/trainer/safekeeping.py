@@ -74,7 +74,7 @@ class Safekeeping:
           MovedError: the run's folder is another one now; the snapshot is saved, if it can be.
         """
         if snapshot.step != self._saved:
-            self._attempt(snapshot, lambda: self._begin(snapshot, heldout_loss))
+            self._attempt(snapshot, lambda: self._begin(snapshot, heldout_loss), heldout_loss)
             self._saved = snapshot.step
 
     def save_last(self, snapshot: Snapshot) -> None:
@@ -99,23 +99,22 @@ class Safekeeping:
     def _begin(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
         run_folder.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
 
-    def _attempt(self, snapshot: Snapshot, act: Callable[[], None]) -> None:
+    def _attempt(self, snapshot: Snapshot, act: Callable[[], None], heldout_loss: float | None = None) -> None:
         """Does a part of a save; if that fails, saves `snapshot` anew, once: its folder may have been moved away."""
         self._check_place(snapshot)
         try:
             act()
         except (OSError, agreement.ProcessError) as error:
-            self._again(snapshot, str(error))
+            self._again(snapshot, str(error), heldout_loss)
 
-    def _again(self, snapshot: Snapshot, why: str) -> None:
+    def _again(self, snapshot: Snapshot, why: str, heldout_loss: float | None = None) -> None:
         self._check_place(snapshot)
         say(self._console, f"{printable(why)}; step {snapshot.step} is saved once more")
         try:
-            self._begin(snapshot, None)
+            self._begin(snapshot, heldout_loss)
             self._saves.wait()
         except (OSError, agreement.ProcessError) as error:
-            path = agreement.from_first("save", lambda: self._place and self._place.another())
-            self._save_elsewhere(snapshot, printable(str(error)), Path(path))
+            self._save_elsewhere(snapshot, printable(str(error)), None)
 
     def _check_place(self, snapshot: Snapshot) -> None:
         """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
@@ -123,30 +122,26 @@ class Safekeeping:
         for note in notes:
             say(self._console, note)
         if moved:
-            why, path = moved
-            self._save_elsewhere(snapshot, why, Path(path))
+            self._save_elsewhere(snapshot, *moved)
 
-    def _looked_at(self) -> tuple[tuple[str, str] | None, list[str]]:
+    def _looked_at(self) -> tuple[tuple[str, str | None] | None, list[str]]:
         assert self._place is not None  # this is process 0
         moved = self._place.moved()
         return moved, [] if moved else self._place.completed()
 
-    def _save_elsewhere(self, snapshot: Snapshot, why: str, path: Path) -> NoReturn:
+    def _save_elsewhere(self, snapshot: Snapshot, why: str, where: str | None) -> NoReturn:
         """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
         with contextlib.suppress(OSError, agreement.ProcessError):
             self._saves.close()  # what it was saving may be lost with the folder
-        folder, place = RunFolder(path), self._place
+        place = self._place
         try:
-            agreement.from_first("save", lambda: place and place.complete(folder))
-            with run_folder.open_saves(folder, self._run.config.train) as saves:
+            path = agreement.from_first("save", lambda: place.made_elsewhere(where) if place else "")
+            with run_folder.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
                 run_folder.save(saves, reshaped(snapshot, self._run.saved_template))
         except (OSError, ValueError, agreement.ProcessError) as error:
-            if place:
-                place.removed(path)
-            raise OSError(f"{why}; nor could step {snapshot.step} be saved in {printable(str(path))}") from error
-        command = shell_command("jaxshard", "train", "--resume", "--out", str(path))
-        where = printable(str(path))
-        raise MovedError(f"{why}; step {snapshot.step} is saved in {where}; to go on: {command}")
+            raise OSError(f"{why}; nor could step {snapshot.step} be saved elsewhere: {error}") from error
+        command = shell_command("jaxshard", "train", "--resume", "--out", path)
+        raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to go on: {command}")
 
     def ended(self, step: int) -> bool:
         """Whether a signal asks the run to end before this step."""

@@ -83,7 +83,7 @@ def tensor(file: Path, name: str) -> np.ndarray:
         found = np.empty(entry.shape, jnp.dtype(_DTYPES[entry.dtype]))
     except (ValueError, KeyError) as error:
         raise OSError(f"{file} cannot be read: {error}") from error
-    into = found.reshape(-1).view(np.uint8)
+    into = found.reshape(-1).view(np.uint8).data
     with file.open("rb", buffering=0) as stream:
         stream.seek(entry.first)
         while len(into):

@@ -138,7 +138,8 @@ def _tried(change: Change, world: World, group: Group) -> str:
     assert re.search(change.words, log), f"not said: {change.words}\n{group.text()}"
     saved = None
     if change.saved is not None:
-        saved = max(Checkpointer(world.run.parent / change.saved / "model").steps(), default=-1)
+        folder = os.path.normpath(world.run.parent / change.saved)  # a folder above may have been renamed
+        saved = max(Checkpointer(Path(folder) / "model").steps(), default=-1)
         assert saved >= before, f"step {saved} of {before} is saved\n{group.text()}"
     for name in _named(log):
         assert (world.run / name).exists(), f"{name} is named, and is not there\n{group.text()}"
@@ -212,9 +213,10 @@ def link_to_copy(name: str) -> Callable[[World], object]:
 
 
 def another_runs_model(world: World) -> None:
-    _gone(world.run / "model")
-    with Checkpointer(world.run / "model") as others:
+    with Checkpointer(world.free) as others:
         others.save(3, {"w": np.zeros(3)})
+    _gone(world.run / "model")
+    world.free.rename(world.run / "model")
 
 
 def mode(name: str, bits: int) -> Callable[[World], object]:
@@ -278,7 +280,7 @@ GONE = r"is no longer the folder that the run began in: it was deleted or unmoun
 RESCUED = r"it was deleted or unmounted; step \d+ is saved in \S+\.rescued; to go on"
 OTHERS = r"model was replaced, and is not this run's; step \d+ is saved in \S+\.rescued; to go on"
 BESIDE = r"step \d+ is saved in \S+\.rescued; to go on"
-NOR = r"nor could step \d+ be saved in"
+NOR = r"nor could step \d+ be saved elsewhere: "
 ANEW = "model was moved, deleted or replaced: earlier saves may be gone"
 BEGINS = r"was moved, deleted or replaced: a new one begins at step \d+"
 TERM, INT, HUP, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
