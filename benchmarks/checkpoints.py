@@ -36,7 +36,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard.base import files
-from jaxshard.checkpoint import Checkpointer
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -218,7 +217,8 @@ def measure_syncs(options: argparse.Namespace) -> None:
         tree = {f"w{n}": jnp.full(num_bytes // 4, float(n)) for n in range(leaves)}
         jax.block_until_ready(tree)
         took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder, Checkpointer(folder, keep_last=1) as saves:
+        checkpointer = jaxshard.checkpoint.Checkpointer
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder, checkpointer(folder, keep_last=1) as saves:
             for number in range(2 * options.pairs + 2):
                 syncs = number % 4 in (0, 3)
                 took[syncs].append(timed_save(saves, number, tree, syncs))
@@ -226,13 +226,11 @@ def measure_syncs(options: argparse.Namespace) -> None:
             pairs = [(a[part], b[part]) for a, b in zip(took[True][1:], took[False][1:], strict=True)]
             medians = [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)]
             ratio = statistics.median(a / b for a, b in pairs)
-            print(
-                f"{leaves} x {num_bytes} bytes, {what}: {medians[0]:.0f} ms, without syncs {medians[1]:.0f} ms", end=""
-            )
-            print(f"; the pairs' ratios have the median {ratio:.2f}", flush=True)
+            times = f"{medians[0]:.0f} ms, without syncs {medians[1]:.0f} ms"
+            print(f"{leaves} x {num_bytes} bytes, {what}: {times}, median of the pairs' ratios {ratio:.2f}", flush=True)
 
 
-def timed_save(saves: Checkpointer, step: int, tree: Any, syncs: bool) -> tuple[float, float]:
+def timed_save(saves: Any, step: int, tree: Any, syncs: bool) -> tuple[float, float]:
     """Seconds of the loop, and until the save is reported."""
     sync = files._sync
     if not syncs:
