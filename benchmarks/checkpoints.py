@@ -2,13 +2,14 @@
 
     python benchmarks/checkpoints.py step --pairs 15 --apart
     python benchmarks/checkpoints.py memory --gigabytes 1.6
+    python benchmarks/checkpoints.py syncs --pairs 25
 
 `step` trains the reference model with AdamW on 8 simulated devices and alternates steps during an asynchronous save
 with as many without one; quote the medians. Here the devices are threads, and share the processor's cores with those
 that write, as no accelerator does; and they lend their memory to `save`, so that the next step must copy what it would
 have overwritten. `--apart` is nearer to an accelerator: one core is kept for writing, and what is saved is a copy that
 was made before. `memory` saves and restores a state that is cut over two processes, and tells how much more each of
-them ever held.
+them ever held. `syncs` alternates saves that sync what they write with saves that do not.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
+from jaxshard.base import files
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -209,9 +211,45 @@ def held(name: str) -> float:
     return int(found[1]) * 1024 / 1e9
 
 
+def measure_syncs(options: argparse.Namespace) -> None:
+    """What syncs add to an asynchronous save: to the loop, by `save` and a `wait` after the end, and until that end."""
+    for leaves, num_bytes in ((100, 16_000), (300, 4_000), (20, 1_000_000), (1, 64_000_000)):
+        tree = {f"w{n}": jnp.full(num_bytes // 4, float(n)) for n in range(leaves)}
+        jax.block_until_ready(tree)
+        took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        checkpointer = jaxshard.checkpoint.Checkpointer
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder, checkpointer(folder, keep_last=1) as saves:
+            for number in range(2 * options.pairs + 2):
+                syncs = number % 4 in (0, 3)
+                took[syncs].append(timed_save(saves, number, tree, syncs))
+        for part, what in enumerate(("the loop", "until it is reported")):
+            pairs = [(a[part], b[part]) for a, b in zip(took[True][1:], took[False][1:], strict=True)]
+            medians = [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)]
+            ratio = statistics.median(a / b for a, b in pairs)
+            times = f"{medians[0]:.0f} ms, without syncs {medians[1]:.0f} ms"
+            print(f"{leaves} x {num_bytes} bytes, {what}: {times}, median of the pairs' ratios {ratio:.2f}", flush=True)
+
+
+def timed_save(saves: Any, step: int, tree: Any, syncs: bool) -> tuple[float, float]:
+    """Seconds of the loop, and until the save is reported."""
+    sync = files._sync
+    if not syncs:
+        files._sync = lambda number: None
+    try:
+        start = time.perf_counter()
+        saves.save(step, tree)
+        loop = time.perf_counter() - start
+        saves._saving[1]._over.wait()
+        reported = time.perf_counter()
+        saves.wait()
+        return loop + time.perf_counter() - reported, reported - start
+    finally:
+        files._sync = sync
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["step", "memory", "process"], help="process: one of memory's two")
+    parser.add_argument("what", choices=["step", "memory", "syncs", "process"], help="process: one of memory's two")
     parser.add_argument("--strategy", default="zero2", choices=["ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--apart", action="store_true", help="the devices and the writing on different cores")
@@ -221,7 +259,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.6)
     parser.add_argument("--folder", help="where to save; it needs the state's size twice")
     options = parser.parse_args()
-    {"step": measure_steps, "memory": measure_memory, "process": hold_memory}[options.what](options)
+    measures = {"step": measure_steps, "memory": measure_memory, "syncs": measure_syncs, "process": hold_memory}
+    measures[options.what](options)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ _TEMPORARY = re.compile(r"\.jaxshard-[0-9a-f]{24}")
 _FOLDER = ".d"  # ends the name of a temporary folder, which stands beside the locked file of the same name
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the disk's own cache alone
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nor does a pipe keep us waiting
-_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}  # what is asked for does not exist there
+# What is asked for does not exist there.
+_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}
 _MAY_NOT = {errno.EACCES, errno.EPERM}
 _NOT_OURS = {errno.ENOENT, *_MAY_NOT}
 _READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -156,12 +157,12 @@ def _writer(content: str | bytes | Write) -> Write:
 
 
 def _new_file(folder: int) -> tuple[str, int]:
-    """The name and the number of an empty, locked file. Another process may delete it before it is locked."""
+    """The name and the number of an empty, locked file. Another process may lock and delete it first: then another."""
     while True:
         name = f".jaxshard-{secrets.token_hex(12)}"
         number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody else gets the lock either
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return name, number
         os.close(number)

@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -254,6 +256,26 @@ def test_many_writers_at_once_never_lose_a_file(place):
     assert [process.wait(max(1, end - time.monotonic())) for process in processes] == [0] * 4
     assert sorted(os.listdir(place)) == ["0", "1"]
     assert {(place / name).read_text() for name in "01"} == {"99"}
+
+
+def test_a_new_file_that_another_writer_takes_for_a_dead_ones_is_made_again(place, monkeypatch):
+    """It has the lock before the maker of the file has, and deletes the file a little later."""
+    opened, taken = os.open, []
+
+    def open_and_lose(path, flags, *mode, **options):
+        number = opened(path, flags, *mode, **options)
+        if flags & os.O_CREAT and not taken:
+            taken.append(opened(path, os.O_RDWR, **options))
+            fcntl.flock(taken[0], fcntl.LOCK_EX)
+            folder = os.dup(options["dir_fd"])
+            threading.Timer(0.2, lambda: (os.unlink(path, dir_fd=folder), os.close(taken[0]))).start()
+        return number
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    files.replace(place / "x", "mine")
+    assert taken
+    assert os.listdir(place) == ["x"]
+    assert (place / "x").read_text() == "mine"
 
 
 def test_a_place_to_work_is_empty_ours_alone_and_gone_at_its_end(place):
