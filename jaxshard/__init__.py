@@ -5,11 +5,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxshard.base.command import is_command as _is_command  # noqa: F401  (first: it acts before JAX is imported)
+from jaxshard.base.loss_scale import LossScale
 from jaxshard.core.arguments import whole
 from jaxshard.core.batch import shard_batch, specs_of
 from jaxshard.core.check import LossReport, RowsError, check
 from jaxshard.core.gradients import evaluate, value_and_grad
-from jaxshard.core.loss_scale import LossScale
 from jaxshard.core.optimizer import ShardedOptimizer
 from jaxshard.core.options import Options
 from jaxshard.core.precision import ShardedState

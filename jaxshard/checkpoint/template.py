@@ -61,9 +61,10 @@ def _fitting_parts(template: FlatTree, index: Index, cast: bool) -> Iterable[str
         for path, x in template.leaves.items()
         if path in index and not [*_misfits(path, x, template.keys.get(path), index[path], cast)]
     }
-    tops = {path.partition("/")[0]: {*()} for path in (*template.leaves, *index) if "/" in path}
-    for path in (*template.leaves, *index):
-        tops.get(path.partition("/")[0], set()).add(path)
+    every = {path for path in (*template.leaves, *index) if "/" in path}
+    tops = {path.partition("/")[0]: set[str]() for path in (*template.leaves, *index) if path in every}
+    for path in every:
+        tops[path.partition("/")[0]].add(path)
     whole = [top for top, paths in tops.items() if paths <= good]
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in template.leaves.values())
     for top in whole:

@@ -115,7 +115,7 @@ def proven(step: int, folder: Path, read: Callable[[], T]) -> T:
         the step was read to its end.
       OSError: the system does not let us read it.
     """
-    was_refused = False
+    was_refused, failure = False, Exception()
     for pause in (*_PAUSES, None):
         try:
             return read()

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import REPLICA_AXIS, axes_of
+from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.types import AnyMesh, DType, Tree, is_whole
 from jaxshard.base.units import nearest
 from jaxshard.core import memory_option
-from jaxshard.core.loss_scale import LossScale
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
 Zero: TypeAlias = Literal[0, 1, 2, 3]

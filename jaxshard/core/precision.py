@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxshard.base import eight_bits
 from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import DType, Tree
-from jaxshard.core import eight_bits
 from jaxshard.core.moments import stored_dtypes
 from jaxshard.core.options import Config
 from jaxshard.inner.trace import first_state

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.source import warn
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Metrics, Tree
 from jaxshard.base.units import ordinal
-from jaxshard.core.loss_scale import LossScale
 
 _LOSS = "the loss"
 _CURES = (

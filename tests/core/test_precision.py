@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_bits
 
 import jaxshard
-from jaxshard.core.loss_scale import LossScale
+from jaxshard.base.loss_scale import LossScale
 from jaxshard.core.precision import Rounder
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]

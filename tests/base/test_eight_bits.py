@@ -10,7 +10,7 @@ import pytest
 from oracle import assert_same_bits
 
 import jaxshard
-from jaxshard.core import eight_bits
+from jaxshard.base import eight_bits
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 SHAPES = [(1,), (300,), (64, 256), (3, 50, 32), (7, 5), (2, 3, 130)]
