@@ -36,16 +36,18 @@ class FolderWatch:
         os.close(self._handle)
 
     def open(self, name: str) -> TextIO:
-        """Opens a file in the folder, wherever that is, to append text to it."""
+        """Opens a file in the folder, wherever that is, to append text; a link there is an error."""
         return open(name, "a", encoding="utf-8", opener=self._opened)
 
     def _opened(self, name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666, dir_fd=self._handle)
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self._handle)
 
     def has(self, name: str, file: TextIO) -> bool:
         """Whether an open file is the one that has this name in the folder."""
         try:
-            return identity(os.stat(name, dir_fd=self._handle)) == identity(os.fstat(file.fileno()))
+            return identity(os.stat(name, dir_fd=self._handle, follow_symlinks=False)) == identity(
+                os.fstat(file.fileno())
+            )
         except OSError:
             return False
 
