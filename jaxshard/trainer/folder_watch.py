@@ -44,7 +44,8 @@ class FolderWatch:
     def has(self, name: str, file: BinaryIO) -> bool:
         """Whether an open file is the one that has this name in the folder."""
         try:
-            return identity(os.stat(name, dir_fd=self._handle)) == identity(os.fstat(file.fileno()))
+            there = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            return identity(there) == identity(os.fstat(file.fileno()))
         except OSError:
             return False
 

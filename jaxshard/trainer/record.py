@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -120,6 +121,8 @@ class TensorBoard:
     def _open(self, first: int) -> None:
         """Begins a file; tensorboardX would write over one of the same second."""
         self._suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
+        if self._folder.tensorboard.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link", str(self._folder.tensorboard))
         self._folder.tensorboard.mkdir(exist_ok=True)
         self._events = EventsWriter(str(self._folder.tensorboard / "events"), self._suffix)
         self._add(_EVENTS.Event(step=first + 1, session_log={"status": _EVENTS.SessionLog.START}))

@@ -333,6 +333,9 @@ CHANGES = {
     "SIGHUP and the folder deleted": Change(delete(""), signal=HUP),
     "Ctrl-C and the model deleted": Change(delete("model"), signal=INT, status=(130,)),
     "two processes, SIGUSR1": Change(lambda world: None, signal=USR1, to=1, status=(138, 143), count=2),
+    "two processes, tokens cut short": Change(
+        tokens(lambda path: os.truncate(path, 1000)), "cut short.*; the last save is step", None, count=2
+    ),
     "two processes, renamed": Change(rename("", "new"), MOVED, "new", count=2),
     "two processes, deleted": Change(delete(""), GONE, count=2),
     "two processes, model deleted": Change(delete("model"), ANEW, count=2, **ON),

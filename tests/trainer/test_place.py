@@ -98,6 +98,23 @@ def test_what_is_missing_in_the_folder_is_written_anew(tmp_path, monkeypatch, ca
     assert command(["--resume", "--out", str(run), "--train.steps", "7"]) == 0
 
 
+def test_no_link_in_the_folder_is_followed_to_write(tmp_path, monkeypatch, capfd):
+    def change(run):
+        for name in ("metrics.jsonl", "tensorboard"):
+            (run / name).rename(run / f"{name}.old")
+        (run / "metrics.jsonl").symlink_to(tmp_path / "precious")
+        (run / "tensorboard").symlink_to(tmp_path / "folder")
+
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    assert trained(tmp_path / "run", monkeypatch, change) == 0
+    out = capfd.readouterr().out
+    for name in ("metrics.jsonl", "tensorboard"):
+        assert f"{name} lacks metrics from here on (OSError: [Errno {errno.ELOOP}]" in out
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert os.listdir(tmp_path / "folder") == []
+
+
 def test_the_list_of_files_has_only_those_that_exist(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("jaxshard.cli.train.draw", lambda *_: None)
     assert command([*SMALL, "--out", str(tmp_path / "run")]) == 0
