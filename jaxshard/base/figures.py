@@ -1,3 +1,5 @@
+# pyright: standard
+# (matplotlib's types are partly unknown, which strict refuses)
 """Figures run no other program: a `matplotlibrc` in the current folder, which is read first, may ask for LaTeX."""
 
 from __future__ import annotations
