@@ -1,3 +1,5 @@
+# pyright: standard
+# (matplotlib's types are partly unknown, which strict refuses)
 """Figures run no other program: a `matplotlibrc` in the current folder, which is read first, may ask for LaTeX."""
 
 from __future__ import annotations
@@ -6,7 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def without_latex(draw: Callable[_P, _R]) -> Callable[_P, _R]:

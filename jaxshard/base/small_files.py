@@ -12,7 +12,7 @@ import json
 import os
 import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 _PIPE_SECONDS = 2.0  # in which a pipe's writer must go on
@@ -69,7 +69,7 @@ def check(path: Path, most: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, pipes: bool) -> Iterator[int]:
+def _opened(path: Path, pipes: bool) -> Generator[int]:
     """The number of an open file, which nothing waits for."""
     _check_kind(os.stat(path), path, pipes)  # before it is opened, by which a device may act
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

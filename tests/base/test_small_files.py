@@ -69,6 +69,6 @@ def test_what_a_run_keeps_of_a_start_is_the_starts_own(tmp_path):
         hf_folder.keep(folder, tmp_path / f"kept {folder.name}")
         assert (tmp_path / f"kept {folder.name}" / "config.json").read_text() == "{}"
         (folder / "vocab.json").symlink_to(tmp_path / "secret")
-        with pytest.raises(OSError, match="it is a link to .*secret: put the file itself there"):
+        with pytest.raises(OSError, match=r"it is a link to .*secret: put the file itself there"):
             hf_folder.keep(folder, tmp_path / f"kept {folder.name}")
         assert not (tmp_path / f"kept {folder.name}" / "vocab.json").exists()

@@ -45,6 +45,7 @@ class Commands:
     def __exit__(self, *_):
         self._server.stdin.close()
         self._server.wait(60)
+        self._server.stdout.close()
 
     def run(self, words, where, seconds=30):
         """Runs `jaxshard` with these words in the folder `where`."""
