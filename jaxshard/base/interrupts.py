@@ -6,9 +6,9 @@ memory (donation), before the caller has assigned the results. An exception ther
 
 import dis
 import importlib
+import inspect
 import itertools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -64,7 +64,10 @@ class Interrupts:
         handlers = list(map(_handler_of, _NUMBERS))
         if handlers != self._handlers:
             self._wrap(handlers)
-        own = sys._getframe(1)
+        frame = inspect.currentframe()
+        own = frame.f_back if frame else None
+        if own is None:
+            return
         caller = own.f_back or own
         self._call = _Call(id(own), own.f_code, id(caller), caller.f_code, caller.f_lasti, donated)
 

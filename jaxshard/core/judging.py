@@ -44,8 +44,8 @@ class Twice:
         eqns = self._cheap()
         kept = [v for v in operands_of(eqns) if is_big(v)]
         values = [self._env[v] for v in kept]
-        if after is not None and values:
-            values = lax.optimization_barrier((values, after))[0]
+        if after is not None:
+            values = [lax.optimization_barrier((x, after))[0] for x in values]  # together they would all live at once
         env = self._env | dict(zip(kept, values, strict=True))
         run_equations(self._jaxpr, eqns, env)
         return self._results(env)

@@ -68,7 +68,7 @@ def advance(
     step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, judges=judges, run=run), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
-    agreed = Verdict(P(), P()) if judges else None
+    agreed = Verdict._make([P(), P()]) if judges else None
     step = collectives.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
     if on_host:
         specs = {leaf.names: leaf.cut for leaf in after.state}
@@ -116,13 +116,15 @@ def shard_step(
     nothing is cut. `run` runs the inner optimizer's update.
     """
 
-    def taken() -> tuple[Tree, Tree]:
+    def taken(after: jax.Array | None = None) -> tuple[Tree, Tree]:
+        del after
         updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra, run)
         if new and params_after is None:
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after
 
-    again, agreed = taken, None
+    again: Callable[[jax.Array | None], tuple[Tree, Tree]] = taken
+    agreed = None
     if judges and ok is not None:
         twice = Twice(taken)
         out, state_after = twice.first
@@ -130,9 +132,9 @@ def shard_step(
         agreed = verdict(ok, (params_after, state_after), (params, state))
         ok, again = agreed.ok, twice.again
     if ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
-        out, state_after = _taken_or_not(ok, again, (params, state))
+        out, state_after = _taken_or_not(ok, lambda: again(None), (params, state))
         return (out, agreed), state_after
-    out, state_after = again() if agreed is None else twice.again(ok)
+    out, state_after = again(ok)
     state_after = _unless(ok, state_after, state)
     return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
 

@@ -283,3 +283,17 @@ def test_an_average_and_batch_statistics_stay_where_a_step_was_skipped(strategy)
         moved.append(every_copy((ema, stats)) != before)
     assert moved == [True, False, True]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((ema, stats)))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_verdict_shares_the_reduction_of_the_norm(strategy, clip):
+    """Only behind a clip, whose factor every update needs first, cut updates take one more reduction."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)) if clip else optax.adamw(1e-2)
+    opt, counts = make(strategy, tx), []
+    for max_skips in (None, 20):
+        step = jaxshard.train_step(loss, opt, max_skips=max_skips)
+        found = jaxshard.inspect.report(step.lower(params(), opt.init(params()), batch(0)).compile()).collectives
+        counts.append(sum(one.kind == "all-reduce" for one in found if one.group_size > 1))
+    assert counts[1] - counts[0] == (clip and strategy != "ddp")

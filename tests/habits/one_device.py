@@ -11,6 +11,6 @@ def train_step(loss_fn, tx, *, has_aux=False, extra=None):
         loss, aux = found if has_aux else (found, None)
         more = {"value": loss, "grad": grads, **extra(params, batch)} if extra else {}
         updates, state = tx.update(grads, state, params, **more)
-        return optax.apply_updates(params, updates), state, {"loss": loss, "aux": aux}
+        return optax.apply_updates(params, updates), state, {"loss": loss, "aux": aux, "skipped": False}
 
     return step
