@@ -81,7 +81,7 @@ def value_and_grad(
         the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
       opt: the optimizer; it decides how params, batch and gradients are sharded.
       has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
-        depend on it.
+        depend on it, nor on its number of rows.
       microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
       weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
         and microbatches. The weight is not differentiated.
