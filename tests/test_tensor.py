@@ -364,6 +364,20 @@ def test_a_model_that_is_left_to_xla(strategy):
         assert "tensor" in inspect.report(compiled).wire_bytes_by_axes(mesh)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_narrow_params_of_a_model_that_is_left_to_xla(strategy, dtype):
+    """XLA for CPU ends the program at a sum of 2-byte floats over some axes, while others are left to it."""
+    opt = getattr(jaxshard, strategy)(
+        optax.adam(0.1), jaxshard.make_mesh(tensor=2), specs=GSPMD_SPECS, auto_axes="tensor", min_shard_size=1
+    )
+    params, rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gspmd_params()), jnp.ones((32, 8), dtype)
+    for microbatches in (1, 2):
+        step = jaxshard.train_step(gspmd_loss, opt, microbatches=microbatches)
+        _, _, metrics = step(opt.place(params), opt.init(params), rows)
+        assert jnp.allclose(metrics["loss"], gspmd_loss(params, rows), rtol=0.02)
+
+
 def test_auto_axes_that_make_no_sense():
     with pytest.raises(ValueError, match="auto_axes"):
         jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(), auto_axes="data")

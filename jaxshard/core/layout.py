@@ -56,6 +56,7 @@ class Layout:
     state: tuple[Leaf, ...] = ()
     gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
     loss_rows: str = ""  # what is known of the rows of the loss
+    sums: str = ""  # what rounding does to sums of gradients over microbatches
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def param_leaves(self, leaves: Iterable[object]) -> Tree:
@@ -135,6 +136,7 @@ class Layout:
     def __str__(self) -> str:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
         known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
+        known += [f"sums: {self.sums}"] if self.sums else []
         return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
 
 

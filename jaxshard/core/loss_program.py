@@ -167,7 +167,7 @@ def _verdict(
         microbatches=options.microbatches,
     )
     found = judge(question, jaxpr)
-    return dataclasses.replace(found, problem="", folded=(), alone=True) if alone else found
+    return dataclasses.replace(found, problem="", folded=(), counted=(), alone=True) if alone else found
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -269,6 +269,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
     outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
     row_dims = (None, None, *program.row_dims)
     folded_rows = program.verdict.folded or (False,) * len(outs)
+    _refuse_counts(program, shapes)
     for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
         if names[0] != "2" or row_dim is not None:
             continue
@@ -288,4 +289,15 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 "differs between devices and has no average; cast it to a floating dtype, to be averaged"
+            )
+
+
+def _refuse_counts(program: Program, shapes: Tree) -> None:
+    """Refuses aux leaves that are made from the number of rows of one microbatch on one device, such as `len(x)`."""
+    for (names, leaf), counted in zip(named_leaves(shapes), program.verdict.counted, strict=False):
+        if counted:
+            raise TypeError(
+                f"loss_fn: aux leaf {path_of(names[1:])} ({leaf.dtype}) is made from the number of rows that the loss "
+                "sees, as len(x) and x.shape[0] are: those of one device's microbatch, not of the batch. Take it from "
+                "the batch outside of the loss; or return jnp.ones(len(x)), which comes back with all rows, to be added"
             )

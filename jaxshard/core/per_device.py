@@ -18,6 +18,7 @@ from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
 from jaxshard.core.precision import like, wide
+from jaxshard.core.sharding import Setup
 from jaxshard.core.unshard import AtFirstUse, Scale, Sharded, Value, lookup_dims
 from jaxshard.mesh import platform_of
 
@@ -175,10 +176,7 @@ class DeviceLoss:
         return collectives.vary(jnp.zeros(shape, self._sum_dtype(leaf)), tuple(axes))
 
     def _sum_dtype(self, leaf: Leaf) -> DType:
-        """XLA for CPU ends the program at a sum of 2-byte floats over some axes while others are left to it."""
-        given = like(self.setup.config.reduce_dtype, leaf.dtype)
-        narrow = self.setup.config.auto_axes and platform_of(self.setup.mesh) == "cpu"
-        return jnp.promote_types(given, jnp.float32) if narrow else given
+        return dtype_of_sums(self.setup, leaf)
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
@@ -332,6 +330,16 @@ class DeviceLoss:
         averaged = [average(x) for x, row_dim in pairs if row_dim is None]
         rows = [_one_after_the_other(x, row_dim) for x, row_dim in pairs if row_dim is not None]
         return (loss, averaged, weight), rows, denominator
+
+
+def dtype_of_sums(setup: Setup, leaf: Leaf) -> DType:
+    """The dtype in which the gradients of a parameter are added up over microbatches and devices.
+
+    XLA for CPU ends the program at a sum of 2-byte floats over some axes while other axes are left to it.
+    """
+    given = like(setup.config.reduce_dtype, leaf.dtype)
+    aborts = setup.config.auto_axes and platform_of(setup.mesh) == "cpu"
+    return jnp.promote_types(given, jnp.float32) if aborts else given
 
 
 def _one_after_the_other(x: jax.Array, row_dim: int) -> jax.Array:

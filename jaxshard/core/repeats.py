@@ -1,5 +1,8 @@
-"""Random keys that are given unchanged at every step, so that every step draws the same numbers."""
+"""What is the same and should differ: random keys at every step, and the rows of all processes."""
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
@@ -8,6 +11,7 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves
 from jaxshard.base.types import Tree
+from jaxshard.processes import agreement
 
 _CALLS = 3
 _SMALL = 64  # elements
@@ -72,3 +76,35 @@ def _value(leaf: Tree) -> Hashable:
 def _are_one(batches: list[list[Tree]]) -> bool:
     """Whether all calls had the very same arrays as their batch, as where time is measured."""
     return all(len({id(leaf) for leaf in column}) == 1 for column in zip(*batches, strict=False))
+
+
+def warn_of_same_rows(batch: Tree) -> None:
+    """Warns, on process 0, if two processes hold other rows of the global batch, and gave the same for them.
+
+    Processes that hold the same rows, as those of one pipeline do, are not compared with each other; and rows that are
+    all alike, as ones for a measurement, are no sign.
+    """
+    said = agreement.gathered("train_step: the batch's rows", json.dumps(_own_rows(batch)))
+    found = [json.loads(text) for text in said]
+    for (i, one), (j, two) in itertools.combinations(enumerate(found), 2):
+        if one["digest"] == two["digest"] is not None and not set(one["places"]) & set(two["places"]):
+            if jax.process_index() == 0:
+                warn(
+                    f"train_step: processes {i} and {j} gave the same rows of the batch, bit for bit: each process "
+                    "should load rows of its own, by jax.process_index() as its seed or its part of the data, and give "
+                    "these alone to jaxshard.shard_batch(rows, opt)"
+                )
+            return
+
+
+def _own_rows(batch: Tree) -> dict[str, Tree]:
+    """Where this process's rows lie in the global batch, and their digest; None for rows that are all alike."""
+    digest, places, differ = hashlib.sha256(), set[int](), False
+    for leaf in jax.tree.leaves(batch):
+        x = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+        places |= shards.keys()
+        digest.update(rows.tobytes())
+        differ |= bool((rows != rows[:1]).any()) or (len(rows) == 1 and len(set(rows.ravel().tolist()[:1000])) > 1)
+    return {"places": sorted(places), "digest": digest.hexdigest() if differ else None}

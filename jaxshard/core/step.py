@@ -22,7 +22,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
-from jaxshard.core.repeats import KeyWatch
+from jaxshard.core.repeats import KeyWatch, warn_of_same_rows
 from jaxshard.core.sharding import Setup
 from jaxshard.core.skips import Names, Verdicts, judged
 from jaxshard.core.state import check_state, nearest, within_reach
@@ -294,6 +294,7 @@ def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree
     cure = "give the same code, options and numbers (learning rate) to all processes"
     agreement.check_same("train_step: the step's program", text, cure)
     digests({"params": params, "state": state, "batch": batch})
+    warn_of_same_rows(batch)
 
 
 def _kinds(tree: Tree) -> Counter[tuple[Hashable, ...]]:

@@ -9,6 +9,7 @@ from jaxshard.base.jaxprs import open_jaxpr, sizes_of
 from jaxshard.base.types import Jaxpr
 from jaxshard.rows import words
 from jaxshard.rows.arithmetic import Arithmetic
+from jaxshard.rows.counts import counts, may_count
 from jaxshard.rows.labels import NO_POWER, Free, Label, Mixed, Part, PerRow, Stat, Unknown
 from jaxshard.rows.partners import Partners
 from jaxshard.rows.walk import Walk, array_label
@@ -30,6 +31,7 @@ class Verdict:
       row_dims: for each output of the program, the dim along which it has the batch's rows, one for each row; or None.
       folded: for each output, whether it has rows otherwise: they share a dim with something else, lie in another
         order, or have a statistic of rows added.
+      counted: for each output, whether it is made from the number of rows, and from no row's values.
       averaged: for each output, why its average over devices is not what one device would return, in words; or "".
       group: the number of rows in a row that are computed with together, as one.
       alone: all rows are on one device at once, so that any loss will do.
@@ -39,6 +41,7 @@ class Verdict:
     unknown: str = ""
     row_dims: tuple[int | None, ...] = ()
     folded: tuple[bool, ...] = ()
+    counted: tuple[bool, ...] = ()
     averaged: tuple[str, ...] = ()
     group: int = 1
     alone: bool = False
@@ -90,7 +93,8 @@ def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     """The verdict on a loss whose trace of `question.num_rows` rows is `jaxpr`."""
     question = dataclasses.replace(question, trace=functools.cache(question.trace))
     try:
-        return _judged(question, jaxpr)
+        found = _judged(question, jaxpr)
+        return dataclasses.replace(found, counted=_counted(question, jaxpr, found.row_dims))
     except Exception as error:  # of any type: a program like no other must not keep a user from training
         return Verdict("", f"{type(error).__name__}: {error}")
 
@@ -152,6 +156,16 @@ def _of_aux(
             same = isinstance(label, Free) and 0 not in label.varied
             found[i], folded[i] = 0 if same else None, not same
     return tuple(found), tuple(folded)
+
+
+def _counted(question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None]) -> tuple[bool, ...]:
+    """For each output, whether it is made from the number of rows, as a trace of the whole batch's proves."""
+    asked = [i >= 2 and dim is None and may_count(jaxpr, question.batch, i) for i, dim in enumerate(row_dims)]
+    all_rows = question.num_rows * question.num_shards * question.microbatches
+    larger = _traced(question, all_rows) if any(asked) else None
+    if larger is None:
+        return (False,) * len(asked)
+    return tuple(yes and counts(jaxpr, larger, i) for i, yes in enumerate(asked))
 
 
 def _may_grow(label: Label, shape: Sequence[int], rows: int) -> bool:

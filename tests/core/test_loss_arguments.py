@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxshard
 
@@ -58,16 +59,42 @@ def test_what_is_no_array_is_named(argument):
         loss({"w": jnp.ones((4, 2))}, jnp.ones((8, 4)), argument)
 
 
-def test_another_mesh_that_is_set_is_told():
-    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh())
-    loss = jaxshard.evaluate(lambda p, b: jnp.mean(b @ p["w"]), opt)
+def another(kind, mesh):
+    if kind == "other axes":
+        return jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    if kind == "explicit":
+        return jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=(AxisType.Explicit,) * 4)
+    return jaxshard.make_mesh(devices=jax.devices()[::-1] if kind == "other devices" else jax.devices()[:4])
+
+
+@pytest.mark.parametrize(
+    "call", ["init", "update", "synchronize", "evaluate", "value_and_grad", "train_step", "layout"]
+)
+@pytest.mark.parametrize("kind", ["other axes", "explicit", "other devices", "fewer devices"])
+def test_another_mesh_that_is_set_is_told(kind, call):
+    opt = jaxshard.zero2(optax.adam(0.1), jaxshard.make_mesh(), min_shard_size=1)
+    params, batch = opt.place({"w": np.ones((8, 2))}), np.ones((8, 8))
+    state, step = opt.init(params), jaxshard.train_step(by_rows, opt)
+    calls = {
+        "init": lambda: opt.init(params),
+        "update": lambda: opt.update(params, state, params),
+        "synchronize": lambda: opt.synchronize(params),
+        "evaluate": lambda: jaxshard.evaluate(by_rows, opt)(params, batch),
+        "value_and_grad": lambda: jaxshard.value_and_grad(by_rows, opt)(params, batch),
+        "train_step": lambda: step(params, state, batch),
+        "layout": lambda: step.layout(params, batch),
+    }
     with (
-        jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"))),
-        pytest.raises(ValueError, match=r"jax.set_mesh has set, .*'a': 2"),
+        jax.set_mesh(another(kind, opt.mesh)),
+        pytest.raises(ValueError, match=r"jax.set_mesh has set has the axes' .* and the optimizer's .* outside of it"),
     ):
-        loss({"w": np.ones((4, 2))}, np.ones((8, 4)))
-    with jax.set_mesh(jaxshard.make_mesh()):
-        loss({"w": np.ones((4, 2))}, np.ones((8, 4)))
+        calls[call]()
+    with jax.set_mesh(opt.mesh):
+        calls[call]()
+
+
+def by_rows(params, batch):
+    return jnp.mean(batch @ params["w"])
 
 
 def test_nothing_is_refused_where_nothing_is_split():
@@ -162,3 +189,39 @@ def test_a_flag_among_further_arguments_is_told_where_it_belongs(flag):
     with pytest.raises(TypeError) as raised:
         jaxshard.train_step(loss, opt)(params, opt.init(params), jnp.ones((8, 8)), flag)
     assert "Let the loss close over those whose values it needs" in " ".join(raised.value.__notes__)
+
+
+COUNTS = {
+    "len": lambda p, b: len(b),
+    "shape": lambda p, b: b.shape[0],
+    "a boolean": lambda p, b: b.shape[0] > 4,
+    "a float": lambda p, b: float(len(b)),
+    "a sum of ones": lambda p, b: jnp.ones(len(b), jnp.int32).sum(),
+    "added to a count": lambda p, b: jnp.sum(p["w"] > 0) + len(b),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_number_of_rows_in_aux_is_refused(count, microbatches):
+    """Each device's loss sees its own rows alone, so that this would be the number of these."""
+
+    def loss(p, b):
+        return jnp.mean(b @ p["w"]), {"rows": COUNTS[count](p, b)}
+
+    f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True, microbatches=microbatches)
+    with pytest.raises(TypeError, match=r"aux leaf rows .*number of rows that the loss sees.*outside of the loss"):
+        f({"w": jnp.ones((4, 2))}, jnp.ones((32, 4)))
+
+
+def test_other_numbers_in_aux_stay_and_rows_are_counted_as_the_error_says():
+    def loss(p, b, seen):
+        aux = {"steps": 3, "first": True, "width": p["w"].shape[0], "seen": seen + 1, "zero": jnp.zeros(len(b)).sum()}
+        return jnp.mean(jax.nn.relu(b @ p["w"])), aux | {"rows": jnp.ones(len(b))}
+
+    f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True)
+    aux = f({"w": jnp.ones((4, 2))}, jnp.ones((32, 4)), 5)[0][1]
+    assert jnp.sum(aux.pop("rows")) == 32
+    assert aux == {"steps": 3, "first": True, "width": 4, "seen": 6, "zero": 0}
+    one = jaxshard.value_and_grad(lambda p, b: (jnp.mean(b @ p["w"]), len(b)), opt_of(n=1), has_aux=True)
+    assert one({"w": jnp.ones((4, 2))}, jnp.ones((32, 4)))[0][1] == 32

@@ -577,3 +577,19 @@ def test_params_that_a_plain_sum_widened_are_told(options, told):
     wide = jax.tree.map(lambda p, u: p + u.astype(jnp.float32), params, updates)
     with told:
         opt.update(grads, state, wide)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "microbatches", "reduce_dtype", "told"),
+    [
+        (jnp.bfloat16, 2, None, True),
+        (jnp.bfloat16, 1, None, False),
+        (jnp.bfloat16, 2, jnp.float32, False),
+        (jnp.float32, 2, None, False),
+    ],
+)
+def test_the_layout_says_what_narrow_sums_over_microbatches_lose(dtype, microbatches, reduce_dtype, told):
+    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(), reduce_dtype=reduce_dtype)
+    step = jaxshard.train_step(lambda p, b: jnp.mean(b @ p["w"]), opt, microbatches=microbatches)
+    layout = step.layout({"w": jnp.ones((8, 4), dtype)}, jnp.ones((32, 8), dtype))
+    assert ("sums: over 2 microbatches gradients are added up in bfloat16" in str(layout)) == told

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,28 @@ def differing(what):
         step(p, opt.init(p), batch)
     except Exception as error:
         say("refused:", type(error).__name__, error)
+
+
+def first_step(what):
+    """Says what is warned of at the first step."""
+    index = join()
+    mesh = jaxshard.make_mesh(pipeline=2, data=2) if what == "a pipeline's" else jaxshard.make_mesh()
+    opt = jaxshard.zero2(TX, mesh, min_shard_size=1)
+    seed = 0 if what == "the same" else index
+    whole = np.random.default_rng(seed).normal(size=(8, 16)).astype("f")
+    batch = {"x": whole * 0 if what == "all alike" else whole}
+    if what == "a pipeline's":  # both processes hold all rows
+        whole = np.random.default_rng(0).normal(size=(8, 16)).astype("f")
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        batch = {"x": jax.make_array_from_callback(whole.shape, rows, lambda part: whole[part])}
+    else:
+        batch = jaxshard.shard_batch(batch | {"mask": np.ones(8, "f")}, opt)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxshard.train_step(loss_fn, opt)(opt.place(params()), opt.init(params()), batch)
+    same = [str(each.message) for each in caught if "the same rows" in str(each.message)]
+    say("warned:", len(same), *same)
+    agreement.take_leave(30)
 
 
 def with_callbacks():

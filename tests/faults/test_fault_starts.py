@@ -26,3 +26,12 @@ def test_processes_that_differ_are_refused_before_the_first_step(tmp_path, what)
 def test_callbacks_are_no_difference(tmp_path):
     with Group(program("with_callbacks"), tmp_path) as group:
         assert group.wait() == [0, 0], group.text()
+
+
+@pytest.mark.parametrize("what", ["the same", "other rows", "all alike", "a pipeline's"])
+def test_processes_that_give_the_same_rows_are_warned_of(tmp_path, what):
+    """F85: only where each holds other rows of the batch, and they tell."""
+    with Group(program("first_step", what), tmp_path) as group:
+        assert group.wait() == [0, 0], group.text()
+    assert ("warned: 1 train_step: processes 0 and 1 gave the same rows" in group.log(0)) == (what == "the same")
+    assert "warned: 0" in group.log(1)

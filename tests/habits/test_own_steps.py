@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxshard
+from jaxshard.checkpoint import from_bytes, to_bytes
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(6, 8)).astype("f"), "v": RNG.normal(size=(8,)).astype("f")}
@@ -68,7 +69,6 @@ def test_a_carry_keeps_its_layout(strategy, loop, gradients):
         if gradients == "ours":
             grads = jaxshard.value_and_grad(loss_fn, opt)(params, x)[1]
         else:
-            params = opt.place(params)
             grads = jax.grad(loss_fn)(params, x)
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -83,6 +83,95 @@ def test_a_carry_keeps_its_layout(strategy, loop, gradients):
     close(params, one_device(tx))
     run(params, state, BATCHES)
     assert run._cache_size() == 1
+
+
+def assert_at_rest(opt, params):
+    for sharding, x in zip(jax.tree.leaves(opt.shardings(params).params), jax.tree.leaves(params), strict=True):
+        assert sharding.is_equivalent_to(x.sharding, x.ndim), (sharding, x.sharding)
+
+
+def by_gradients_of_jax(opt, params, state, x):
+    updates, state = opt.update(jax.grad(loss_fn)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("read_back", [False, True])
+def test_params_that_were_never_placed_come_back_at_rest(strategy, read_back):
+    """And so do params that were read back from bytes into others that lie on one device."""
+    opt = wrapped(strategy, optax.adamw(0.1))
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    if read_back:
+        params = from_bytes(params, to_bytes(params))
+    params, _ = jax.jit(lambda *args: by_gradients_of_jax(opt, *args))(params, opt.init(params), BATCHES[0])
+    assert_at_rest(opt, params)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_place_says_where_params_are_that_a_gradient_of_steps_changes(strategy):
+    opt = wrapped(strategy, optax.adamw(0.1))
+
+    def outer(params, x):
+        def after_two(params):
+            inner, state = by_gradients_of_jax(opt, params, opt.init(params), x)
+            return loss_fn(by_gradients_of_jax(opt, inner, state, x)[0], x)
+
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(after_two)(params))
+        return opt.place(new)
+
+    for params in (PARAMS, opt.place(PARAMS)):
+        assert_at_rest(opt, jax.jit(outer)(params, BATCHES[0]))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_new_params_that_another_loss_takes_whole_come_back_at_rest(strategy):
+    """The two losses of a GAN in one program: the second takes what the first one's update made."""
+    one, two = wrapped(strategy, optax.adam(0.1)), wrapped(strategy, optax.adam(0.1))
+
+    def of_both(params, batch, other):
+        return loss_fn(other, batch) * jnp.mean(params["w"]) + jnp.mean(params["v"] ** 2)
+
+    def step(a, a_state, b, b_state, x):
+        grads = jaxshard.value_and_grad(of_both, one)(a, x, jaxshard.whole(b))[1]
+        updates, a_state = one.update(grads, a_state, a)
+        a = optax.apply_updates(a, updates)
+        grads = jaxshard.value_and_grad(of_both, two)(b, x, jaxshard.whole(a))[1]
+        updates, b_state = two.update(grads, b_state, b)
+        return a, a_state, optax.apply_updates(b, updates), b_state
+
+    a, b = one.place(PARAMS), two.place(PARAMS)
+    a, _, b, _ = jax.jit(step)(a, one.init(a), b, two.init(b), BATCHES[0])
+    assert_at_rest(one, a)
+    assert_at_rest(two, b)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_under_vmap_are_those_of_each_seed(strategy):
+    opt = wrapped(strategy, optax.adamw(0.1))
+    step = jaxshard.train_step(loss_fn, opt)
+    seeds = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    run = jax.jit(jax.vmap(lambda params, x: step(params, opt.init(params), x)[0], (0, None)))
+    got = run(seeds, BATCHES[0])
+    for i in range(2):
+        params = jax.tree.map(lambda x, i=i: x[i], seeds)
+        close(jax.tree.map(lambda x, i=i: x[i], got), step(opt.place(params), opt.init(params), BATCHES[0])[0])
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_a_numpy_batch_compiles_nothing_at_a_later_step(offset, count_compilations):
+    """XLA for CPU takes the memory of an array that begins at a multiple of 64 bytes, and then it is copied."""
+    opt = wrapped("zero2", optax.adamw(0.1))
+    step, params = jaxshard.train_step(loss_fn, opt), opt.place(PARAMS)
+    state, x = opt.init(params), np.asarray(BATCHES[0], "f")
+    memory = np.zeros(x.nbytes + 128, np.uint8)
+    aligned = -memory.ctypes.data % 64
+    for i, start in enumerate([aligned + 4 - offset, aligned + offset]):
+        batch = memory[start : start + x.nbytes].view("f").reshape(x.shape)
+        batch[:] = x
+        count, (params, state, _) = count_compilations(step, params, state, batch)
+        batch[:] = np.nan
+        assert count == 0 or i == 0
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
 
 
 def trained(step, opt, batches=BATCHES):
