@@ -51,10 +51,10 @@ def encode(x: jax.Array, dtype: jax.typing.DTypeLike, bits: Bits | None = None) 
     largest = jnp.max(blocks, axis=tuple(range(1, blocks.ndim, 2)))
     scales = jnp.where(largest == 0, 1.0, largest)
     part = jnp.abs(x) / _spread(scales, x.shape)
-    chance = jnp.full(x.shape, 1 << (_DROPPED_BITS - 1), jnp.uint32) if bits is None else bits(x.shape)
+    chance = lax.full(x.shape, 1 << (_DROPPED_BITS - 1), jnp.uint32) if bits is None else bits(x.shape)
     number = (lax.bitcast_convert_type(part, jnp.uint32) + chance) >> _DROPPED_BITS
     code = jnp.clip(number.astype(jnp.int32) - (_ONE - most), 0, most)
-    tiny = jnp.ones_like(code)
+    tiny = lax.full_like(code, 1)
     if jnp.issubdtype(dtype, jnp.signedinteger):
         up = part * 2.0**_DROPPED_BITS > chance.astype(jnp.float32) * _value(tiny, most)
         tiny = up.astype(code.dtype)
@@ -79,7 +79,9 @@ def _in_blocks(x: jax.Array) -> jax.Array:
     block, padded = _block(x.shape), scale_shape(x.shape)
     wanted = [n * part for n, part in zip(padded, block, strict=True)]
     if tuple(wanted) != x.shape:
-        x = jnp.pad(x, [(0, want - size) for want, size in zip(wanted, x.shape, strict=True)])
+        x = lax.pad(
+            x, lax.full((), 0, x.dtype), [(0, want - size, 0) for want, size in zip(wanted, x.shape, strict=True)]
+        )
     return x.reshape([side for pair in zip(padded, block, strict=True) for side in pair])
 
 

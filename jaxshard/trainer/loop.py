@@ -158,17 +158,12 @@ class Meter:
 
 
 def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:
-    if broken := _broken(error):
-        return f"step {step}: {broken} was not finite before this step already, so no other batch can help"
+    if error.broken:
+        return f"step {step}: {error.broken} was not finite before this step already, so no other batch can help"
     return (
         f"step {step}: {error.what} is not finite, and more than train.max_skips = {max_skips} steps in a row were "
         "skipped: lower optimizer.learning_rate, or warm up longer"
     )
-
-
-def _broken(error: NonFiniteError) -> str | None:
-    """The path of a parameter that was not finite before the step, if there was one."""
-    return getattr(error, "broken", None)
 
 
 def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
@@ -196,7 +191,7 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
         except NonFiniteError as error:
             meter.fetch()
             why = _divergence(snapshot.step - 1, error, train.max_skips)
-            back = hooks.back(snapshot, why, _broken(error) is None)
+            back = hooks.back(snapshot, why, error.broken is None)
             if back is None:
                 raise FloatingPointError(why) from error
             snapshot = back

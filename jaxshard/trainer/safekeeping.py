@@ -171,7 +171,7 @@ class Safekeeping:
           FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
         """
         self._saves.wait()
-        saved, finite = agreement.from_first("back", self._saves.steps), self._newest_finite()
+        saved, finite = agreement.from_first("back", self._saves.steps), self._saves.latest_finite()
         if not is_finite:
             raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
         ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK
@@ -185,11 +185,6 @@ class Safekeeping:
         self._saved = found.step
         say(self._console, f"{why}; back to step {found.step}, and on with other rows")
         return dataclasses.replace(found, position=snapshot.position)
-
-    def _newest_finite(self) -> int | None:
-        """The newest save that is known to be finite."""
-        find = getattr(self._saves, "latest_finite", None)
-        return None if find is None else find()
 
 
 def _way_back(saved: list[int], finite: int | None) -> str:
