@@ -211,7 +211,7 @@ def precious(tmp_path):
     "name",
     [
         "run.json",
-        f".run.json.{os.getpid()}",
+        ".run.json.PID",
         "3",
         "3.orbax-checkpoint-tmp",
         "3.orbax-checkpoint-tmp-1",
@@ -222,7 +222,7 @@ def precious(tmp_path):
 )
 @pytest.mark.parametrize("target", ["", "1", "file", "new"])
 def test_no_planted_link_is_written_through_or_followed_to_delete(tmp_path, precious, name, target):
-    folder = tmp_path / "ck"
+    folder, name = tmp_path / "ck", name.replace("PID", str(os.getpid()))
     with Checkpointer(folder, keep_last=1) as checkpoints:
         checkpoints.save(1, TREE, blocking=True)
     (folder / name).unlink(missing_ok=True)

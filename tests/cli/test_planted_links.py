@@ -48,7 +48,7 @@ def test_an_export_follows_no_planted_link(tmp_path, precious, target, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *(f".{name}.{os.getpid()}" for name in ("config.toml", "metrics.jsonl", "trackers.json", "tokenizer.json")),
+        *(f".{name}.PID" for name in ("config.toml", "metrics.jsonl", "trackers.json", "tokenizer.json")),
         "config.toml",
         "metrics.jsonl",
         "metrics.jsonl.others",
@@ -62,7 +62,7 @@ def test_an_export_follows_no_planted_link(tmp_path, precious, target, name):
 )
 def test_a_run_follows_no_planted_link(tmp_path, precious, name, target):
     """What the folder's own link would lead to is moved aside or replaced, and told."""
-    folder, start = RunFolder(tmp_path / "run"), tmp_path / "start"
+    folder, start, name = RunFolder(tmp_path / "run"), tmp_path / "start", name.replace("PID", str(os.getpid()))
     for path in (folder.path, start):
         path.mkdir()
     (start / "config.json").write_text("{}")
