@@ -14,7 +14,7 @@ from jax import lax
 from jaxshard.base.jaxprs import is_literal, open_jaxpr, operands_of, run_equations
 from jaxshard.base.primitives import POINTWISE
 from jaxshard.base.rerun import flat
-from jaxshard.base.tree import is_key, named_leaves
+from jaxshard.base.tree import is_key, named_leaves, owner_of
 from jaxshard.base.types import Equation, Tree, Var
 from jaxshard.core.components import is_big
 
@@ -66,27 +66,46 @@ class Twice:
 
 def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> Verdict:
     """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all."""
-    before = dict(named_leaves(old))
-    counts = [_num_lost(x, before[names]) if names in before else None for names, x in named_leaves(new)]
-    places = [i for i, count in enumerate(counts) if count is not None]
-    found = [count for count in counts if count is not None]
-    if not found:
+    lost = _lost(new, old)
+    if not lost:
         return Verdict(ok, jnp.int32(-1))
-    bad = jnp.stack(found) > 0
-    first = jnp.where(bad.any(), jnp.asarray(places, jnp.int32)[jnp.argmax(bad)], -1)
+    bad = jnp.stack([_num(x) for x in lost.values()]) > 0
+    first = jnp.where(bad.any(), jnp.asarray([*lost], jnp.int32)[jnp.argmax(bad)], -1)
     return Verdict(ok & ~bad.any(), first)
 
 
-def _num_lost(new: jax.Array, old: jax.Array) -> jax.Array | None:
-    """How many elements were finite and are no longer; None for whole numbers and keys.
+def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array]:
+    """Which elements were finite and are no longer, by the index of their leaf.
 
-    Infinity may stay where it was (a mask among the params), and a single number may become infinite: the error of a
-    search, the best loss so far. A moment must not, since it would never become finite again. It is a float32, for one
-    reduction together with the sums of squares.
+    What the state has in a parameter's shape (its moments) counts with the parameter: they are computed together, and
+    looked at in one pass. Infinity may stay where it was (a mask among the params). A single number of the state may
+    become infinite: the error of a search, the best loss so far. A moment must not, since it would stay so for ever.
     """
-    if is_key(new) or not jnp.issubdtype(new.dtype, jnp.inexact) or new.shape != old.shape:
-        return None
-    if new.ndim == 0:
-        return (jnp.isnan(new) & ~jnp.isnan(old)).astype(jnp.float32)
-    lost = jnp.isfinite(old) & ~jnp.isfinite(new)
+    before, num_params = dict(named_leaves(old)), len(jax.tree.leaves(new[0]))
+    leaves, found = named_leaves(new), dict[int, jax.Array]()
+    params = {names[1:]: (i, x.shape) for i, (names, x) in enumerate(leaves[:num_params])}
+    for i, (names, x) in enumerate(leaves):
+        if names not in before or not _is_judged(x, before[names]):
+            continue
+        owner, shape = owner_of(names[1:], params) or (i, None)
+        belongs = shape == x.shape
+        is_lost = _is_lost(x, before[names], may_be_infinite=x.ndim == 0 and not belongs)
+        place = owner if belongs else i
+        found[place] = found[place] | is_lost if place in found else is_lost
+    return found
+
+
+def _is_judged(new: jax.Array, old: jax.Array) -> bool:
+    """Whether a leaf has floats, as many as before."""
+    return not is_key(new) and jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == old.shape
+
+
+def _is_lost(new: jax.Array, old: jax.Array, may_be_infinite: bool) -> jax.Array:
+    if may_be_infinite:
+        return jnp.isnan(new) & ~jnp.isnan(old)
+    return jnp.isfinite(old) & ~jnp.isfinite(new)
+
+
+def _num(lost: jax.Array) -> jax.Array:
+    """How many elements; a float32, for one reduction together with the sums of squares."""
     return lax.reduce_sum(lost.astype(jnp.float32), tuple(range(lost.ndim)))

@@ -77,6 +77,11 @@ def growing():
     return optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update)
 
 
+def overflowing():
+    """A parameter that is a single number becomes infinite, and nothing else."""
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda g: jnp.where(g.ndim == 0, jnp.inf, 0 * g), grads))
+
+
 def counting():
     """A single number of the state becomes NaN, and nothing else."""
 
@@ -144,7 +149,8 @@ UPDATES = {
     "behind a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), dividing(0.1)), {}, params, UPDATE),
     "in MultiSteps": (lambda: optax.MultiSteps(dividing(0.1), 1).gradient_transformation(), {}, params, UPDATE),
     "with a loss scale": (lambda: dividing(0.1), {"loss_scale": scaled()}, params, UPDATE),
-    "a moment": (growing, {}, params, r"the new optimizer state's \S+"),
+    "a moment": (growing, {}, params, UPDATE),
+    "a single parameter": (overflowing, {}, lambda: params() | {"s": np.float32(1)}, "the update of s"),
     "one number of the state": (counting, {}, params, r"the new optimizer state's .+"),
     "infinity that was there": (best_so_far, {}, params, ""),
     "infinity among the params": (lambda: optax.sgd(0.01), {}, masked, ""),
