@@ -1,4 +1,4 @@
-"""Small files that others may have written: only files are read, and no more of them than a bound.
+"""Files that others may have written: only files are read, and no more of them than a bound.
 
 A pipe without a writer would never answer, a device may have no end or act when it is opened, and a file of any size
 may lie where a small one is expected.
@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 _PIPE_SECONDS = 2.0  # in which a pipe's writer must go on
-_BLOCK = 2**16
+_BLOCK, _LARGE_BLOCK = 2**16, 2**20
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -42,6 +42,28 @@ def read(path: Path, most: int, pipes: bool = False) -> bytes:
     if len(found) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return found
+
+
+def read_part(path: Path, start: int, most: int) -> bytes:
+    """At most `most` bytes of a file of any size, from the place `start` on.
+
+    Raises:
+      OSError: it cannot be read, or is no file.
+    """
+    with _opened(path, pipes=False) as number:
+        os.lseek(number, start, os.SEEK_SET)
+        return b"".join(_blocks(number, path, most))
+
+
+def read_through(path: Path) -> None:
+    """Reads all that a file has on the disk. Its holes, which may be larger than any disk, are passed over.
+
+    Raises:
+      OSError: it cannot be read, or is no file.
+    """
+    with _opened(path, pipes=False) as number:
+        while _is_at_data(number) and os.read(number, _LARGE_BLOCK):
+            pass
 
 
 def read_json(path: Path, most: int) -> object:
@@ -88,13 +110,23 @@ def _check_kind(found: os.stat_result, path: Path, pipes: bool) -> None:
     raise OSError(number, f"it is {_KINDS.get(kind, 'of an unknown kind')}, and no file", str(path))
 
 
+def _is_at_data(number: int) -> bool:
+    """Whether a file has more on the disk; it is then read from there."""
+    try:
+        os.lseek(number, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_DATA)
+    except OSError as error:
+        return error.errno != errno.ENXIO  # other errors: a file system that knows no holes
+    return True
+
+
 def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
     """The file's bytes, as far as the first `most`."""
     ready = select.poll()
     ready.register(number, select.POLLIN)
     while most > 0:
         if not ready.poll(1000 * _PIPE_SECONDS):
-            raise TimeoutError(errno.ETIMEDOUT, f"nothing came out of it within {_PIPE_SECONDS:g} s", str(path))
+            # No ETIMEDOUT, as of a network, which may pass: what waits for others is silent the next time, too.
+            raise TimeoutError(errno.ENODATA, f"nothing came out of it within {_PIPE_SECONDS:g} s", str(path))
         block = os.read(number, min(most, _BLOCK))
         if not block:
             return

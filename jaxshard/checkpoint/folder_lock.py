@@ -10,9 +10,10 @@ from pathlib import Path
 
 import filelock
 
-from jaxshard.base import files
+from jaxshard.base import files, small_files
 
 _ID = re.compile("[0-9a-f]{32}")
+_MOST_BYTES = 2**16  # of `run.json`
 
 
 class Lock:
@@ -60,8 +61,8 @@ class Lock:
 
     def _noted(self) -> dict[str, str]:
         try:
-            found = json.loads(self._notes.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            found = small_files.read_json(self._notes, _MOST_BYTES)
+        except (OSError, ValueError):
             return {}
         return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 

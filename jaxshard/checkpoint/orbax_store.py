@@ -22,7 +22,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxshard.base import files
-from jaxshard.checkpoint import sizes
+from jaxshard.checkpoint import sizes, trouble
 from jaxshard.checkpoint.at_exit import ExitNotice
 from jaxshard.checkpoint.durable_path import durable_paths
 from jaxshard.checkpoint.errors import first_line
@@ -30,7 +30,7 @@ from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.plain_path import PlainPath
 from jaxshard.checkpoint.quiet import quiet, quietly
-from jaxshard.checkpoint.trouble import check_files_free, is_file, is_folder, patiently
+from jaxshard.checkpoint.trouble import check_files_free, is_file, is_folder
 from jaxshard.processes import agreement
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -83,13 +83,13 @@ def read_manifest(folder: Path) -> object:
       OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
     path = folder / _METADATA_FILE
-    return json.loads(patiently(path.read_bytes).decode())["custom_metadata"]
+    return json.loads(trouble.read(path))["custom_metadata"]
 
 
 def replace_manifest(folder: Path, manifest: Manifest) -> None:
     """Puts another manifest in the place of the one that was saved, in one move."""
     path = folder / _METADATA_FILE
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(trouble.read(path))
     text = json.dumps({**found, "custom_metadata": manifest})
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and no metrics are written through it", str(folder))
@@ -296,6 +296,7 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
+            trouble.read(path / _ARRAYS / _ARRAY_NAMES)  # orbax would take one of any size, or wait for it
             sizes.check_arrays(path / _ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:
@@ -316,7 +317,7 @@ def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         arrays = plain.path / folder.name / _ARRAYS
-        json.loads((arrays / _ARRAY_NAMES).read_text(encoding="utf-8"))
+        json.loads(trouble.read(arrays / _ARRAY_NAMES))
         store = sizes.open_store(arrays)
         keys = [key.decode() for key in store.list().result()]
         asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}

@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorstore
 
+from jaxshard.base import small_files
+from jaxshard.checkpoint import trouble
 from jaxshard.checkpoint.leaves import Index, Shaped, is_stored, num_bytes
 from jaxshard.checkpoint.trouble import files_in, patiently
 
@@ -87,7 +89,7 @@ def check_tree(arrays: Path) -> None:
     Raises:
       ValueError: one is, or it is none.
     """
-    _check_node(patiently((arrays / "manifest.ocdbt").read_bytes))
+    _check_node(trouble.read(arrays / "manifest.ocdbt"))
     base = tensorstore.KvStore.open({"driver": "file", "path": f"{arrays}/"}).result()
     root = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     seen = set[tuple[str, int]]()
@@ -109,13 +111,8 @@ def _read_node(arrays: Path, location: str) -> bytes:
     path = Path(folder) / name
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{location} lies outside of the checkpoint")
-
-    def read() -> bytes:
-        with (arrays / path).open("rb") as file:
-            file.seek(int(offset))
-            return file.read(min(int(length), _NODE_BYTES))
-
-    return patiently(read)
+    most = min(int(length), _NODE_BYTES)
+    return patiently(lambda: small_files.read_part(arrays / path, int(offset), most))
 
 
 def _check_node(data: bytes) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxshard.base import small_files
 from jaxshard.base.types import T
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 
@@ -21,7 +22,7 @@ _PASSING = frozenset(
     | {errno.ETIMEDOUT, errno.ENOBUFS, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ECONNRESET}
 )
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-_READ_AT_ONCE = 2**20
+_MOST_BYTES = 2**28  # of an index, or of a list of arrays
 _FILES_FREE = 32  # orbax opens that many at once
 
 # Errors with which a decoder refuses what it was given, and the codes by which tensorstore says that data are wrong.
@@ -50,6 +51,21 @@ def patiently(call: Callable[[], T]) -> T:
                 raise
         time.sleep(pause)
     return call()
+
+
+def read(path: Path) -> bytes:
+    """A file of a step that describes its arrays, of 256 MiB at most; nothing waits for it.
+
+    Raises:
+      OSError: the system does not let us read it.
+      ValueError: it is larger.
+    """
+    try:
+        return patiently(lambda: small_files.read(path, _MOST_BYTES))
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"{path.name} has more than {_MOST_BYTES:,} bytes") from error
+        raise
 
 
 def mode_of(path: Path) -> int:
@@ -152,7 +168,7 @@ def read_through(what: str, folder: Path) -> None:
     for path in files_in(folder):
         try:
             if is_file(path):  # no pipe, which may not end
-                patiently(lambda path=path: _read_to_end(path))
+                patiently(lambda path=path: small_files.read_through(path))
         except _ABSENT:
             continue
         except OSError as error:
@@ -170,12 +186,6 @@ def check_files_free() -> None:
     finally:
         for number in numbers:
             os.close(number)
-
-
-def _read_to_end(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(_READ_AT_ONCE):
-            pass
 
 
 def files_in(folder: Path) -> Iterator[Path]:

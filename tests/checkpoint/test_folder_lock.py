@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 
@@ -77,6 +78,20 @@ def test_notes_that_were_lost_are_written_again(tmp_path, notes):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, SAVED, blocking=True)
         assert len(run_of(tmp_path)) == 32
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: sparse(path)])
+def test_notes_that_never_end_are_not_read(tmp_path, make):
+    make(tmp_path / "run.json")
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, SAVED, blocking=True)
+        assert len(run_of(tmp_path)) == 32
+    assert stat.S_ISREG((tmp_path / "run.json").lstat().st_mode)
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, 2**40)
 
 
 def test_a_folder_that_was_deleted_is_made_again_for_the_same_run(tmp_path):

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,17 @@ def test_what_is_no_file_is_not_opened(step):
         os.mkfifo(path)
         refused(step.parent, f"{name} is no file")
         path.unlink()
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"])
+def test_a_description_of_a_terabyte_is_not_read(step, name):
+    """Nor is the hole in it, to see whether the disk can be read."""
+    os.truncate(step / name, HUGE)
+    checkpoints = Checkpointer(step.parent)
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=r"has more than 268,435,456 bytes"):
+        checkpoints.verify(1)
+    assert time.monotonic() - start < 20
 
 
 def test_the_command_takes_little_memory(step):

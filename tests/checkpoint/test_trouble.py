@@ -4,11 +4,11 @@ import contextlib
 import errno
 import itertools
 import os
-import pathlib
 import resource
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import pytest
 from test_checkpointer import data_files
 
 import jaxshard.checkpoint
+from jaxshard.base import small_files
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, orbax_store, trouble
 from jaxshard.cli import main
 
@@ -184,7 +185,7 @@ def test_one_error_at_any_call_takes_no_older_step(saves, monkeypatch, number, p
     error = OSError(number, os.strerror(number), "/a")
     if place == "arrays, in words":
         error = ValueError(f"{code}: Error reading local file \"/a\": Failed to read [os_error_code='{number}']")
-    where, name = {"stat": (os, "stat"), "listdir": (os, "listdir"), "index": (pathlib.Path, "read_bytes")}.get(
+    where, name = {"stat": (os, "stat"), "listdir": (os, "listdir"), "index": (small_files, "read")}.get(
         place, (orbax_store, "read")
     )
     with Checkpointer(saves) as checkpoints:
@@ -243,6 +244,20 @@ def test_a_step_that_was_just_written_is_not_put_aside_for_an_error_of_the_syste
                 checkpoints.save(1, SAVED, blocking=True)
         assert checkpoints.restore(SAVED)[0] == 1
     assert step_folders(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("name", [*READ, "state/d/another"])
+def test_a_file_that_waits_for_others_is_not_waited_for(saves, name):
+    """/proc/kmsg calls itself a file; who reads waits for the next message of the kernel. None but root may."""
+    path = saves / "20" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/kmsg")
+    start = time.monotonic()
+    with contextlib.suppress(OSError, CorruptCheckpointError):
+        Checkpointer(saves).verify(20)
+    with contextlib.suppress(OSError):
+        trouble.read_through("checkpoint 20", saves / "20")
+    assert time.monotonic() - start < 30
 
 
 def test_ckpt_verify_goes_on_after_a_step_that_cannot_be_read(saves, capsys):
