@@ -5,13 +5,14 @@ memory (donation), before the caller has assigned the results. An exception ther
 """
 
 import dis
-import gc
 import importlib
 import inspect
 import itertools
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
+from jaxshard.base.unraisable import deal_with
 
 _NUMBERS = sorted(signal.valid_signals())
 _handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
@@ -108,6 +110,7 @@ class Interrupts:
             time.sleep(0)  # the handler runs here at the latest
 
     def _wrap(self, handlers: list[Any]) -> None:
+        deal_with(_is_put_off)
         for number, handler in zip(_NUMBERS, handlers, strict=True):
             inner = handler.handler if isinstance(handler, _Guarded) else handler
             if callable(inner) and getattr(handler, "interrupts", None) is not self:
@@ -115,23 +118,22 @@ class Interrupts:
         self._handlers, self._reminded = list(map(_handler_of, _NUMBERS)), False
 
     def run(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
-        """Runs a handler; what it raises waits if the results of the latest call have not been assigned yet, or where
-        Python would print it and go on."""
+        """Runs a handler; what it raises waits if the results of the latest call have not been assigned yet."""
         if self._reminded:
             self._reminded = False
-            if self._held and not self._is_held(frame):
+            if self._held and not self._is_returning(frame):
                 raise self._held.pop(0)
             return
         try:
             handler(number, frame)
         except BaseException as error:
-            if not self._is_held(frame):
+            if not self._is_returning(frame):
                 raise
-            self._held.append(error)
-            self._remind(number)
+            self.put_off(error, number)
 
-    def _is_held(self, frame: FrameType | None) -> bool:
-        return self._is_returning(frame) or _is_ignored(frame)
+    def put_off(self, error: BaseException, number: int) -> None:
+        self._held.append(error)
+        self._remind(number)
 
     def _is_returning(self, frame: FrameType | None) -> bool:
         """Whether the arguments are gone, and the results not yet assigned; `frame` is what the signal interrupted."""
@@ -184,13 +186,17 @@ class _Guarded:
         self.interrupts.run(self.handler, number, frame)
 
 
-def _is_ignored(frame: FrameType | None) -> bool:
-    """Whether Python ignores what is raised there: in what the garbage collector calls (JAX's, too), in a `__del__`."""
-    collector = [getattr(each, "__code__", None) for each in gc.callbacks]
-    while frame is not None:
-        if frame.f_code in collector or frame.f_code.co_name == "__del__":
+def _is_put_off(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Whether a handler raised an error where Python ignores all errors, and it now waits.
+
+    So it is in what the garbage collector calls (JAX has such a function), in a `__del__`, and in what a weak reference
+    calls.
+    """
+    for frame, _ in traceback.walk_tb(unraisable.exc_traceback):
+        if frame.f_code is _Guarded.__call__.__code__ and unraisable.exc_value is not None:
+            guarded, number = frame.f_locals["self"], frame.f_locals["number"]
+            guarded.interrupts.put_off(unraisable.exc_value.with_traceback(None), number)
             return True
-        frame = frame.f_back
     return False
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxshard.base.types import T
+from jaxshard.base.unraisable import deal_with
 
 E = TypeVar("E", bound=BaseException)
 _LOGGERS = ("absl", "asyncio")
@@ -47,10 +48,9 @@ def forgotten(error: E) -> E:
 def quiet(folder: Path) -> Iterator[None]:
     """Within the block, warnings and errors that orbax logs, or that asyncio logs of this folder, are dropped.
 
-    From then on Python prints no traceback of an answer that came late, either: see `_LateAnswers`.
+    From then on Python prints no traceback of an answer that comes late, either.
     """
-    if not isinstance(sys.unraisablehook, _LateAnswers):
-        sys.unraisablehook = _LateAnswers(sys.unraisablehook)
+    deal_with(_is_late_answer)
     dropped = _Filter(folder)
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(dropped)
@@ -71,23 +71,12 @@ class _Filter(logging.Filter):
         return record.levelno < logging.WARNING or not any(name in said for name in self._named)
 
 
-class _LateAnswers:
-    """A hook in the place of `before` for errors that no code can catch; it drops one kind.
-
-    Where one array fails, orbax closes its event loop. Each array that is still being read or written then tells the
-    closed loop that it has ended, from a thread of tensorstore's, for as long as seconds after the save.
-    """
-
-    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
-        self._before = before
-
-    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        if not _is_late_answer(unraisable):
-            self._before(unraisable)
-
-
 def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Whether no code in Python called a closed event loop: such an error has the loop's own frames alone."""
+    """Whether no code in Python called a closed event loop: such an error has the loop's own frames alone.
+
+    Where one array fails, orbax closes its loop. Each array that is still being read or written then tells the closed
+    loop that it has ended, from a thread of tensorstore's, for as long as seconds after the save.
+    """
     trace = unraisable.exc_traceback
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     closed = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"

@@ -287,8 +287,8 @@ def test_steps_that_take_turns_wrap_a_handler_once():
 
 def in_the_collector():
     def interrupt(phase, info):
-        signal.raise_signal(signal.SIGINT)
         gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
 
     gc.callbacks.append(interrupt)
     gc.collect()
@@ -302,7 +302,17 @@ def in_a_finalizer():
     Thing()
 
 
-@pytest.mark.parametrize("ignored", [in_the_collector, in_a_finalizer])
+def in_a_weak_reference():
+    class Thing:
+        pass
+
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+    assert reference() is None
+
+
+@pytest.mark.parametrize("ignored", [in_the_collector, in_a_finalizer, in_a_weak_reference])
 def test_an_interrupt_where_python_ignores_it_comes_a_moment_later(ignored):
     """JAX itself has a function that the garbage collector calls, at any moment of a loop."""
     step, p, state = make()
