@@ -9,8 +9,10 @@ import importlib
 import inspect
 import itertools
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -18,12 +20,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
+from jaxshard.base.unraisable import deal_with
 
 _NUMBERS = sorted(signal.valid_signals())
 _handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
 _MOVES = ("UNPACK", "STORE", "LOAD", "COPY", "SWAP", "PUSH_NULL", "NOP", "EXTENDED", "BINARY_S", "BUILD_S", "RETURN")
 _TO_ASSIGN = 0.1  # seconds that C code between the step and its caller (functools.partial) has to return, at most
 _BETWEEN_REMINDERS = 0.01  # seconds
+_TO_ARRIVE = 1  # seconds that a signal may take within a process, at most: a program may have blocked it
 
 
 class _Call(NamedTuple):
@@ -51,7 +55,8 @@ class Interrupts:
         self._call: _Call | None = None
         self._ended = 0.0
         self._held: list[BaseException] = []
-        self._reminded = False
+        self._reminded = False  # the reminder's signal is on its way
+        self._reminding = threading.Lock()  # handlers never take it: they may interrupt who has it
         self._reminder: threading.Thread | None = None
         self._handlers: list[Any] = []
 
@@ -60,10 +65,10 @@ class Interrupts:
         self._call = None
         if threading.current_thread() is not threading.main_thread():  # handlers never run there
             return
-        self._raise_held()
         handlers = list(map(_handler_of, _NUMBERS))
         if handlers != self._handlers:
             self._wrap(handlers)
+        self._raise_held()
         frame = inspect.currentframe()
         own = frame.f_back if frame else None
         if own is None:
@@ -84,18 +89,28 @@ class Interrupts:
     def release(self) -> None:
         """Takes the wrappers off, and raises what was put off."""
         self._call = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            self._raise_held()
+        finally:
             for number, handler in zip(_NUMBERS, map(_handler_of, _NUMBERS), strict=True):
                 if isinstance(handler, _Guarded) and handler.interrupts is self:
                     signal.signal(number, handler.handler)
             self._handlers = []
-            self._raise_held()
 
     def _raise_held(self) -> None:
-        if self._held:
-            raise self._held.pop(0)
+        """Raises what was put off. Where the reminder's signal is on its way, it is waited for, and its handler raises:
+        a new signal that came meanwhile would be taken for it, since Python runs a handler once for both."""
+        end = time.monotonic() + _TO_ARRIVE
+        while self._held:
+            with self._reminding:
+                if self._held and (not self._reminded or time.monotonic() > end):
+                    raise self._held.pop(0)
+            time.sleep(0)  # the handler runs here at the latest
 
     def _wrap(self, handlers: list[Any]) -> None:
+        deal_with(_is_put_off)
         for number, handler in zip(_NUMBERS, handlers, strict=True):
             inner = handler.handler if isinstance(handler, _Guarded) else handler
             if callable(inner) and getattr(handler, "interrupts", None) is not self:
@@ -106,16 +121,19 @@ class Interrupts:
         """Runs a handler; what it raises waits if the results of the latest call have not been assigned yet."""
         if self._reminded:
             self._reminded = False
-            if not self._is_returning(frame):
-                self._raise_held()
+            if self._held and not self._is_returning(frame):
+                raise self._held.pop(0)
             return
         try:
             handler(number, frame)
         except BaseException as error:
             if not self._is_returning(frame):
                 raise
-            self._held.append(error)
-            self._remind(number)
+            self.put_off(error, number)
+
+    def put_off(self, error: BaseException, number: int) -> None:
+        self._held.append(error)
+        self._remind(number)
 
     def _is_returning(self, frame: FrameType | None) -> bool:
         """Whether the arguments are gone, and the results not yet assigned; `frame` is what the signal interrupted."""
@@ -145,13 +163,17 @@ class Interrupts:
         """
         while self._held:
             time.sleep(_BETWEEN_REMINDERS)
-            call = self._call
-            if self._held and not self._reminded and (call is None or call.donated is None):
-                if getattr(_handler_of(number), "interrupts", None) is self:
-                    self._reminded = True
-                else:  # another handler was set since, whose turn it is
-                    self._held.clear()
-                signal.pthread_kill(threading.main_thread().ident or 0, number)
+            with self._reminding:
+                call = self._call
+                if self._held and not self._reminded and (call is None or call.donated is None):
+                    self._send(number)
+
+    def _send(self, number: int) -> None:
+        if getattr(_handler_of(number), "interrupts", None) is self:
+            self._reminded = True
+        else:  # another handler was set since, whose turn it is
+            self._held.clear()
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 class _Guarded:
@@ -162,6 +184,20 @@ class _Guarded:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.interrupts.run(self.handler, number, frame)
+
+
+def _is_put_off(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Whether a handler raised an error where Python ignores all errors, and it now waits.
+
+    So it is in what the garbage collector calls (JAX has such a function), in a `__del__`, and in what a weak reference
+    calls.
+    """
+    for frame, _ in traceback.walk_tb(unraisable.exc_traceback):
+        if frame.f_code is _Guarded.__call__.__code__ and unraisable.exc_value is not None:
+            guarded, number = frame.f_locals["self"], frame.f_locals["number"]
+            guarded.interrupts.put_off(unraisable.exc_value.with_traceback(None), number)
+            return True
+    return False
 
 
 def _are_gone(donated: Tree) -> bool:

@@ -29,7 +29,7 @@ from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.plain_path import PlainPath
-from jaxshard.checkpoint.quiet import quiet, quietly
+from jaxshard.checkpoint.quiet import forgotten, quiet, quietly
 from jaxshard.checkpoint.trouble import check_files_free, is_file, is_folder
 from jaxshard.processes import agreement
 
@@ -156,7 +156,9 @@ class Save:
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
             with _ONE_AT_A_TIME, _writing(paths), _while_python_runs(place.folder / name):
-                response = ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes)
+                response = quietly(
+                    lambda: ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes), path
+                )
             return cls(place.folder / name, response, place, on_disk, unheard.pop_all(), check)
 
     def wait(self) -> dict[int, BaseException]:
@@ -205,7 +207,7 @@ class Save:
             if jax.process_index() == 0:
                 self._check()
         except BaseException as error:
-            self._failed.append(self._place.named_in(error))
+            self._failed.append(self._place.named_in(forgotten(error)))
         self._unheard.close()
         self._over.set()
         if not self._failed:
@@ -253,6 +255,9 @@ def _while_python_runs(path: Path) -> Generator[None]:
 def _writing(paths: type[Any]) -> ocp.Context:
     made = ocp.Context()
     made.file.path_class = paths
+    # Where folders are made later and one cannot be, threads wait for it for minutes, also when Python ends. With several
+    # processes they have to be: each would wait for the others before it could tell them of an error.
+    made.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     saving = made.array.saving
     saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
     saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES

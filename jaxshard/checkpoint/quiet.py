@@ -2,14 +2,19 @@
 
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from jaxshard.base.types import T
+from jaxshard.base.unraisable import deal_with
 
+E = TypeVar("E", bound=BaseException)
 _LOGGERS = ("absl", "asyncio")
+_LOOPS = ("asyncio", "uvloop")  # packages
 
 
 def quietly(load: Callable[[], T], folder: Path) -> T:
@@ -28,14 +33,24 @@ def quietly(load: Callable[[], T], folder: Path) -> T:
             failed = error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
-            failed = _bare(failed)
-            gc.collect()
+            failed = forgotten(failed)
     raise failed
+
+
+def forgotten(error: E) -> E:
+    """The error without the frames that raised it; what they held is collected, and says what it has to say now."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    gc.collect()
+    return error
 
 
 @contextmanager
 def quiet(folder: Path) -> Iterator[None]:
-    """Within the block, warnings and errors that orbax logs, or that asyncio logs of this folder, are dropped."""
+    """Within the block, warnings and errors that orbax logs, or that asyncio logs of this folder, are dropped.
+
+    From then on Python prints no traceback of an answer that comes late, either.
+    """
+    deal_with(_is_late_answer)
     dropped = _Filter(folder)
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(dropped)
@@ -56,7 +71,13 @@ class _Filter(logging.Filter):
         return record.levelno < logging.WARNING or not any(name in said for name in self._named)
 
 
-def _bare(error: Exception) -> Exception:
-    """The error without the frames that raised it."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error
+def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Whether no code in Python called a closed event loop: such an error has the loop's own frames alone.
+
+    Where one array fails, orbax closes its loop. Each array that is still being read or written then tells the closed
+    loop that it has ended, from a thread of tensorstore's, for as long as seconds after the save.
+    """
+    trace = unraisable.exc_traceback
+    caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    closed = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+    return closed and unraisable.object is None and caller.partition(".")[0] in _LOOPS

@@ -93,3 +93,49 @@ def test_a_thread_that_outlives_the_main_one_is_told_why_it_cannot_save(tmp_path
     )
     assert "it was not saved: the main thread has ended; let it wait" in run.stderr
     assert Checkpointer(tmp_path).steps() == []
+
+
+# What keeps a save from being written, from then on: a full disk.
+FAILS = {
+    "files": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))",
+    "folders": """
+import errno
+from etils import epath
+def mkdir(path, *args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+type(epath.Path("/")).mkdir = mkdir
+""",
+}
+SAVE_FAILS = """
+import sys
+import jax.numpy as jnp
+from jaxshard.checkpoint import Checkpointer
+checkpoints = Checkpointer(sys.argv[1])
+state = {{f"w{{i}}": jnp.full(2**17, i, "f") for i in range(40)}}
+checkpoints.save(1, state, blocking=True)
+{fails}
+for step in (2, 3):
+    try:
+        checkpoints.save(step, state)
+        checkpoints.wait()
+    except OSError as error:
+        print(str(checkpoints.path) in str(error), flush=True)
+checkpoints.close()
+"""
+
+
+@pytest.mark.parametrize("fails", FAILS)
+def test_a_program_whose_save_failed_ends_and_prints_nothing_more(tmp_path, fails):
+    """Orbax's threads waited for its folders for minutes; arrays told its closed event loop that they had ended."""
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", SAVE_FAILS.format(fails=FAILS[fails]), str(tmp_path / "saves")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert time.monotonic() - start < 60
+    assert (run.returncode, run.stdout, run.stderr) == (0, "True\nTrue\n", "")
+    assert Checkpointer(tmp_path / "saves").steps() == [1]

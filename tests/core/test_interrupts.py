@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import pathlib
 import random
@@ -282,6 +283,66 @@ def test_steps_that_take_turns_wrap_a_handler_once():
         other.close()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         check_whole(p, state)
+
+
+def in_the_collector():
+    def interrupt(phase, info):
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(interrupt)
+    gc.collect()
+
+
+def in_a_finalizer():
+    class Thing:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    Thing()
+
+
+def in_a_weak_reference():
+    class Thing:
+        pass
+
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+    assert reference() is None
+
+
+@pytest.mark.parametrize("ignored", [in_the_collector, in_a_finalizer, in_a_weak_reference])
+def test_an_interrupt_where_python_ignores_it_comes_a_moment_later(ignored):
+    """JAX itself has a function that the garbage collector calls, at any moment of a loop."""
+    step, p, state = make()
+    with handling(signal.SIGINT, signal.default_int_handler), step:
+        p, state, _ = step(p, state, ROWS)
+        ignored()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    check_whole(p, state)
+
+
+def test_a_signal_beside_the_one_that_reminds_is_not_taken_for_it(monkeypatch):
+    def late(*args):
+        time.sleep(0.2)
+        kill(*args)
+
+    kill, interrupts = signal.pthread_kill, Interrupts()
+    monkeypatch.setattr(signal, "pthread_kill", late)
+    with handling(signal.SIGINT, signal.default_int_handler), contextlib.ExitStack() as after:
+        interrupts.begin(None)
+        after.callback(interrupts.release)
+        after.callback(wait)
+        signal.raise_signal(signal.SIGINT)  # put off
+        while not interrupts._reminded:
+            time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.begin(None)
+        interrupts.cancel()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_step_in_a_thread_leaves_handlers_alone():

@@ -1,5 +1,6 @@
 """Processes that die, hang, or are told to end."""
 
+import random
 import re
 import signal
 import time
@@ -77,3 +78,17 @@ def test_a_signal_before_the_loop_ends_it_at_its_first_steps(tmp_path):
         assert int(ends[1]) <= 502
         assert "loop 1 ends at []" in group.log(index)
         assert "not killed" in group.log(index)
+
+
+def test_ctrl_c_in_one_of_two_processes_leaves_both_with_params_and_state(tmp_path):
+    chance = random.Random(0)
+    with Group(program("interrupted_again_and_again"), tmp_path) as group:
+        group.says("whole 0", 0)
+        for count in range(1, 21):
+            group.says(f"whole {count - 1}\n", 1)
+            time.sleep(chance.uniform(0, 0.1))
+            group.signal(signal.SIGINT, 1)
+        group.says("whole 20\n", 1)
+        group.signal(signal.SIGINT, 0)
+        group.says("whole 1\n", 0)
+        assert "lost" not in group.text()
