@@ -255,8 +255,8 @@ def _while_python_runs(path: Path) -> Generator[None]:
 def _writing(paths: type[Any]) -> ocp.Context:
     made = ocp.Context()
     made.file.path_class = paths
-    # Where folders are made later and one cannot be, threads wait for it for minutes, also when Python ends. With several
-    # processes they have to be: each would wait for the others before it could tell them of an error.
+    # Where folders are made later and one cannot be, threads wait for it for minutes, also when Python ends. Several
+    # processes have to do so: each would wait for the others before it could tell them of an error.
     made.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     saving = made.array.saving
     saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True

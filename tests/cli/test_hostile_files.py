@@ -237,7 +237,8 @@ def put(whole, place, name, form, chosen):
 def tried(whole, place, cases):
     """Runs cases of (file, form, seed), each with one of the commands that read the file."""
     wrong = []
-    with Commands(JAX_NUM_CPU_DEVICES="2") as commands:
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(whole.with_name("compiled"))}
+    with Commands(JAX_NUM_CPU_DEVICES="2", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", **kept) as commands:
         usual = commands.run(["train", *SMALL, "--out", "new"], place, seconds=600)
         seconds = max(SECONDS, 2 * usual.seconds)  # where other programs take the cores, too
         for name, form, seed in cases:
