@@ -20,6 +20,7 @@ from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest, other_options
+from jaxshard.checkpoint.agreed import of_first
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
 from jaxshard.checkpoint.leaves import FlatTree, Leaf
@@ -342,7 +343,7 @@ class Checkpointer:
         Raises:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
         """
-        for step in reversed(agreement.from_first("latest_valid", self.steps)):
+        for step in reversed(of_first(self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
                 return step
@@ -357,7 +358,7 @@ class Checkpointer:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
           OSError: the system does not let us read an index.
         """
-        return agreement.from_first("latest_finite", self._latest_finite)
+        return of_first(self._latest_finite)
 
     def _latest_finite(self) -> int | None:
         for step in reversed(self.steps()):

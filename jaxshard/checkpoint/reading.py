@@ -12,13 +12,12 @@ from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, orbax_store, sizes, template, trouble
-from jaxshard.checkpoint.agreed import agreed
+from jaxshard.checkpoint.agreed import agreed, of_first
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.digest import Fault, digests_and_faults
-from jaxshard.processes import agreement
 
 
 @unwatched()
@@ -76,7 +75,7 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
     try:
         return agreed(step, lambda: trouble.proven(step, folder, lambda: orbax_store.read(folder, targets)))
     except CorruptCheckpointError:
-        if step not in agreement.from_first("restore", folders.steps):
+        if step not in of_first(folders.steps):
             raise _deleted(step, folders.path) from None
         raise
 
@@ -119,7 +118,7 @@ def newest_whole(
       CorruptCheckpointError: of the newest step, where none can be read.
     """
     tried: dict[int, Exception] = {}
-    while left := [each for each in agreement.from_first("restore", folders.steps) if each not in tried]:
+    while left := [each for each in of_first(folders.steps) if each not in tried]:
         step = left[-1]
         try:
             found = read(step)
@@ -147,7 +146,7 @@ def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
 
 
 def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
-    return agreement.from_first("restore", lambda: list(folders.damaged().items()))
+    return of_first(lambda: list(folders.damaged().items()))
 
 
 def _deleted(step: int, path: Path) -> FileNotFoundError:
