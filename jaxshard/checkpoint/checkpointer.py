@@ -200,7 +200,7 @@ class Checkpointer:
         self._saving = None  # but not after Ctrl-C: `close` waits again
         if errors:
             if jax.process_index() == 0:
-                self._writer.fail(step)
+                self._writer.fail(step, errors)
             raise not_saved(step, errors, self.path)
         _tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
