@@ -1,3 +1,4 @@
+# pyright: standard
 """The bits of an array, or of a device's part of one: a sum of them that depends on their places, and whether they are
 finite numbers; both in one pass over the array."""
 
