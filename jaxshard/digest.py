@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
+from jaxshard.base.mixed_bits import sum_and_level
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
 from jaxshard.base.watches import unwatched
@@ -109,7 +110,8 @@ def _replica_digests(named: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], d
         for paths, columns in zip(some, _fetched(list(some.values()), mesh), strict=True):
             sums, levels = np.split(columns, 2)
             found |= {path: _of_copies(sums[i], mesh, _spec_of(named[path])) for i, path in enumerate(paths)}
-            faults |= {path: _FAULTS[level.max() - 1] for path, level in zip(paths, levels, strict=True) if level.any()}
+            levels = levels.reshape(len(paths), -1).max(axis=1)
+            faults |= {paths[i]: _FAULTS[levels[i] - 1] for i in np.flatnonzero(levels)}
     return {path: found[path] for path in named}, {path: faults[path] for path in named if path in faults}
 
 
@@ -237,8 +239,10 @@ def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array
 def _sums_of(leaves: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
     """The sum over each of these parts, then the level of each; many small ones are copied into one array first."""
     if len(leaves) == _SMALL_AT_ONCE:
-        return jnp.concatenate(jax.vmap(lambda x: _sum_of(x, starts))(jnp.stack(leaves)))
-    return jnp.stack([each for column in zip(*(_sum_of(x, starts) for x in leaves), strict=True) for each in column])
+        return jnp.concatenate(jax.vmap(lambda x: sum_and_level(x, starts))(jnp.stack(leaves)))
+    return jnp.stack(
+        [each for column in zip(*(sum_and_level(x, starts) for x in leaves), strict=True) for each in column]
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -250,76 +254,3 @@ def _exchanged(cut: jax.Array, mesh: Mesh) -> jax.Array:
 
     specs = P(None, mesh.axis_names)
     return jax.shard_map(gathered, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(cut)
-
-
-def _sum_of(x: jax.Array, starts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """(the sum over a part of an array, its level: 0 all finite, 1 an infinite element, 2 a NaN), in one pass.
-
-    `starts`: the index of the part's first element in the whole array.
-    """
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for dim, start in enumerate(starts):
-        here = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
-        place = _mixed(place * jnp.uint32(31) + here + jnp.uint32(1))
-    first, *others = [_mixed(bits ^ (place + jnp.uint32(word))) for word, bits in enumerate(_words(x))]
-    rest = sum((_totals(word)[0] for word in others), jnp.uint32(0))
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return rest + _totals(first)[0], jnp.uint32(0)
-    wide = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x  # not all of these have infinity
-    total, largest = _totals(first, _sizes(wide))
-    infinite = _sizes(jnp.full((), jnp.inf, wide.dtype))
-    level = jnp.where(largest > infinite, 2, jnp.where(largest == infinite, 1, 0))
-    return rest + total, level.astype(jnp.uint32)
-
-
-def _totals(x: jax.Array, size: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """(the sum mod 2**32 of `x`, the largest of `size`), whose order does not matter. First eight by eight, of both in
-    one pass that XLA may not merge with the next: on CPUs that takes a fifth of the time."""
-    both: Sequence[jax.Array] = [x] if size is None else [x, size]
-    dim = next((dim for dim in reversed(range(x.ndim - 1)) if x.shape[dim] % 8 == 0), None)
-    if dim is not None and x.size:
-        eights = [each.reshape(*x.shape[:dim], x.shape[dim] // 8, 8, *x.shape[dim + 1 :]) for each in both]
-        both = lax.optimization_barrier(_reduced(eights, dim + 1))
-    total, *largest = both
-    return jnp.sum(total, dtype=jnp.uint32), jnp.max(largest[0], initial=0) if largest else jnp.uint32(0)
-
-
-def _reduced(both: Sequence[jax.Array], dim: int) -> Sequence[jax.Array]:
-    """The sum of the first array, and the largest of the second where there is one, over this dim."""
-
-    def join(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return [op(x, y) for op, x, y in zip((lax.add, lax.max), a, b, strict=False)]
-
-    return lax.reduce(list(both), [jnp.uint32(0)] * len(both), join, [dim])
-
-
-def _sizes(x: jax.Array) -> jax.Array:
-    """The elements' absolute values as uint32, in their order, but that values of 64 bits are rounded; NaN is above
-    infinity."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.maximum(_sizes(x.real), _sizes(x.imag))
-    *low, high = _words(x)
-    size = high << (33 - min(32, 8 * x.dtype.itemsize))
-    return size | (low[0] != 0) if low else size
-
-
-def _words(x: jax.Array) -> list[jax.Array]:
-    """The bits of the elements as arrays of uint32, one for each 32 bits that an element has."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_words(x.real), *_words(x.imag)]
-    if x.dtype == jnp.bool_:
-        return [x.astype(jnp.uint32)]
-    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
-        return [x.astype(jnp.uint32)]
-    if x.dtype.itemsize > 4:
-        both = lax.bitcast_convert_type(x, jnp.uint32)
-        return [both[..., 0], both[..., 1]]
-    return [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)]
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Maps 32 bits one to one, so that each bit of the input changes each of the output with a chance of a half
-    (the last steps of MurmurHash3)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

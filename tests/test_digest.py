@@ -150,3 +150,38 @@ def test_nan_is_told_before_infinity_and_whole_numbers_are_finite():
     odd = jnp.array([0x7FF0000000000001 & 0xFFFFFFFF, 0x7FF00000], jnp.uint32)
     with jax.enable_x64(True):  # a NaN whose upper half is infinity's
         assert digests_and_faults({"x": jax.lax.bitcast_convert_type(odd, jnp.float64)[None]})[1] == {"x": "nan"}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"]
+)
+def test_eight_bits_of_each_kind_are_as_finite_as_they_say(dtype):
+    """Some have no infinity; some have NaN where others have negative zero."""
+    each = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype))
+    wide = each.astype(np.float32)
+    faults = {f"{i}": "nan" if np.isnan(x) else "inf" for i, x in enumerate(wide) if not np.isfinite(x)}
+    assert faults
+    assert digests_and_faults({f"{i}": x[None] for i, x in enumerate(each)})[1] == faults
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(125, 33), (32768,), (40001,), (9, 9, 9), (17, 1), (5, 70, 2)])
+def test_rows_that_eight_does_not_divide_are_counted_once(dtype, shape):
+    x = some(dtype, shape)
+    assert digests({"x": x})["x"] == by_hand(x)
+
+
+def by_hand(x):
+    """The digest as the module says it, of elements of at most 32 bits."""
+    with np.errstate(over="ignore"):
+        place = np.zeros(x.shape, np.uint32)
+        for here in np.indices(x.shape, np.uint32):
+            place = mixed(place * np.uint32(31) + here + np.uint32(1))
+        bits = x.astype(np.int32) if x.dtype == np.int8 else x.view(f"uint{8 * x.dtype.itemsize}")
+        return int(mixed(bits.astype(np.uint32) ^ place).sum(dtype=np.uint32))
+
+
+def mixed(x):
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))

@@ -11,7 +11,7 @@ from jaxshard.checkpoint.errors import CorruptCheckpointError
 from jaxshard.processes import agreement
 
 
-def agreed(step: int, attempt: Callable[[], T]) -> T:
+def agreed(step: int | None, attempt: Callable[[], T]) -> T:
     """Calls `attempt` on every process and returns its result; if it fails on one, all raise the same kind of error.
 
     Raises:
@@ -31,6 +31,12 @@ def agreed(step: int, attempt: Callable[[], T]) -> T:
     if worst.rank:
         raise _of_another(step, process, worst)
     return cast(T, result)
+
+
+def of_first(attempt: Callable[[], T]) -> T:
+    """What `attempt` returns on the first process, which may list and read folders for all; raises as `agreed`."""
+    made = agreed(None, lambda: attempt() if jax.process_index() == 0 else None)
+    return cast(T, agreement.from_first("restore", lambda: made))
 
 
 class _Failure(NamedTuple):
@@ -54,8 +60,9 @@ def _failure(error: Exception | None) -> _Failure:
     return _Failure(0) if error is None else _Failure(_OTHER, text=f"{type(error).__name__}: {error}")
 
 
-def _of_another(step: int, process: int, failure: _Failure) -> Exception:
+def _of_another(step: int | None, process: int, failure: _Failure) -> Exception:
     if failure.rank == _CORRUPT:
+        assert step is not None  # no list of steps is corrupt
         return CorruptCheckpointError(step, None, f"process {process}: {failure.text}")
     if failure.rank == _OTHER:
         return agreement.ProcessError(process, failure.text)

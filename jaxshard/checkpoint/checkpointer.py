@@ -13,33 +13,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Self, SupportsFloat, SupportsIndex
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import leaves, manifest, other_options
+from jaxshard.checkpoint.agreed import of_first
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
 from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
 from jaxshard.checkpoint.leaves import FlatTree, Leaf
 from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
-from jaxshard.checkpoint.template import check_fits, fits, part_of, spread, unflatten
+from jaxshard.checkpoint.template import check_fits, fits, part_of, unflatten
 from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
 try:
-    from jaxshard.checkpoint import orbax_store
+    from jaxshard.checkpoint import orbax_store, reading
     from jaxshard.checkpoint.plain_path import PlainPath
-    from jaxshard.checkpoint.reading import check_sizes, newest_whole, read_index, read_leaves
     from jaxshard.checkpoint.step_folders import StepFolders
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
     raise not_installed(error) from error
-
-
-_VERIFIED_BYTES = 2**28  # read at once by `verify` and `read`
 
 
 class Checkpointer:
@@ -114,14 +110,7 @@ class Checkpointer:
           OSError: the system does not let us read it.
         """
         number = whole_number(step)
-        found = self._folders.manifest(number)
-        return {
-            "step": number,
-            "metrics": found["metrics"],
-            "run": found["run"],
-            "leaves": found["leaves"],
-            "not_finite": found.get("not_finite"),
-        }
+        return manifest.info(number, self._folders.manifest(number))
 
     # Saving.
 
@@ -211,7 +200,7 @@ class Checkpointer:
         self._saving = None  # but not after Ctrl-C: `close` waits again
         if errors:
             if jax.process_index() == 0:
-                self._writer.fail(step)
+                self._writer.fail(step, errors)
             raise not_saved(step, errors, self.path)
         _tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
@@ -268,17 +257,17 @@ class Checkpointer:
         if step is not None:
             number = whole_number(step)
             return number, unflatten(template, flat, read(number))
-        number, found = newest_whole(self._folders, read, self._writer.corrupt.add)
+        number, found = reading.newest_whole(self._folders, read, self._writer.corrupt.add)
         return number, unflatten(template, flat, found)
 
     def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
-        index, what = read_index(self._folders, step), f"checkpoint {step} does"
+        index, what = reading.read_index(self._folders, step), f"checkpoint {step} does"
         part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
-        check_sizes(self._folders, step, part)
-        planned = None if only or fits(wanted, part, cast) else other_options.plan(wanted, part)
+        reading.check_sizes(self._folders, step, part)
+        planned = None if fits(wanted, part, cast) else other_options.plan(wanted, part)
         if planned is None:
             agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
-        found, faults = read_leaves(self._folders, step, part, planned.sources if planned else wanted.leaves)
+        found, faults = reading.read_leaves(self._folders, step, part, planned.sources if planned else wanted.leaves)
         self._warn_of_faults(step, manifest.faults_in_words(part, faults))
         if planned is not None:
             warn(
@@ -305,13 +294,7 @@ class Checkpointer:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
-        number = whole_number(step)
-        index = read_index(self._folders, number)
-        stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
-        check_sizes(self._folders, number, stored)
-        for group in leaves.groups(stored, _VERIFIED_BYTES):
-            faults |= read_leaves(self._folders, number, index, {path: spread(index[path]) for path in group})[1]
-        return faults
+        return reading.verify(self._folders, whole_number(step))
 
     def read(self, step: SupportsIndex, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Reads leaves into host memory, and checks their digests; 256 MiB at a time, or one leaf if that is larger.
@@ -327,14 +310,7 @@ class Checkpointer:
           FileNotFoundError: there is no such checkpoint.
           CorruptCheckpointError: the first leaf that is not what was saved.
         """
-        number = whole_number(step)
-        index = read_index(self._folders, number)
-        asked = {path: index[path] for path in (index if paths is None else paths)}
-        check_sizes(self._folders, number, asked)
-        for group in leaves.groups(asked, _VERIFIED_BYTES):
-            hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
-            found, _ = read_leaves(self._folders, number, index, hosts)
-            yield from ((path, np.asarray(found[path])) for path in group)
+        yield from reading.read_arrays(self._folders, whole_number(step), paths)
 
     def latest_valid(self) -> int | None:
         """The newest step whose arrays are all as they were saved; it reads them. None: there is none.
@@ -342,7 +318,7 @@ class Checkpointer:
         Raises:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
         """
-        for step in reversed(agreement.from_first("latest_valid", self.steps)):
+        for step in reversed(of_first(self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
                 return step
@@ -357,15 +333,7 @@ class Checkpointer:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
           OSError: the system does not let us read an index.
         """
-        return agreement.from_first("latest_finite", self._latest_finite)
-
-    def _latest_finite(self) -> int | None:
-        for step in reversed(self.steps()):
-            with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
-                found = self.info(step)
-                if manifest.health(found["leaves"], found["not_finite"]) == "finite":
-                    return step
-        return None
+        return of_first(lambda: reading.newest_finite(self._folders))
 
 
 def _tell(errors: Iterable[str]) -> None:

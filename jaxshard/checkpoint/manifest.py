@@ -46,6 +46,17 @@ class CheckpointInfo(TypedDict):
     not_finite: dict[str, Fault] | None
 
 
+def info(step: int, manifest: Manifest) -> CheckpointInfo:
+    """What the manifest of a step says of it."""
+    return {
+        "step": step,
+        "metrics": manifest["metrics"],
+        "run": manifest["run"],
+        "leaves": manifest["leaves"],
+        "not_finite": manifest.get("not_finite"),
+    }
+
+
 def digest_of(data: bytes) -> bytes:
     """SHA-256: `DIGEST_BYTES` bytes."""
     return hashlib.sha256(data).digest()

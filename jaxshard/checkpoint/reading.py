@@ -2,23 +2,26 @@
 
 import contextlib
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, orbax_store, sizes, template, trouble
-from jaxshard.checkpoint.agreed import agreed
+from jaxshard.checkpoint import leaves, manifest, orbax_store, sizes, template, trouble
+from jaxshard.checkpoint.agreed import agreed, of_first
 from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
 from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
 from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.digest import Fault, digests_and_faults
-from jaxshard.processes import agreement
+
+_BYTES_AT_ONCE = 2**28  # of arrays that are verified or read one group after the other
 
 
 @unwatched()
@@ -45,6 +48,27 @@ def read_leaves(
         stored = _read(folders, step, {path: x for path, x in targets.items() if x.size})
         faults = _check_digests(step, index, stored)
     return {**numbers, **targets, **stored}, faults
+
+
+def verify(folders: StepFolders, step: int) -> dict[str, Fault]:
+    """Reads every array of a step, and returns those that are not finite; raises as `read_leaves`."""
+    index = read_index(folders, step)
+    stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
+    check_sizes(folders, step, stored)
+    for group in leaves.groups(stored, _BYTES_AT_ONCE):
+        faults |= read_leaves(folders, step, index, {path: template.spread(index[path]) for path in group})[1]
+    return faults
+
+
+def read_arrays(folders: StepFolders, step: int, paths: Iterable[str] | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads leaves of a step into host memory, all of them where `paths` is None; raises as `read_leaves`."""
+    index = read_index(folders, step)
+    asked = {path: index[path] for path in (index if paths is None else paths)}
+    check_sizes(folders, step, asked)
+    for group in leaves.groups(asked, _BYTES_AT_ONCE):
+        hosts = {path: np.zeros(index[path]["shape"], jnp.dtype(index[path]["dtype"])) for path in group}
+        found, _ = read_leaves(folders, step, index, hosts)
+        yield from ((path, np.asarray(found[path])) for path in group)
 
 
 def check_saved(folders: StepFolders, step: int, index: Index) -> Manifest:
@@ -76,7 +100,7 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
     try:
         return agreed(step, lambda: trouble.proven(step, folder, lambda: orbax_store.read(folder, targets)))
     except CorruptCheckpointError:
-        if step not in agreement.from_first("restore", folders.steps):
+        if step not in of_first(folders.steps):
             raise _deleted(step, folders.path) from None
         raise
 
@@ -119,7 +143,7 @@ def newest_whole(
       CorruptCheckpointError: of the newest step, where none can be read.
     """
     tried: dict[int, Exception] = {}
-    while left := [each for each in agreement.from_first("restore", folders.steps) if each not in tried]:
+    while left := [each for each in of_first(folders.steps) if each not in tried]:
         step = left[-1]
         try:
             found = read(step)
@@ -139,6 +163,16 @@ def newest_whole(
     raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(folders.path))
 
 
+def newest_finite(folders: StepFolders) -> int | None:
+    """The newest step that says that it is finite; those that cannot be read say nothing. None: none does."""
+    for step in reversed(folders.steps()):
+        with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
+            found = folders.manifest(step)
+            if manifest.health(found["leaves"], found.get("not_finite")) == "finite":
+                return step
+    return None
+
+
 def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
     for step, missing in _damaged(folders):
         if step > taken:
@@ -147,7 +181,7 @@ def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
 
 
 def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
-    return agreement.from_first("restore", lambda: list(folders.damaged().items()))
+    return of_first(lambda: list(folders.damaged().items()))
 
 
 def _deleted(step: int, path: Path) -> FileNotFoundError:

@@ -46,12 +46,37 @@ def check_fits(template: FlatTree, index: Index, what: str, cast: bool) -> None:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         more += " (only= restores a part)" if set(template.leaves) < set(index) else ""
         parts = "".join(f"; {part}" for part in _fitting_parts(template, index, cast))
-        raise ValueError(f"{what} not fit the template: " + "; ".join(wrong[:5]) + more + parts)
+        raise ValueError(
+            f"{what} not fit the template: " + "; ".join(wrong[:5]) + more + _moved(template, index) + parts
+        )
 
 
 def fits(template: FlatTree, index: Index, cast: bool) -> bool:
     """Whether `check_fits` raises nothing."""
     return not _wrong(template, index, cast)
+
+
+def _moved(template: FlatTree, index: Index) -> str:
+    """Where one of the template's leaves may lie in the checkpoint, as in a chain that was wrapped: the only leaf there
+    whose path has the same end, of two names at least, and whose shape and dtype are the same."""
+    ends = dict[tuple[str, ...], list[str]]()
+    for path in index:
+        if path not in template.leaves:
+            for end in _ends(path):
+                ends.setdefault(end, []).append(path)
+    for path, x in template.leaves.items():
+        if path not in index:
+            found = next((ends[end] for end in _ends(path) if end in ends), [])
+            same = [other for other in found if not [*_misfits(path, x, template.keys.get(path), index[other], False)]]
+            if len(found) == len(same) == 1:
+                return f"; {path} may be what the checkpoint has as {same[0]} (Checkpointer.read reads it)"
+    return ""
+
+
+def _ends(path: str) -> Iterable[tuple[str, ...]]:
+    """The ends of a path that have two names at least, the longest first."""
+    names = tuple(path.split("/"))
+    return (names[i:] for i in range(len(names) - 1))
 
 
 def _fitting_parts(template: FlatTree, index: Index, cast: bool) -> Iterable[str]:

@@ -6,7 +6,7 @@ With several processes only process 0 calls these.
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -40,6 +40,7 @@ class Writer:
         self._lock: Lock | None = None
         self._seen, self._unread = dict[int, _Seen](), set[int]()
         self._errors, self._told = list[str](), False
+        self._on_disk: int | None = None  # the step that was written last, to its end
         self.corrupt: set[int] = set()
 
     def claim(self) -> str:
@@ -80,6 +81,7 @@ class Writer:
 
     def check_saved(self, step: int, index: Index) -> None:
         """Opens a step that was just written. Who saves refers to it, so that the folder stays locked until then."""
+        self._on_disk = step
         self._seen[step] = _Seen.of(check_saved(self._folders, step, index))
 
     def prepare(self, step: int, index: Index, num_bytes: int, metrics: Mapping[str, float] | None) -> bool:
@@ -93,6 +95,7 @@ class Writer:
           OSError: less than `num_bytes` are free on the disk.
         """
         self._put_aside(step)
+        self._on_disk = None
         self._seen.pop(step, None)
         steps = self._whole_steps()
         if step in steps:
@@ -115,8 +118,12 @@ class Writer:
         self._folders.check_space(num_bytes)
         return True
 
-    def fail(self, step: int) -> None:
-        """Puts aside what a save that failed has left by the step's name."""
+    def fail(self, step: int, processes: Collection[int]) -> None:
+        """Puts aside what a save has left by the step's name, as it failed on these processes. It stays if all of it
+        is on the disk, and the first process only could not look at it: if that had seen anything wrong, it would have
+        put it aside."""
+        if step == self._on_disk and set(processes) == {0}:
+            return
         self.corrupt.add(step)
         if self._lock is not None and self._lock.is_held():
             with contextlib.suppress(OSError):  # then the next save of this step tries again

@@ -158,6 +158,47 @@ def test_of_another_optimizer_the_part_that_fits_is_named_and_can_be_taken(tmp_p
         assert_same_bits(found["params"], saved["params"])
 
 
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(("plain", "moments", "int8"), 2)])
+def test_a_part_is_converted_as_the_whole(tmp_path, before, after):
+    saved, wanted = trained(before), template(after)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, saved, blocking=True)
+        with pytest.warns(UserWarning, match="moment_dtype: moments that were saved in"):
+            part = checkpoints.restore(wanted, only="^state/")[1]
+        with pytest.warns(UserWarning, match="checkpoint 3 was saved under other options"):
+            whole = checkpoints.restore(wanted)[1]
+    assert_same_bits(part["state"], whole["state"])
+    assert_same_bits(part["params"], wanted["params"])
+
+
+def test_a_part_that_lacks_what_is_needed_is_refused(tmp_path):
+    """Codes without their scales, masters without their params."""
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, trained("int8"), blocking=True)
+        with pytest.raises(ValueError, match="does not fit the template"):
+            checkpoints.restore(template("plain"), only="(state|inner)/0/mu/w$")
+        with pytest.raises(ValueError, match="does not fit the template"):
+            checkpoints.restore(template("masters"), only="^state/")
+
+
+def test_where_moments_lie_in_a_chain_that_was_wrapped(tmp_path):
+    wrapped = optax.inject_hyperparams(optax.adamw)(1e-2)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, trained("plain", wrapped), blocking=True)
+        with pytest.raises(
+            ValueError, match="state/0/count may be what the checkpoint has as state/inner_state/0/count "
+        ) as raised:
+            checkpoints.restore(template("plain"))
+        assert "params/ fits (2 leaves)" in str(raised.value)
+        checkpoints.save(4, trained("plain"), blocking=True)
+        with pytest.raises(
+            ValueError, match="state/inner_state/0/count may be what the checkpoint has as state/0/count"
+        ):
+            checkpoints.restore(template("plain", wrapped))
+        with pytest.raises(ValueError, match=r"does not fit the template((?!may be what).)*$"):
+            checkpoints.restore(template("plain", optax.sgd(1e-2)))  # nothing of it lies elsewhere
+
+
 def test_the_learning_rate_of_the_checkpoint_is_told(tmp_path):
     """It goes on, although the program has another one now."""
 

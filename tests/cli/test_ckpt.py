@@ -318,7 +318,7 @@ def test_export_of_some(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("part", [1, 2**28])
 def test_export_in_parts_of_any_size(run, tmp_path, capsys, monkeypatch, part):
-    monkeypatch.setattr("jaxshard.checkpoint.checkpointer._VERIFIED_BYTES", part)
+    monkeypatch.setattr("jaxshard.checkpoint.reading._BYTES_AT_ONCE", part)
     files = [tmp_path / f"{i}.safetensors" for i in range(2)]
     assert run_ckpt(capsys, "export", run, "--safetensors", files[0])[0] == 0
     monkeypatch.undo()

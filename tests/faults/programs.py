@@ -1,5 +1,6 @@
 """What the processes of the fault tests run. Each function is one program; `group.program` names it."""
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -19,7 +20,7 @@ import optax
 import jaxshard
 from jaxshard import guards
 from jaxshard.base import files
-from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint import Checkpointer, trouble
 from jaxshard.cli import train
 from jaxshard.processes import agreement
 from jaxshard.trainer.record import Recorder
@@ -412,3 +413,87 @@ def of_one_step(p, state):
         w -= trace / 1024
     near = [(p["w"], w, 1e-3), (state[0].trace["w"], trace, 1e-6)]
     return all(np.all(np.abs(part.data - x) < by) for cut, x, by in near for part in cut.addressable_shards)
+
+
+def one_cannot_read(folder, bad):
+    """Process `bad` alone meets errors of the system as both restore; then neither does, and both have the newest."""
+    me = join()
+    trouble._PAUSES = (0.01, 0.02, 0.03)
+    mesh = jaxshard.make_mesh()
+    tree = {"w": jnp.arange(4096.0), "cut": small_numbers_placed(0, mesh)["w0"], "n": 3}
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(10, tree)
+        checkpoints.save(20, tree, blocking=True)
+        checkpoints.verify(20)  # all that is opened once is open
+        step = pathlib.Path(folder) / "20"
+        files = [path for path in step.rglob("*") if path.is_file()]
+        arrays = max(files, key=lambda path: path.stat().st_size)
+        for place in (step / "_CHECKPOINT_METADATA", step / "state/manifest.ocdbt", arrays):
+            for broken in (disk_broken, rights_lost, too_many_files):
+                say("case", broken.__name__, place.name)
+                calls = (lambda: checkpoints.restore(tree), lambda: checkpoints.restore(tree, 20))
+                with broken(place, me == int(bad)), warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    agreement.meet("the error is there")
+                    for call in calls:
+                        try:
+                            say("restored", call()[0])
+                        except OSError as error:
+                            say("refused", type(error).__name__, errno.errorcode[error.errno])
+                    agreement.meet("all have tried")
+                agreement.meet("the error is gone")
+                say("then", checkpoints.restore(tree)[0])
+        checkpoints.save(20, tree, blocking=True)
+    say("steps", *sorted(path.name for path in pathlib.Path(folder).iterdir() if path.is_dir()))
+
+
+@contextlib.contextmanager
+def disk_broken(path, here):
+    """Reads of the file fail by EIO in this process only: a link leads each process to a file that it has open."""
+    away, number = path.with_name(f"{path.name}.away"), 200
+    if jax.process_index() == 0:
+        path.rename(away)
+        path.symlink_to(f"/proc/self/fd/{number}")
+    agreement.meet("the link is there")
+    opened = os.open("/proc/self/mem" if here else away, os.O_RDONLY)
+    os.dup2(opened, number)
+    try:
+        yield
+    finally:
+        os.close(number)
+        os.close(opened)
+        if jax.process_index() == 0:
+            path.unlink()
+            away.rename(path)
+
+
+@contextlib.contextmanager
+def rights_lost(path, here):
+    """This process may not read the file; nobody may, where a test is not root's."""
+    mode = path.stat().st_mode
+    agreement.meet("all know its mode")
+    path.chmod(0)
+    if here and os.getuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
+        path.chmod(mode)
+
+
+@contextlib.contextmanager
+def too_many_files(path, here):
+    """This process can open no file more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/dev/fd"))) + 1
+    holes = list[int]()
+    try:
+        while here and (not holes or holes[-1] < highest):
+            holes.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest if here else soft, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in holes:
+            os.close(number)

@@ -38,6 +38,24 @@ def test_processes_that_save_other_things_are_refused(tmp_path, what):
         assert all(f"refused: ProcessError process 1: save: it has {words}" in log for log in logs), group.text()
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_one_process_cannot_read_both_refuse(tmp_path, bad):
+    """F75: EIO, EACCES and EMFILE on the index, the list of arrays and an array, of one process only."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o755)
+    with Group(program("one_cannot_read", tmp_path / "ck", bad), tmp_path) as group:
+        assert group.wait() == [0, 0], group.text()
+    for i in range(2):
+        cases = group.log(i).split("case ")[1:]
+        assert len(cases) == 9
+        for case in cases:
+            kind = {"disk": "EIO", "rights": "EACCES", "too": "EMFILE"}[case.partition("_")[0]]
+            assert case.count("refused") == case.count(kind) == 2, group.text()
+            assert "restored" not in case, group.text()
+            assert "then 20\n" in case, group.text()
+        assert "steps 10 20\n" in group.log(i), group.text()
+
+
 def mount(*arguments):
     """None, or the reason why this user may not."""
     tried = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
