@@ -116,25 +116,26 @@ def shard_step(
     nothing is cut. `run` runs the inner optimizer's update.
     """
 
-    def taken(after: jax.Array | None = None) -> tuple[Tree, Tree]:
-        del after
+    def taken() -> tuple[Tree, Tree]:
         updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra, run)
         if new and params_after is None:
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after
 
-    again: Callable[[jax.Array | None], tuple[Tree, Tree]] = taken
     agreed = None
     if judges and ok is not None:
         twice = Twice(taken)
         out, state_after = twice.first
         params_after = out if new else optax.apply_updates(cast(optax.Params, params), out)
         agreed = verdict(ok, (params_after, state_after), (params, state))
-        ok, again = agreed.ok, twice.again
-    if ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
-        out, state_after = _taken_or_not(ok, lambda: again(None), (params, state))
+        ok = agreed.ok
+        # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
+        out, state_after = twice.again(ok)
+    elif ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
+        out, state_after = _taken_or_not(ok, taken, (params, state))
         return (out, agreed), state_after
-    out, state_after = again(ok)
+    else:
+        out, state_after = taken()
     state_after = _unless(ok, state_after, state)
     return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
 
