@@ -14,12 +14,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.experimental import topologies
 
-from jaxshard.base import files, rings
+from jaxshard.base import files, rings, small_files
 from jaxshard.base.source import warn
 from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
 from jaxshard.hardware.machines import Machine as Machine
@@ -30,6 +30,8 @@ from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
 
 __all__ = ["CompilerMissingError", "Machine", "compiled", "devices", "machine", "report"]
+
+_MOST_BYTES = 2**28  # of a report that is kept
 
 
 class CompilerMissingError(ImportError):
@@ -170,7 +172,7 @@ def report(
     options = _readable(machine, compiler_options)
     path = _folder() / f"{_key(lowered, machine, options)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not whole
-        return Report.from_dict(json.loads(path.read_text()))
+        return Report.from_dict(cast(Any, small_files.read_json(path, _MOST_BYTES)))
     found = report_of(lowered.compile(compiler_options=options or None))
     if found.platform != machine.chip.platform:
         raise ValueError(

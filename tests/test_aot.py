@@ -1,6 +1,7 @@
 """Programs compiled for machines that are not here, by the compilers that those would use."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -367,3 +368,15 @@ class Lowered:
 )
 def test_programs_are_compiled_so_that_they_can_be_read(machine, given, options):
     assert aot.compiled(Lowered(), aot.machine(machine), compiler_options=given) == options
+
+
+def test_what_never_ends_in_place_of_a_report_is_not_read(cache):
+    machine = aot.machine("cpu:8")
+    report = aot.report(_lowered(machine), machine)
+    (path,) = cache.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert aot.report(_lowered(machine), machine) == report
+    assert path.is_file()
+    path.write_text("[" * 100_000)
+    assert aot.report(_lowered(machine), machine) == report

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxshard.base.figures import without_latex
+from jaxshard.base.figures import by_own_settings
 from jaxshard.base.files import replace
 from jaxshard.base.units import digits, seconds_in_words
 from jaxshard.bench.measure import Row
@@ -123,7 +123,7 @@ def _table(title: str, columns: Mapping[str, _Cell], rows: Sequence[Row]) -> Tab
     return table
 
 
-@without_latex
+@by_own_settings
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """Writes `MODEL_on_MACHINE.png` for each machine and model: a panel of bars for each figure."""
     groups: dict[tuple[str, str], list[Row]] = {}

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.base import small_files
 from jaxshard.base.files import rename, replace, sync_tree, workplace
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.leaves import Entry
@@ -25,7 +26,7 @@ from jaxshard.trainer import finished_run, hf_config, hf_folder, hf_names, linea
 from jaxshard.trainer.config import Config, LoraConfig
 from jaxshard.trainer.hf_names import Tensor
 from jaxshard.trainer.run_folder import RunFolder
-from jaxshard.trainer.token_files import TOKENIZER
+from jaxshard.trainer.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 
 
 def check_free(folder: Path) -> None:
@@ -88,7 +89,8 @@ def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
     config = folder / "tokenizer_config.json"
     if not run.tokenizer.is_file():
         return
-    replace(folder / TOKENIZER, run.tokenizer.read_bytes())
+    hf_folder.check_inside(run.tokenizer)
+    replace(folder / TOKENIZER, small_files.read(run.tokenizer, MOST_TOKENIZER_BYTES))
     own = vocabulary.end_of(run.tokenizer)
     if not config.is_file() and own is not None and own[1] == end:
         said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": own[0]}

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.base.figures import without_latex
+from jaxshard.base.figures import by_own_settings
 from jaxshard.base.types import Scalar
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -152,7 +152,7 @@ def _name(cell: Cell, plan: Plan) -> str:
     return f"{cell.microbatch}{turn}"
 
 
-@without_latex
+@by_own_settings
 def draw(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes the chart to `path` as a PNG: in each stage's row forward above, backward below; colours by microbatch.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxshard.base.figures import without_latex
+from jaxshard.base.figures import by_own_settings
 from jaxshard.base.files import replace
 from jaxshard.base.units import size_in_words, unit_of
 from jaxshard.plan.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
@@ -30,7 +30,7 @@ _PAGE_COLOURS: Mapping[str, str] = MappingProxyType(
 """Colours of charts that follow the page's, which has a light and a dark look."""
 
 
-@without_latex
+@by_own_settings
 def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     """Draws memory against the limit, and traffic by mesh axes, of all rows to a PNG.
 
@@ -61,7 +61,7 @@ def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     replace(Path(path), lambda file: figure.savefig(file, format="png"))
 
 
-@without_latex
+@by_own_settings
 def svg(chart: Chart) -> str:
     """One chart as an `<svg>` element for a page: a tooltip on each bar, its text in the page's font and colours.
 

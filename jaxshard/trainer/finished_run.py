@@ -18,7 +18,7 @@ from jaxshard.base.source import warn
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxshard.processes import agreement
 from jaxshard.trainer import hf_folder, linear, toml
-from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig
+from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig, check
 from jaxshard.trainer.hf_folder import HuggingFaceFolder
 from jaxshard.trainer.model import LanguageModel
 from jaxshard.trainer.run_folder import RunFolder
@@ -161,6 +161,10 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
     if seal == "changed":
         raise ValueError(f"{who}: {folder.config.name} is not what the run wrote: undo that")
+    try:
+        check(before)
+    except ValueError as error:
+        raise ValueError(f"{who}: {folder.config.name}: {error}") from error
     check_saved_sizes(folder, before.model, who)
     return before, FinishedRun(path, before.lora, who)
 

@@ -146,15 +146,18 @@ def keep(start: Path, target: Path) -> None:
     Raises:
       OSError: one cannot be read, is larger than such files are, or is a link out of the folder.
     """
-    found = [file for name in KEPT if (file := kept_of(start) / name).is_file()]
+    place = kept_of(start)
+    if not is_one(start) and place.is_dir():  # a run's own folder
+        check_inside(place)
+    found = [file for name in KEPT if (file := place / name).is_file()]
     for file in found:
-        _check_inside(file)
+        check_inside(file)
         make_folder(target)
         replace(target / file.name, small_files.read(file, MOST_TOKENIZER_BYTES))
 
 
-def _check_inside(file: Path) -> None:
-    """Raises OSError for a link to a file elsewhere. In a cache of Hugging Face's all files are links into it."""
+def check_inside(file: Path) -> None:
+    """Raises OSError for a link to elsewhere. In a cache of Hugging Face's all files are links into it."""
     folder, real = file.parent.resolve(), file.resolve()
     cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if real.parent not in (folder, cache):

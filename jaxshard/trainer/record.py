@@ -17,7 +17,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
-from jaxshard.base.figures import without_latex
+from jaxshard.base.figures import by_own_settings
 from jaxshard.base.files import replace, sync_file
 from jaxshard.base.text import printable
 from jaxshard.trainer.config import Config
@@ -220,7 +220,7 @@ class Recorder:
                 self._tell(printable(f"{name} lacks metrics from here on ({reason[:300]}); the run goes on"))
 
 
-@without_latex
+@by_own_settings
 def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -> None:
     """Draws the curves of loss in `folder.metrics`, and each mark as a level line, to `folder.figure`.
 

@@ -147,6 +147,15 @@ def test_a_description_of_a_terabyte_is_not_read(step, name):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("shape", [[0], [64, 0, 128], [1] * 65])
+def test_a_leaf_that_is_none_is_corrupt(step, shape):
+    """An array without elements is not stored, so that its digest is all that tells it from one that has some."""
+    edited(step, lambda index: index["leaves"]["w"].update(shape=shape, digest=7), seal=True)
+    for call in (Checkpointer(step.parent).verify, Checkpointer(step.parent).info):
+        with pytest.raises(CorruptCheckpointError, match="'w' is described by"):
+            call(1)
+
+
 def test_the_command_takes_little_memory(step):
     edited(step, lambda index: index["leaves"]["w"].update(shape=[HUGE]), seal=True)
     run = subprocess.run(

@@ -283,3 +283,30 @@ def test_two_billion_layers_are_refused_at_once(whole, tmp_path):
             for words in READ[name][:3]:
                 ended = commands.run(words, tmp_path / "here", seconds=SECONDS)
                 assert (ended.status, ended.err.count("\n")) == (2, 1), (words, ended)
+
+
+def test_a_configuration_that_no_run_can_have_is_one_line(whole, tmp_path, capsys):
+    """Also where its seal is right."""
+    shutil.copytree(whole / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    lines = config.read_text().replace("heads = 2", "heads = 0").splitlines(keepends=True)
+    config.write_text(seal.sealed("".join(lines[1:])))
+    capsys.readouterr()
+    for command in ("eval", "generate"):
+        assert main([command, str(tmp_path / "run")]) == 2
+        assert capsys.readouterr().err.endswith("config.toml: model.heads = 0: it must be above 0\n")
+
+
+def test_what_an_export_copies_is_the_runs_own(whole, tmp_path, capsys):
+    run, (linked, made) = tmp_path / "run", (tmp_path / "elsewhere", tmp_path / "hf")
+    shutil.copytree(whole / "run", run)
+    for name in ("tokenizer.json", "huggingface"):
+        linked.mkdir(exist_ok=True)
+        (linked / "merges.txt").write_text("a b\n")
+        if (run / name).exists():
+            (run / name).rename(linked / name)
+        (run / name).symlink_to(linked / name if (linked / name).exists() else linked)
+        assert main(["ckpt", "export", str(run), "--huggingface", str(made)]) == 2
+        assert "it is a link to " in capsys.readouterr().err
+        assert not made.exists()
+        (run / name).unlink()

@@ -218,7 +218,7 @@ def test_each_place_where_text_may_become_code_is_listed():
 
 def test_figures_start_no_latex(tmp_path, mark, monkeypatch):
     """matplotlib reads settings from the current folder."""
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.dpi: 100000\nsavefig.dpi: 100000\n")
     (tmp_path / "bin").mkdir()
     for name in ("latex", "dvipng", "kpsewhich"):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ntouch '{mark}'\nexit 1\n")
@@ -228,3 +228,12 @@ def test_figures_start_no_latex(tmp_path, mark, monkeypatch):
     assert (found.returncode, found.stderr) == (0, "")
     assert (tmp_path / "figures" / "plan.png").is_file()
     assert not mark.exists()
+
+
+def test_settings_of_figures_that_never_end_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "matplotlibrc")
+    found = started("plan", "--strategies", "zero2", "--out", "figures", where=tmp_path)
+    assert found.returncode == 2
+    assert "matplotlibrc" in found.stderr
+    assert "it is a pipe, and no file" in found.stderr
+    assert found.stderr.count("\n") == 1
