@@ -388,9 +388,12 @@ p, state, _ = step(p, state, rows)
 came, n = 0, int(sys.argv[2])
 guards = {"plain": contextlib.nullcontext, "watchdog": lambda: Watchdog(60), "preemption": Preemption}[sys.argv[1]]
 with guards() as guard:
-    print("ready", flush=True)
-    while came < n:
-        try:
+    while True:
+        try:  # an interrupt may come as soon as a line is printed
+            assert not any(x.is_deleted() for x in jax.tree.leaves((p, state)))
+            print("alive" if came else "ready", flush=True)
+            if came == n:
+                break
             for i in range(100000):
                 p, state, metrics = step(p, state, rows)
                 if sys.argv[1] == "preemption" and guard.reached(i):
@@ -398,8 +401,6 @@ with guards() as guard:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             came += 1
-            assert not any(x.is_deleted() for x in jax.tree.leaves((p, state)))
-            print("alive", flush=True)
 print("end", flush=True)
 """
 
