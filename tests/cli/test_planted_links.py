@@ -73,7 +73,7 @@ def test_a_run_follows_no_planted_link(tmp_path, precious, name, target):
     folder.begin(toml.dump(Config()), 1)
     folder.keep_tokenizer(tmp_path / "tokens.json")
     hf_folder.keep(start, folder.huggingface)
-    with Recorder({"lines": lambda: Lines(folder)}, lambda text: pytest.fail(text)) as recorder:
+    with Recorder({"lines": lambda: Lines(folder, pytest.fail)}, pytest.fail) as recorder:
         recorder.write(2, {"loss": 1.0})
         recorder.rewind(1)
         recorder.write(2, {"loss": 3.0})
