@@ -126,8 +126,9 @@ def shard_step(
     if judges and ok is not None:
         twice = Twice(taken)
         out, state_after = twice.first
-        params_after = out if new else optax.apply_updates(cast(optax.Params, params), out)
-        agreed = verdict(ok, (params_after, state_after), (params, state))
+        # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
+        before = params if new else jax.tree.map(jnp.zeros_like, out)
+        agreed = verdict(ok, (out, state_after), (before, state))
         ok = agreed.ok
         # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
         out, state_after = twice.again(ok)

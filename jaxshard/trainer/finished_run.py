@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxshard.base.source import warn
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.processes import agreement
 from jaxshard.trainer import hf_folder, linear, toml
 from jaxshard.trainer.config import Config, DataConfig, LoraConfig, ModelConfig, check
@@ -194,8 +194,12 @@ def check_saved_sizes(folder: RunFolder, model: ModelConfig, who: str) -> None:
 def _saved_leaves(folder: RunFolder) -> Mapping[str, Any] | None:
     saves = Checkpointer(folder.model)
     for step in sorted(saves.steps(), reverse=True):
-        with contextlib.suppress(CorruptCheckpointError, OSError):
+        try:
             return saves.info(step)["leaves"]
+        except NewerFormatError:  # who restores it says so
+            return None
+        except (CorruptCheckpointError, OSError):
+            continue
     return None
 
 

@@ -125,7 +125,11 @@ def opened(name: str) -> Any:
 
 
 def _of_file(path: Path) -> Any:
-    return tokenizers().Tokenizer.from_buffer(small_files.read(path, MOST_TOKENIZER_BYTES))
+    content = small_files.read(path, MOST_TOKENIZER_BYTES)
+    try:
+        return tokenizers().Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
 
 
 def _of_folder(path: Path) -> Any:

@@ -160,7 +160,9 @@ def test_another_part_that_is_held_out_is_told(run, capsys):
 def test_the_configuration_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     events, move, sync = [], os.replace, os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (events.append("sync"), sync(number)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(os.path.basename(b)), move(a, b)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b, **folders: (events.append(os.path.basename(b)), move(a, b, **folders))
+    )
     RunFolder(tmp_path / "run").begin(TINY, 0)
     assert events == ["sync", "config.toml", "sync", "sync", "metrics.jsonl", "sync"]
 
