@@ -3,7 +3,6 @@ folder's."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re

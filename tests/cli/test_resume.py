@@ -164,7 +164,7 @@ def test_the_configuration_is_on_the_disk_before_it_takes_its_name(tmp_path, mon
         os, "replace", lambda a, b, **folders: (events.append(os.path.basename(b)), move(a, b, **folders))
     )
     RunFolder(tmp_path / "run").begin(TINY, 0)
-    assert events == ["sync", "config.toml", "sync", "sync", "metrics.jsonl", "sync"]
+    assert events == ["sync", "sync", "config.toml", "sync", "sync", "metrics.jsonl", "sync"]
 
 
 def test_a_run_whose_models_are_gone_is_not_started_anew_over_its_configuration(run, capsys):
