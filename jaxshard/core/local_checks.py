@@ -173,8 +173,7 @@ def _traced(setup: Setup, trees: tuple[Tree, Tree, Tree], extra: Extra) -> tuple
 
     def step(leaves):
         grads, state, mine = jax.tree.unflatten(treedef, leaves)
-        (out, _), state = shard_step(setup, grads, state, mine, None, extra, new=new)
-        return out, state
+        return shard_step(setup, grads, state, mine, None, extra, new=new)
 
     return jax.make_jaxpr(step, return_shape=True)(shapes_of(leaves))
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import beyond
 from jaxshard.base.jaxprs import core
@@ -19,7 +18,6 @@ from jaxshard.base.tree import have_same_shapes, is_traced, matched, named_leave
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
 from jaxshard.core.host_state import HostState
-from jaxshard.core.judging import Twice, Verdict, verdict
 from jaxshard.core.layout import Layout
 from jaxshard.core.owners import Dealing
 from jaxshard.core.sharding import Setup
@@ -39,12 +37,10 @@ def advance(
     *,
     want: Literal["updates", "params"],
     ok: jax.Array | None = None,
-    judges: bool = False,
-) -> tuple[Tree, Tree, Verdict | None]:
+) -> tuple[Tree, Tree]:
     """One update; returns (updates or new params, as `want` says, laid out as the params are; the new state).
 
-    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes. With `judges` nothing changes either if
-    params or state would no longer be finite; the third result says so.
+    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes.
     """
     like = shapes_of(grads if params is None else params)
     found = setup.dealt(like)
@@ -65,22 +61,20 @@ def advance(
         and not _names_axes((found.home_specs, new_state_specs))
     )
     run = update if fragile else _by_owners(setup, found, new_state_specs)
-    step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, judges=judges, run=run), extra)
+    step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, run=run), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
-    agreed = Verdict._make([P(), P()]) if judges else None
-    step = collectives.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
+    step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
     if on_host:
         specs = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, specs, on_host, over_params=new).around(step)
-    (out, agreed), state = step(grads, state, params_at_home, ok, _arrays(extra))
-    ok = agreed.ok if agreed else ok
+    out, state = step(grads, state, params_at_home, ok, _arrays(extra))
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
-        return as_updates(setup, out, params), state, agreed
+        return as_updates(setup, out, params), state
     if not new:
         out = optax.apply_updates(cast(optax.Params, params), out)
-    return out if new and not _selects_whole(setup) else _unless(ok, out, params), state, agreed
+    return out if new and not _selects_whole(setup) else _unless(ok, out, params), state
 
 
 def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
@@ -106,14 +100,12 @@ def shard_step(
     *,
     new: bool,
     stays: bool = False,
-    judges: bool = False,
     run: Update = update,
-) -> tuple[tuple[Tree, Verdict | None], Tree]:
-    """One update before anything is gathered; returns ((updates, or with `new` the new params; verdict), new state).
+) -> tuple[Tree, Tree]:
+    """One update before anything is gathered; returns (updates, or with `new` the new params; the new state).
 
-    Where `ok` is False nothing changes, and with `judges` nothing where anything would no longer be finite. Params are
-    selected here, or after the gather. `ok=None`: the step is always taken. `stays`: nothing moves between devices, as
-    nothing is cut. `run` runs the inner optimizer's update.
+    Where `ok` is False nothing changes. Params are selected here, or after the gather. `ok=None`: the step is always
+    taken. `stays`: nothing moves between devices, as nothing is cut. `run` runs the inner optimizer's update.
     """
 
     def taken() -> tuple[Tree, Tree]:
@@ -122,23 +114,11 @@ def shard_step(
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after
 
-    agreed = None
-    if judges and ok is not None:
-        twice = Twice(taken)
-        out, state_after = twice.first
-        # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
-        before = params if new else jax.tree.map(jnp.zeros_like, out)
-        agreed = verdict(ok, (out, state_after), (before, state))
-        ok = agreed.ok
-        # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
-        out, state_after = twice.again(ok)
-    elif ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
-        out, state_after = _taken_or_not(ok, taken, (params, state))
-        return (out, agreed), state_after
-    else:
-        out, state_after = taken()
+    if ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
+        return _taken_or_not(ok, taken, (params, state))
+    out, state_after = taken()
     state_after = _unless(ok, state_after, state)
-    return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
+    return _unless(ok, out, params) if new and not _selects_whole(setup) else out, state_after
 
 
 def _taken_or_not(ok: jax.Array, step: Callable[[], Tree], old: Tree) -> Tree:
