@@ -150,11 +150,11 @@ def test_deep_folders_are_read(tmp_path):
 
 
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
-    def refuse(path):
+    def refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "text").write_text("secret")
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ValueError, match=f"{tmp_path}.* cannot be read.*Permission denied"):
         data.read_text(str(tmp_path))
 
