@@ -150,7 +150,7 @@ def test_deep_folders_are_read(tmp_path):
 
 
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
-    def refuse(path, *_):
+    def refuse(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "text").write_text("secret")

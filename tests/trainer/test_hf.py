@@ -319,7 +319,7 @@ def test_a_model_that_hugging_face_cannot_say(name, tmp_path, capfd):
     options, words = SAYS_NO[name]
     model = dataclasses.replace(LLAMA, kv_heads=0, **options) if "kv_heads" not in options else None
     config = Config(model=model or dataclasses.replace(LLAMA, **options))
-    run = saved_run(tmp_path / "run", config, {"w": np.zeros(3)})
+    run = saved_run(tmp_path / "run", config, LanguageModel(config.model).init(jax.random.key(0)))
     export(run, tmp_path / "out", status=2)
     assert words in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
