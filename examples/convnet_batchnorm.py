@@ -72,22 +72,20 @@ def main():
     for where, each in (("each device", opt), ("one device alone", jaxshard.ddp(tx, mesh))):
         held = each.layout(params).bytes_per_device
         print(f"{where}:", ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in held.items()))
-    stats = jaxshard.whole(stats)  # are no rows, although there may be as many channels as rows
-    print(jaxshard.check(loss_fn, opt, params, pictures(0, args.rows), stats, has_aux=True, raises=True))
+    whole = jaxshard.whole  # statistics are no rows, although there may be as many channels as rows
+    print(jaxshard.check(loss_fn, opt, params, pictures(0, args.rows), whole(stats), has_aux=True, raises=True))
 
     params = opt.place(params)
     state = opt.init(params)
     step = jaxshard.train_step(loss_fn, opt, has_aux=True)
     for i in range(args.steps):
         batch = jaxshard.shard_batch(pictures(i, args.rows), opt)
-        params, state, metrics = step(params, state, batch, stats)
-        stats = jaxshard.whole(
-            optax.tree.where(metrics["skipped"], stats, metrics["aux"])
-        )  # a skipped step changes nothing
+        params, state, metrics = step(params, state, batch, whole(stats))
+        stats = optax.tree.where(metrics["skipped"], stats, metrics["aux"])  # a skipped step changes nothing
         if i % 25 == 0 or i == args.steps - 1:
             print(f"step {i + 1}  loss {float(metrics['loss']):.4f}")
     x, y = pictures(args.steps, 1024)  # that it has not seen
-    found = jaxshard.predict(kinds, opt)(params, x, stats)
+    found = jaxshard.predict(kinds, opt)(params, x, whole(stats))
     print(f"right: {np.mean(np.asarray(found) == y):.1%} of {len(y)} new pictures")
 
 
