@@ -131,7 +131,7 @@ WRONG = {
     "def f(): return [{'tokens': np.zeros(17, int)}] * 20": "element 0 is dict, and a row",
     "def f(): return [[[1] * 17, [2] * 9]] * 20": "element 0 is list of shape (2,), and a row",
     "def f(): return [[-1] * 17] * 20": "element 0 has the token -1",
-    "def f(): return [[256] * 17] * 20": "model.vocabulary = 256 and must be 257 or more",
+    "def f(): return [[256] * 17] * 20": "model.vocabulary = 256: set it to 257 or more",
     "def f(): 1 / 0": "x.py:2: ZeroDivisionError: division by zero",
     "def f(x): return []": "f must take no arguments",
     "f = 3": "f is no function, but of type int",
