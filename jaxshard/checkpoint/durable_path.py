@@ -8,29 +8,51 @@ after.
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from etils.epath.gpath import PosixGPath
 
 from jaxshard.base import files
 
 
-def durable_paths() -> tuple[type[PosixGPath], list[str]]:
-    """A class of paths for one save, and the names that folders have got on the disk by it so far."""
-    renamed: list[str] = []
+class Written:
+    """What is known of the folders that orbax makes for one save.
 
-    class DurablePath(PosixGPath):
-        def rename(self, target: str | os.PathLike[str]) -> "DurablePath":
-            """Renames a folder; where the disk cannot take it, the folder has its first name again."""
-            source, named = Path(self), Path(target)
-            files.sync_tree(source)
-            source.rename(named)
-            try:
-                files.sync_folder(named.parent)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    named.rename(source)
-                raise
-            renamed.append(named.name)
-            return type(self)(target)
+    Attributes:
+      named: the names that folders have got on the disk so far.
+      failed: why a folder could not be made. Orbax hears of it at the rename: its threads would wait for the folder for
+        minutes, in all processes, also when Python ends.
+    """
 
-    return DurablePath, renamed
+    def __init__(self) -> None:
+        self.named: list[str] = []
+        self.failed: list[OSError] = []
+
+    def paths(self) -> type[PosixGPath]:
+        """The class of paths for this save."""
+        written = self
+
+        class DurablePath(PosixGPath):
+            def mkdir(self, *args: Any, **kwargs: Any) -> None:
+                try:
+                    super().mkdir(*args, **kwargs)
+                except OSError as error:
+                    written.failed.append(error)
+
+            def rename(self, target: str | os.PathLike[str]) -> "DurablePath":
+                """Renames a folder; where the disk cannot take it, the folder has its first name again."""
+                if written.failed:
+                    raise written.failed[0]
+                source, named = Path(self), Path(target)
+                files.sync_tree(source)
+                source.rename(named)
+                try:
+                    files.sync_folder(named.parent)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        named.rename(source)
+                    raise
+                written.named.append(named.name)
+                return type(self)(target)
+
+        return DurablePath

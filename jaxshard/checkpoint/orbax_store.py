@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxshard.base import files
 from jaxshard.checkpoint import sizes, trouble
 from jaxshard.checkpoint.at_exit import ExitNotice
-from jaxshard.checkpoint.durable_path import durable_paths
+from jaxshard.checkpoint.durable_path import Written
 from jaxshard.checkpoint.errors import first_line
 from jaxshard.checkpoint.leaves import Shaped, small
 from jaxshard.checkpoint.manifest import Manifest
@@ -118,12 +118,12 @@ class Save:
         path: Path,
         response: ocp.AsyncResponse[None],
         place: PlainPath,
-        on_disk: Collection[str],
+        written: Written,
         unheard: ExitStack,
         check: Callable[[], None],
     ):
         self._response, self._place, self._unheard, self._check = response, place, unheard, check
-        self._path, self._on_disk = path, on_disk
+        self._path, self._written = path, written
         self._over = threading.Event()
         self._failed: list[BaseException] = []
         self._notice = ExitNotice(lambda: self._cut_off(path), "jaxshard tells of a save that is cut off")
@@ -151,15 +151,14 @@ class Save:
           check: process 0 calls it once all is written; the save failed if it raises.
         """
         stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
-        path, written, notes = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest)
-        paths, on_disk = durable_paths()
+        path, tree, notes, written = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest), Written()
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
-            with _ONE_AT_A_TIME, _writing(paths), _while_python_runs(place.folder / name):
+            with _ONE_AT_A_TIME, _writing(written), _while_python_runs(place.folder / name):
                 response = quietly(
-                    lambda: ocp.save_async(str(path), written, checkpointable_name=_ARRAYS, custom_metadata=notes), path
+                    lambda: ocp.save_async(str(path), tree, checkpointable_name=_ARRAYS, custom_metadata=notes), path
                 )
-            return cls(place.folder / name, response, place, on_disk, unheard.pop_all(), check)
+            return cls(place.folder / name, response, place, written, unheard.pop_all(), check)
 
     def wait(self) -> dict[int, BaseException]:
         """Waits until all processes have written their parts, or one has failed; returns the errors by process.
@@ -207,7 +206,8 @@ class Save:
             if jax.process_index() == 0:
                 self._check()
         except BaseException as error:
-            self._failed.append(self._place.named_in(forgotten(error)))
+            first = next(iter(self._written.failed), error)
+            self._failed.append(self._place.named_in(forgotten(first, self._place.path / self._path.name)))
         self._unheard.close()
         self._over.set()
         if not self._failed:
@@ -216,7 +216,7 @@ class Save:
     def _sync(self) -> None:
         """Puts on the disk what this process wrote, and what orbax did not rename by its path."""
         if jax.process_index() == 0:
-            if self._path.name not in self._on_disk:
+            if self._path.name not in self._written.named:
                 files.sync_tree(self._path)
                 files.sync_folder(self._path.parent)
             return
@@ -252,12 +252,9 @@ def _while_python_runs(path: Path) -> Generator[None]:
         raise OSError(errno.ECANCELED, why, str(path)) from None
 
 
-def _writing(paths: type[Any]) -> ocp.Context:
+def _writing(written: Written) -> ocp.Context:
     made = ocp.Context()
-    made.file.path_class = paths
-    # Where folders are made later and one cannot be, threads wait for it for minutes, also when Python ends. Several
-    # processes have to do so: each would wait for the others before it could tell them of an error.
-    made.asynchronous.create_directories_asynchronously = jax.process_count() > 1
+    made.file.path_class = written.paths()
     saving = made.array.saving
     saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
     saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES

@@ -33,13 +33,18 @@ def quietly(load: Callable[[], T], folder: Path) -> T:
             failed = error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
-            failed = forgotten(failed)
+            failed = forgotten(failed, folder)
     raise failed
 
 
-def forgotten(error: E) -> E:
-    """The error without the frames that raised it; what they held is collected, and says what it has to say now."""
+def forgotten(error: E, folder: Path) -> E:
+    """The error without the frames that raised it; what they held is collected, and says what it has to say now.
+
+    What is still being written or read in `folder` says it later: asyncio logs it no more.
+    """
     error.__traceback__ = error.__cause__ = error.__context__ = None
+    _late.folders.add(str(folder))
+    logging.getLogger("asyncio").addFilter(_late)
     gc.collect()
     return error
 
@@ -69,6 +74,21 @@ class _Filter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         said = f"{record.pathname} {record.getMessage()} {record.exc_info[1] if record.exc_info else ''}"
         return record.levelno < logging.WARNING or not any(name in said for name in self._named)
+
+
+class _Late(logging.Filter):
+    """Drops what asyncio logs of folders where a load or a save failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}"
+        return not any(folder in said for folder in self.folders)
+
+
+_late = _Late()
 
 
 def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:

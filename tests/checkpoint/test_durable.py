@@ -184,7 +184,7 @@ def test_a_file_system_that_syncs_no_folders_saves(tmp_path, recorder, number):
 
 
 def test_where_orbax_renames_in_another_way_the_step_is_synced_all_the_same(tmp_path, monkeypatch, recorder):
-    monkeypatch.setattr(orbax_store, "durable_paths", lambda: (type(ocp_path("/")), []))
+    monkeypatch.setattr(orbax_store.Written, "paths", lambda written: type(ocp_path("/")))
     whole, reported = saved(recorder, tmp_path, 1, True)
     assert {*whole, recorder.identity(tmp_path)} <= {e[1] for e in recorder.events[:reported] if e[0] == "sync"}
 
