@@ -173,7 +173,8 @@ def _traced(setup: Setup, trees: tuple[Tree, Tree, Tree], extra: Extra) -> tuple
 
     def step(leaves):
         grads, state, mine = jax.tree.unflatten(treedef, leaves)
-        return shard_step(setup, grads, state, mine, None, extra, new=new)
+        (out, _), state = shard_step(setup, grads, state, mine, None, extra, new=new)
+        return out, state
 
     return jax.make_jaxpr(step, return_shape=True)(shapes_of(leaves))
 

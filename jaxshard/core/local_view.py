@@ -32,7 +32,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
         mine = jax.tree.unflatten(treedef, parts)
         grads = with_fast(mine, grads)
     local_checks.check_update(setup, (grads, state, mine), (whole, whole_state, None if mine is None else whole), extra)
-    out, state = shard_step(setup, grads, state, mine, None, extra, new=setup.config.widens)
+    (out, _), state = shard_step(setup, grads, state, mine, None, extra, new=setup.config.widens)
     out = [collectives.gather(u, d, invarying=True) for u, d in zip(jax.tree.leaves(out), dims, strict=True)]
     out = jax.tree.unflatten(treedef, out)
     return as_updates(setup, out, params), state

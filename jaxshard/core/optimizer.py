@@ -51,7 +51,7 @@ class _Methods:
             updates, state = local_update(setup, updates, state, params, extra)
         else:
             states.check_state("update", setup, state, updates if params is None else params)
-            updates, state = advance(setup, updates, state, params, extra, want="updates")
+            updates, state, _ = advance(setup, updates, state, params, extra, want="updates")
         return setup.with_frozen(updates, whole, _no_change), state
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import beyond
 from jaxshard.base.jaxprs import core
@@ -18,6 +19,7 @@ from jaxshard.base.tree import have_same_shapes, is_traced, matched, named_leave
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
 from jaxshard.core.host_state import HostState
+from jaxshard.core.judging import Judged, Verdict, verdict
 from jaxshard.core.layout import Layout
 from jaxshard.core.owners import Dealing
 from jaxshard.core.sharding import Setup
@@ -37,10 +39,12 @@ def advance(
     *,
     want: Literal["updates", "params"],
     ok: jax.Array | None = None,
-) -> tuple[Tree, Tree]:
+    judges: bool = False,
+) -> tuple[Tree, Tree, Verdict | None]:
     """One update; returns (updates or new params, as `want` says, laid out as the params are; the new state).
 
-    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes.
+    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes. With `judges` nothing changes either if
+    params or state would no longer be finite; the third result says so.
     """
     like = shapes_of(grads if params is None else params)
     found = setup.dealt(like)
@@ -61,20 +65,29 @@ def advance(
         and not _names_axes((found.home_specs, new_state_specs))
     )
     run = update if fragile else _by_owners(setup, found, new_state_specs)
-    step = _with_extra(lambda *args: shard_step(setup, *args, new=new, stays=stays, run=run), extra)
+    lies = None
+    if judges and not on_host and jax.tree.structure(state) == jax.tree.structure(new_state_specs):
+        lies = (found.home_specs, new_state_specs, None if params is None else found.home_specs)
+
+    def run_all(*args: Tree) -> tuple[Tree, Tree]:
+        return shard_step(setup, *args, new=new, stays=stays, judges=judges, specs=lies, run=run)
+
+    step = _with_extra(run_all, extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
-    step = collectives.globally(step, setup.mesh, (found.home_specs, new_state_specs))
+    agreed = Verdict._make([P(), P()]) if judges else None
+    step = collectives.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
     if on_host:
         specs = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, specs, on_host, over_params=new).around(step)
-    out, state = step(grads, state, params_at_home, ok, _arrays(extra))
+    (out, agreed), state = step(grads, state, params_at_home, ok, _arrays(extra))
+    ok = agreed.ok if agreed else ok
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
-        return as_updates(setup, out, params), state
+        return as_updates(setup, out, params), state, agreed
     if not new:
         out = optax.apply_updates(cast(optax.Params, params), out)
-    return out if new and not _selects_whole(setup) else _unless(ok, out, params), state
+    return out if new and not _selects_whole(setup) else _unless(ok, out, params), state, agreed
 
 
 def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
@@ -100,25 +113,40 @@ def shard_step(
     *,
     new: bool,
     stays: bool = False,
+    judges: bool = False,
+    specs: tuple[Tree, ...] | None = None,
     run: Update = update,
-) -> tuple[Tree, Tree]:
-    """One update before anything is gathered; returns (updates, or with `new` the new params; the new state).
+) -> tuple[tuple[Tree, Verdict | None], Tree]:
+    """One update before anything is gathered; returns ((updates, or with `new` the new params; verdict), new state).
 
-    Where `ok` is False nothing changes. Params are selected here, or after the gather. `ok=None`: the step is always
-    taken. `stays`: nothing moves between devices, as nothing is cut. `run` runs the inner optimizer's update.
+    Where `ok` is False nothing changes, and with `judges` nothing where anything would no longer be finite. Params are
+    selected here, or after the gather. `ok=None`: the step is always taken. `stays`: nothing moves between devices, as
+    nothing is cut. `specs`: of gradients, state and params, or None. `run` runs the inner optimizer's update.
     """
 
-    def taken() -> tuple[Tree, Tree]:
+    def taken(grads: Tree, state: Tree, params: Tree | None) -> tuple[Tree, Tree]:
         updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra, run)
         if new and params_after is None:
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after
 
-    if ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
-        return _taken_or_not(ok, taken, (params, state))
-    out, state_after = taken()
+    agreed, old = None, (grads, state, params)
+    if judges and ok is not None:
+        one = Judged(taken, old, specs, setup.mesh)
+        (out, state_after), (_, before, params_before) = one.looked(), one.looked_at
+        # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
+        start = params_before if new else jax.tree.map(jnp.zeros_like, out)
+        agreed = verdict(ok, (out, state_after), (start, before))
+        ok = agreed.ok
+        # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
+        out, state_after = one.taken()
+    elif ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
+        out, state_after = _taken_or_not(ok, lambda: taken(*old), (params, state))
+        return (out, agreed), state_after
+    else:
+        out, state_after = taken(*old)
     state_after = _unless(ok, state_after, state)
-    return _unless(ok, out, params) if new and not _selects_whole(setup) else out, state_after
+    return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
 
 
 def _taken_or_not(ok: jax.Array, step: Callable[[], Tree], old: Tree) -> Tree:

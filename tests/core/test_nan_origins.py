@@ -12,6 +12,7 @@ from test_skips import STRATEGIES, batch, every_copy, loss, make, params, weight
 
 import jaxshard
 
+UPDATE = "the update of [bvw]"
 GRADIENT = "the gradient of [bvw] is not finite"
 
 
@@ -24,6 +25,10 @@ def large():
     rng = np.random.default_rng(0)
     found = {"w": rng.normal(size=(16, 512)), "v": rng.normal(size=(512, 8)), "b": np.zeros(8)}
     return {name: (x / 8).astype("f") for name, x in found.items()}
+
+
+def masked():
+    return params() | {"mask": np.float32([-np.inf] * 8)}
 
 
 def poisoned(name, value=np.nan):
@@ -45,6 +50,65 @@ def one_layer(p, batch):
     """NaN arises in one of two stages alone, of one row."""
     hidden = jnp.tanh(batch["x"] @ p["w"])
     return jnp.mean((jnp.where(batch["z"] > 0, jnp.log(batch["z"] - 2), hidden) @ p["v"] + p["b"] - batch["y"]) ** 2)
+
+
+def dividing(scale):
+    """A user's transformation: 0 / 0 at elements whose gradient is as it was at the step before."""
+
+    def update(grads, state, params=None):
+        del params
+        return jax.tree.map(lambda g, s: scale * (g - s) / (g - s), grads, state), grads
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+
+def running_out():
+    """A user's schedule that divides by the steps that are left, of which the second step has none."""
+    return optax.scale_by_schedule(lambda count: -0.1 / (1 - count))
+
+
+def growing():
+    """Its moment overflows, its update does not."""
+
+    def update(grads, state, params=None):
+        del params
+        return jax.tree.map(lambda g, s: g / (1 + s), grads, state), jax.tree.map(lambda s: s * 1e30, state)
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update)
+
+
+def overflowing():
+    """A parameter that is a single number becomes infinite, and nothing else."""
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda g: jnp.where(g.ndim == 0, jnp.inf, 0 * g), grads))
+
+
+def counting():
+    """A single number of the state becomes NaN, and nothing else."""
+
+    def update(grads, state, params=None):
+        del params
+        return grads, jnp.where(state > 0, state - 1, jnp.nan)
+
+    return optax.GradientTransformation(lambda p: jnp.float32(1), update)
+
+
+def best_so_far():
+    """Its state is infinite from the start, as a plateau's best loss is."""
+
+    def update(grads, state, params=None):
+        del params
+        return jax.tree.map(lambda g: -0.01 * g, grads), state
+
+    return optax.GradientTransformation(lambda p: {"best": jnp.float32(jnp.inf)}, update)
+
+
+def narrow_hyperparams():
+    """In bfloat16 `b2` is 1, and the first step divides 0 by 0."""
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=jnp.bfloat16(1e-3), b2=jnp.bfloat16(0.999))
+
+
+def scaled():
+    return jaxshard.LossScale(initial=4.0, growth_interval=1000)
 
 
 ZERO = {"z": np.zeros((16, 32), "f")}
@@ -73,6 +137,25 @@ ORIGINS = {
     "weighted": (weighted, {}, {"weighted": True}, params, bad(x=np.nan) | {"weight": np.ones(16, "f")}, GRADIENT),
 }
 
+INT8 = {"moment_dtype": jnp.int8}
+
+# By origin: the optimizer; the strategy's options; the params; the words, or "" where every step is taken.
+UPDATES = {
+    "hyperparameters in bfloat16": (narrow_hyperparams, {}, lambda: widened(params()), UPDATE),
+    "a division": (lambda: dividing(0.1), {}, params, UPDATE),
+    "with masters": (lambda: dividing(0.1), {"master_dtype": jnp.float32}, lambda: widened(params()), UPDATE),
+    "with state on the host": (lambda: dividing(0.1), {"state_memory": "host"}, params, UPDATE),
+    "with int8 moments": (lambda: optax.chain(optax.scale_by_adam(), running_out()), INT8, large, UPDATE),
+    "behind a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), dividing(0.1)), {}, params, UPDATE),
+    "in MultiSteps": (lambda: optax.MultiSteps(dividing(0.1), 1).gradient_transformation(), {}, params, UPDATE),
+    "with a loss scale": (lambda: dividing(0.1), {"loss_scale": scaled()}, params, UPDATE),
+    "a moment": (growing, {}, params, UPDATE),
+    "a single parameter": (overflowing, {}, lambda: params() | {"s": np.float32(1)}, "the update of s"),
+    "one number of the state": (counting, {}, params, r"the new optimizer state's .+"),
+    "infinity that was there": (best_so_far, {}, params, ""),
+    "infinity among the params": (lambda: optax.sgd(0.01), {}, masked, ""),
+}  # fmt: skip
+
 
 def outcomes(step, p, state, batches):
     """(params, state, metrics of the last step, what was warned of)."""
@@ -99,6 +182,34 @@ def test_loss_and_gradients(strategy, origin):
     assert every_copy((p, state)) == before
     (line,) = said
     assert re.fullmatch(f"train_step: call 2 changed nothing: {words}", line)
+
+
+@pytest.mark.parametrize("origin", UPDATES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_update_and_state(strategy, origin):
+    """From finite gradients: the same batch twice, so that the second difference of gradients is 0."""
+    tx, options, start, words = UPDATES[origin]
+    still = batch(0) | {"x": np.zeros((16, 16), "f")}  # the gradients of w and v are 0 or do not change
+    opt = make(strategy, tx(), **options)
+    step = jaxshard.train_step(lambda p, b: loss(p, b) + 0 * jnp.sum(jnp.exp(p.get("mask", 0.0))), opt)
+    p, state = opt.place(start()), opt.init(start())
+    taken = []
+    for _ in range(3):
+        before = every_copy((p, state))
+        p, state, metrics, said = outcomes(step, p, state, [still])
+        taken.append(not metrics["skipped"])
+        assert np.isfinite(float(metrics["grad_norm"]))
+        if metrics["skipped"]:
+            assert every_copy((p, state)) == before
+            (line,) = said
+            assert re.fullmatch(rf"train_step: call \d changed nothing: {words} is not finite", line)
+            leaves = len(jax.tree.leaves(p))
+            assert (int(metrics["bad_leaf"]) >= leaves) == ("state" in words)
+        else:
+            assert (said, int(metrics["bad_leaf"])) == ([], -1)
+    assert all(taken) == (words == "")
+    if options.get("loss_scale"):
+        assert float(state.extra["loss_scale"]["scale"]) == 4.0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -178,3 +289,18 @@ def test_an_average_and_batch_statistics_stay_where_a_step_was_skipped(strategy)
         moved.append(every_copy((ema, stats)) != before)
     assert moved == [True, False, True]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((ema, stats)))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_verdict_shares_the_reduction_of_the_norm(strategy, clip):
+    """One more is taken behind a clip, whose factor every update needs first, and where devices hold copies of updates,
+    of which each looks at its own part."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)) if clip else optax.adamw(1e-2)
+    opt, counts = make(strategy, tx), []
+    for max_skips in (None, 20):
+        step = jaxshard.train_step(loss, opt, max_skips=max_skips)
+        found = jaxshard.inspect.report(step.lower(params(), opt.init(params()), batch(0)).compile()).collectives
+        counts.append(sum(one.kind == "all-reduce" for one in found if one.group_size > 1))
+    assert counts[1] - counts[0] == (clip or strategy in ("ddp", "hsdp"))
