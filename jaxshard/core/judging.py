@@ -39,6 +39,10 @@ class Judged:
       run: the update, of arrays.
       args: a tree for each of its arguments.
       specs: the PartitionSpecs of these; None: unknown, or each device is to look at all that it holds.
+
+    Attributes:
+      looked_at: the arguments, of which each device has no more than it is to look at.
+      is_shared: whether devices that hold copies share this work.
     """
 
     def __init__(self, run: Callable[..., Tree], args: tuple[Tree, ...], specs: tuple[Tree, ...] | None, mesh: AnyMesh):
@@ -53,6 +57,8 @@ class Judged:
         self.looked_at = args
         if specs is not None and self._twice:
             self.looked_at = jax.tree.map(lambda x, spec: own_part(x, spec, mesh), args, specs)
+        each = zip(*map(jax.tree.leaves, (args, self.looked_at)), strict=True)
+        self.is_shared = any(x is not part for x, part in each)
         self._parts = dict(zip(self._jaxpr.invars, jax.tree.leaves(self.looked_at), strict=False))
 
     def looked(self) -> Tree:
@@ -112,12 +118,16 @@ def own_part(x: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     return jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=canonical(entries))(x)
 
 
-def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> Verdict:
-    """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all."""
+def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree], *, later: bool) -> Verdict:
+    """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all.
+
+    `later`: nothing is looked at before `ok` is known. XLA would add up what was lost of one leaf together with the
+    gradient of the next: one all-reduce for each leaf.
+    """
     lost = _lost(new, old)
     if not lost:
         return Verdict(ok, jnp.int32(-1))
-    bad = jnp.stack([_num(x) for x in lost.values()]) > 0
+    bad = jnp.stack([_num(x & ok if later else x) for x in lost.values()]) > 0
     first = jnp.where(bad.any(), jnp.asarray([*lost], jnp.int32)[jnp.argmax(bad)], -1)
     return Verdict(ok & ~bad.any(), first)
 

@@ -136,7 +136,7 @@ def shard_step(
         (out, state_after), (_, before, params_before) = one.looked(), one.looked_at
         # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
         start = params_before if new else jax.tree.map(jnp.zeros_like, out)
-        agreed = verdict(ok, (out, state_after), (start, before))
+        agreed = verdict(ok, (out, state_after), (start, before), later=one.is_shared)
         ok = agreed.ok
         # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
         out, state_after = one.taken()

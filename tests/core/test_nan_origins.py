@@ -107,6 +107,18 @@ def narrow_hyperparams():
     return optax.inject_hyperparams(optax.adamw)(learning_rate=jnp.bfloat16(1e-3), b2=jnp.bfloat16(0.999))
 
 
+def at_sevens():
+    """Divides 0 by 0 where a parameter is 7."""
+    return optax.stateless(lambda g, p: jax.tree.map(lambda p: 0 * (p - 7) / (p - 7), p))
+
+
+def with_a_seven(name, shape=(16, 16)):
+    """In the last element, which one device looks at where each holds a copy."""
+    found = params() | {name: np.ones(shape, "f")}
+    found[name].flat[-1] = 7
+    return found
+
+
 def scaled():
     return jaxshard.LossScale(initial=4.0, growth_interval=1000)
 
@@ -147,6 +159,8 @@ UPDATES = {
     "with state on the host": (lambda: dividing(0.1), {"state_memory": "host"}, params, UPDATE),
     "with int8 moments": (lambda: optax.chain(optax.scale_by_adam(), running_out()), INT8, large, UPDATE),
     "behind a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), dividing(0.1)), {}, params, UPDATE),
+    "one element": (at_sevens, {}, lambda: with_a_seven("one"), "the update of one"),
+    "one of 7 x 16": (at_sevens, {}, lambda: with_a_seven("one", (7, 16)), "the update of one"),
     "in MultiSteps": (lambda: optax.MultiSteps(dividing(0.1), 1).gradient_transformation(), {}, params, UPDATE),
     "with a loss scale": (lambda: dividing(0.1), {"loss_scale": scaled()}, params, UPDATE),
     "a moment": (growing, {}, params, UPDATE),
