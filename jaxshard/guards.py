@@ -134,10 +134,15 @@ class Preemption:
 
 
 def _is_default(number: int) -> bool:
-    """Whether a signal would end the process: nobody ignores or handles it, in Python or in C."""
+    """Whether nobody who starts this process, and no code in it, wants a signal for something else.
+
+    Python knows what was ignored at its start, as by nohup. What a library ignores later, Python does not know: libtpu
+    ignores SIGHUP for itself.
+    """
     action = ctypes.create_string_buffer(256)  # a `struct sigaction`, which begins with the handler's address
     _libc().sigaction(number, None, action)
-    return not ctypes.c_void_p.from_buffer(action).value
+    handler = ctypes.c_void_p.from_buffer(action).value or 0
+    return signal.getsignal(number) == signal.SIG_DFL and handler in (signal.SIG_DFL, signal.SIG_IGN)
 
 
 def _libc() -> ctypes.CDLL:

@@ -25,15 +25,15 @@ def optimization(request):
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal():
     """Programs that tests start inherit what is ignored or blocked here: Ctrl-C in a shell's background, SIGHUP under
-    nohup, or blocked by what runs CI."""
-    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    nohup and once libtpu is loaded."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, [])
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,5 +1,6 @@
 """Guards in one process; several are in tests/faults."""
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -104,6 +105,14 @@ def test_under_nohup_a_hangup_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_where_a_library_ignores_hangups_for_itself_they_are_heard():
+    """As libtpu does: a run on a TPU heard nothing of its terminal."""
+    ctypes.CDLL(None).signal(signal.SIGHUP, ctypes.c_void_p(int(signal.SIG_IGN)))
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert preemption.reached(0)
 
 
 def test_preemption_where_it_cannot_be():

@@ -67,7 +67,7 @@ def advance(
     run = update if fragile else _by_owners(setup, found, new_state_specs)
     lies = None
     if judges and not on_host and jax.tree.structure(state) == jax.tree.structure(new_state_specs):
-        lies = (found.home_specs, new_state_specs, None if params is None else found.home_specs)
+        lies = (fast(found.home_specs), new_state_specs, None if params is None else found.home_specs)
 
     def run_all(*args: Tree) -> tuple[Tree, Tree]:
         return shard_step(setup, *args, new=new, stays=stays, judges=judges, specs=lies, run=run)
