@@ -65,8 +65,9 @@ def advance(
         and not _names_axes((found.home_specs, new_state_specs))
     )
     run = update if fragile else _by_owners(setup, found, new_state_specs)
+    judges = judges and not on_host  # which would come from the host twice
     lies = None
-    if judges and not on_host and jax.tree.structure(state) == jax.tree.structure(new_state_specs):
+    if judges and jax.tree.structure(state) == jax.tree.structure(new_state_specs):
         lies = (fast(found.home_specs), new_state_specs, None if params is None else found.home_specs)
 
     def run_all(*args: Tree) -> tuple[Tree, Tree]:

@@ -156,7 +156,6 @@ UPDATES = {
     "hyperparameters in bfloat16": (narrow_hyperparams, {}, lambda: widened(params()), UPDATE),
     "a division": (lambda: dividing(0.1), {}, params, UPDATE),
     "with masters": (lambda: dividing(0.1), {"master_dtype": jnp.float32}, lambda: widened(params()), UPDATE),
-    "with state on the host": (lambda: dividing(0.1), {"state_memory": "host"}, params, UPDATE),
     "with int8 moments": (lambda: optax.chain(optax.scale_by_adam(), running_out()), INT8, large, UPDATE),
     "behind a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), dividing(0.1)), {}, params, UPDATE),
     "one element": (at_sevens, {}, lambda: with_a_seven("one"), "the update of one"),
