@@ -92,7 +92,7 @@ class Judged:
         return found[::-1]
 
     def _results(self, env: Mapping[Var, Tree]) -> Tree:
-        leaves = [v.val if is_literal(v) else env[v] for v in self._jaxpr.outvars]
+        leaves = [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in self._jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
 
@@ -146,8 +146,8 @@ def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array
         if names not in before or not _is_judged(x, before[names]):
             continue
         owner, shape = owner_of(names[1:], params) or (i, None)
-        belongs = shape == jnp.shape(x)
-        is_lost = _is_lost(x, before[names], may_be_infinite=jnp.ndim(x) == 0 and not belongs)
+        belongs = shape == x.shape
+        is_lost = _is_lost(x, before[names], may_be_infinite=x.ndim == 0 and not belongs)
         place = owner if belongs else i
         found[place] = found[place] | is_lost if place in found else is_lost
     return found
@@ -155,9 +155,7 @@ def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array
 
 def _is_judged(new: jax.Array, old: jax.Array) -> bool:
     """Whether a leaf has floats, as many as before."""
-    if isinstance(new, jax.Array) and is_key(new):
-        return False
-    return jnp.issubdtype(jnp.result_type(new), jnp.inexact) and jnp.shape(new) == jnp.shape(old)
+    return not is_key(new) and jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == old.shape
 
 
 def _is_lost(new: jax.Array, old: jax.Array, may_be_infinite: bool) -> jax.Array:
