@@ -43,7 +43,7 @@ def forgotten(error: E, folder: Path) -> E:
     What is still being written or read in `folder` says it later: asyncio logs it no more.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
-    _late.folders.add(str(folder))
+    _late.names.add(str(folder))
     logging.getLogger("asyncio").addFilter(_late)
     gc.collect()
     return error
@@ -56,7 +56,7 @@ def quiet(folder: Path) -> Iterator[None]:
     From then on Python prints no traceback of an answer that comes late, either.
     """
     deal_with(_is_late_answer)
-    dropped = _Filter(folder)
+    dropped = _Filter("/orbax/", str(folder))
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(dropped)
     try:
@@ -67,28 +67,18 @@ def quiet(folder: Path) -> Iterator[None]:
 
 
 class _Filter(logging.Filter):
-    def __init__(self, folder: Path):
+    """Drops warnings and errors that name one of `names`."""
+
+    def __init__(self, *names: str):
         super().__init__()
-        self._named = ("/orbax/", str(folder))
+        self.names = set(names)
 
     def filter(self, record: logging.LogRecord) -> bool:
         said = f"{record.pathname} {record.getMessage()} {record.exc_info[1] if record.exc_info else ''}"
-        return record.levelno < logging.WARNING or not any(name in said for name in self._named)
+        return record.levelno < logging.WARNING or not any(name in said for name in self.names)
 
 
-class _Late(logging.Filter):
-    """Drops what asyncio logs of folders where a load or a save failed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folders: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        said = f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}"
-        return not any(folder in said for folder in self.folders)
-
-
-_late = _Late()
+_late = _Filter()  # the folders where a load or a save failed
 
 
 def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:

@@ -22,7 +22,7 @@ from jaxshard.base.types import AnyMesh, Equation, Tree, Var
 from jaxshard.core.collectives import is_explicit
 from jaxshard.core.components import is_big
 
-_CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "sharding_constraint"}
+_CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 
 
 class Verdict(NamedTuple):
@@ -41,6 +41,7 @@ class Judged:
       specs: the PartitionSpecs of these; None: unknown, or each device is to look at all that it holds.
 
     Attributes:
+      result: what the update makes.
       looked_at: the arguments, of which each device has no more than it is to look at.
       is_shared: whether devices that hold copies share this work.
     """
@@ -51,6 +52,7 @@ class Judged:
         self._jaxpr, leaves = open_jaxpr(program), jax.tree.leaves(args)
         self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
         run_equations(self._jaxpr, list(self._jaxpr.eqns), self._env)
+        self.result = self._results(self._env)
         self._cheap = self._cheap_equations()
         kept = {v for v in operands_of(self._cheap) if is_big(v)}
         self._twice = kept <= set(self._jaxpr.invars)
@@ -68,15 +70,10 @@ class Judged:
         took more memory than the result itself (Muon under zero3 on 8 simulated devices: 698 or 614 kB).
         """
         if not self._twice:
-            return self._results(self._env)
-        apart = {v: self._apart(v, x) for v, x in self._parts.items()}
-        env = self._env | apart
+            return self.result
+        env = self._env | {v: self._apart(v, x) for v, x in self._parts.items()}
         run_equations(self._jaxpr, self._cheap, env)
         return self._results(env)
-
-    def taken(self) -> Tree:
-        """The result."""
-        return self._results(self._env)
 
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
         """Behind a barrier what XLA would take for the same as in the result, and keep."""

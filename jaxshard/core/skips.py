@@ -31,11 +31,11 @@ class Names(NamedTuple):
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many steps in a row had a loss or gradient that is not finite.
+    """Too many steps in a row had a loss, a gradient or an update that is not finite.
 
     `step` is the number of the last of them, where the first call of that `train_step` is 1; `leaf` is the path of its
-    first gradient that is not finite ("the loss", if that alone was not), and `what` names it in words.
-    `broken` is the path of a parameter that was not finite before that step, or None.
+    first leaf whose gradient or new value is not finite ("the loss", if that alone was not), and `what` names it in
+    words. `broken` is the path of a parameter that was not finite before that step, or None.
     """
 
     def __init__(self, step: int, leaf: str, count: int, what: str | None = None, broken: str | None = None):

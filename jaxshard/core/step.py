@@ -58,10 +58,11 @@ def train_step(
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
-        not finite, or if params or state would no longer be: it changes nothing, on any device, and the next call but
-        one warns (after the last steps `step.close()` does, or the end of the program). After more than `max_skips` in
-        a row, the second call after that raises `NonFiniteError`. None: such steps go to the optimizer too, as
-        `apply_if_finite` and `skip_not_finite` need, which count them themselves.
+        not finite, or if params or state would no longer be (state in the host's memory is not looked at, nor what it
+        makes of params): it changes nothing, on any device, and the next call but one warns (after the last steps
+        `step.close()` does, or the end of the program). After more than `max_skips` in a row, the second call after
+        that raises `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and
+        `skip_not_finite` need, which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
         with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
@@ -241,7 +242,7 @@ class TrainStep:
         scale = None if scaling is None else state.extra["loss_scale"]["scale"]
         found = self.loss.measure(params, batch, args, scale=scale)
         if self.max_skips is not None:
-            # Several read them now, and XLA would keep sums beside means (v5e: 0.74 GB of 0.87 GB of gradients).
+            # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
             found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
         norm, bad_leaf, finite = collectives.globally(judged, setup.mesh, (P(), P(), P()))(
             found.loss, fast(found.grads)

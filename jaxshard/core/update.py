@@ -4,6 +4,7 @@ The inner optimizer sees whole logical arrays, which are stored in parts, so tha
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal, cast
 
 import jax
@@ -14,8 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import beyond
-from jaxshard.base.jaxprs import core
-from jaxshard.base.tree import have_same_shapes, is_traced, matched, named_leaves, shapes_of
+from jaxshard.base.tree import is_traced, matched, named_leaves, shapes_of
 from jaxshard.base.types import Tree
 from jaxshard.core import collectives, precision
 from jaxshard.core.host_state import HostState
@@ -58,29 +58,17 @@ def advance(
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
-    stays = (
-        not on_host
-        and not fragile
-        and set(extra) <= {"value", "grad"}
-        and not _names_axes((found.home_specs, new_state_specs))
-    )
     run = update if fragile else _by_owners(setup, found, new_state_specs)
     judges = judges and not on_host  # which would come from the host twice
-    lies = None
-    if judges and jax.tree.structure(state) == jax.tree.structure(new_state_specs):
-        lies = (fast(found.home_specs), new_state_specs, None if params is None else found.home_specs)
-
-    def run_all(*args: Tree) -> tuple[Tree, Tree]:
-        return shard_step(setup, *args, new=new, stays=stays, judges=judges, specs=lies, run=run)
-
-    step = _with_extra(run_all, extra)
+    specs = _specs(found, params, (state, new_state_specs)) if judges else None
+    step = _with_extra(partial(shard_step, setup, new=new, judges=judges, specs=specs, run=run), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     agreed = Verdict._make([P(), P()]) if judges else None
     step = collectives.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
     if on_host:
-        specs = {leaf.names: leaf.cut for leaf in after.state}
-        step = HostState(setup.mesh, specs, on_host, over_params=new).around(step)
+        cuts = {leaf.names: leaf.cut for leaf in after.state}
+        step = HostState(setup.mesh, cuts, on_host, over_params=new).around(step)
     (out, agreed), state = step(grads, state, params_at_home, ok, _arrays(extra))
     ok = agreed.ok if agreed else ok
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
@@ -89,6 +77,14 @@ def advance(
     if not new:
         out = optax.apply_updates(cast(optax.Params, params), out)
     return out if new and not _selects_whole(setup) else _unless(ok, out, params), state, agreed
+
+
+def _specs(found: Layout, params: Tree | None, state_and_specs: tuple[Tree, Tree]) -> tuple[Tree, ...] | None:
+    """The PartitionSpecs of the arguments of an update: gradients, state, params. None: the state gets other leaves."""
+    state, specs = state_and_specs
+    if jax.tree.structure(state) != jax.tree.structure(specs):
+        return None
+    return fast(found.home_specs), specs, None if params is None else found.home_specs
 
 
 def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
@@ -113,7 +109,6 @@ def shard_step(
     extra: Extra,
     *,
     new: bool,
-    stays: bool = False,
     judges: bool = False,
     specs: tuple[Tree, ...] | None = None,
     run: Update = update,
@@ -121,48 +116,29 @@ def shard_step(
     """One update before anything is gathered; returns ((updates, or with `new` the new params; verdict), new state).
 
     Where `ok` is False nothing changes, and with `judges` nothing where anything would no longer be finite. Params are
-    selected here, or after the gather. `ok=None`: the step is always taken. `stays`: nothing moves between devices, as
-    nothing is cut. `specs`: of gradients, state and params, or None. `run` runs the inner optimizer's update.
+    selected here, or after the gather. `ok=None`: the step is always taken. `specs`: of gradients, state and params, or
+    None. `run` runs the inner optimizer's update.
     """
 
-    def taken(grads: Tree, state: Tree, params: Tree | None) -> tuple[Tree, Tree]:
+    def updated(grads: Tree, state: Tree, params: Tree | None) -> tuple[Tree, Tree]:
         updates, params_after, state_after = precision.step(setup.inner, setup.config, grads, state, params, extra, run)
         if new and params_after is None:
             params_after = optax.apply_updates(cast(optax.Params, params), updates)
         return params_after if new else updates, state_after
 
-    agreed, old = None, (grads, state, params)
+    agreed = None
     if judges and ok is not None:
-        one = Judged(taken, old, specs, setup.mesh)
-        (out, state_after), (_, before, params_before) = one.looked(), one.looked_at
+        one = Judged(updated, (grads, state, params), specs, setup.mesh)
+        (out, state_after), (_, state_before, params_before) = one.looked(), one.looked_at
         # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
         start = params_before if new else jax.tree.map(jnp.zeros_like, out)
-        agreed = verdict(ok, (out, state_after), (start, before), later=one.is_shared)
+        agreed = verdict(ok, (out, state_after), (start, state_before), later=one.is_shared)
         ok = agreed.ok
-        # By selects: with a branch here XLA for CPU ran two all-reduces of the step at a time, which ends the process.
-        out, state_after = one.taken()
-    elif ok is not None and new and stays and platform_of(setup.mesh) == "cpu":
-        out, state_after = _taken_or_not(ok, lambda: taken(*old), (params, state))
-        return (out, agreed), state_after
+        out, state_after = one.result
     else:
-        out, state_after = taken(*old)
+        out, state_after = updated(grads, state, params)
     state_after = _unless(ok, state_after, state)
     return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
-
-
-def _taken_or_not(ok: jax.Array, step: Callable[[], Tree], old: Tree) -> Tree:
-    """`step()` if `ok`, else `old`, by branches if both have the same types.
-
-    XLA for CPU copies what it selects from, where the new value is used besides: a step of ddp on simulated devices
-    takes 1.08 times as long as one without a guard by selects, 1.02 times by branches. But `step` must move nothing:
-    XLA runs collectives of a branch beside those before it, in any order, until all its threads wait.
-    """
-    program, shapes = jax.make_jaxpr(step, return_shape=True)()
-    run = core().jaxpr_as_fun(program)
-    if not have_same_shapes(shapes, shapes_of(old)):
-        return _unless(ok, jax.tree.unflatten(jax.tree.structure(shapes), run()), old)
-    leaves, treedef = jax.tree.flatten(old)
-    return jax.tree.unflatten(treedef, lax.cond(ok, run, lambda: [jnp.asarray(x) for x in leaves]))
 
 
 def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
@@ -196,11 +172,6 @@ def _selects_whole(setup: Setup) -> bool:
     the gathered params over the old ones.
     """
     return platform_of(setup.mesh) == "tpu"
-
-
-def _names_axes(specs: Tree) -> bool:
-    """Whether any of these PartitionSpecs cuts an array."""
-    return any(axes for spec in jax.tree.leaves(specs) for axes in spec)
 
 
 def _with_extra(step: Callable[..., Tree], extra: Extra) -> Callable[..., Tree]:
@@ -244,7 +215,11 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
 
 
 def _unless(ok: jax.Array | None, new: Tree, old: Tree) -> Tree:
-    """`new` if `ok` (a scalar) is True or None, else `old`, bit for bit; leaves that only `new` has stay."""
+    """`new` if `ok` (a scalar) is True or None, else `old`, bit for bit; leaves that only `new` has stay.
+
+    By selects: with branches XLA for CPU ran two all-reduces of a step at a time, which ends the process. Where it
+    copies what it selects from, a step of ddp on simulated devices takes 1.08 times as long, with branches 1.02 times.
+    """
 
     def choose(n: jax.Array, o: jax.Array) -> jax.Array:
         assert ok is not None
