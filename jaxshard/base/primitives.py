@@ -27,6 +27,15 @@ CASTS = _names("pvary pcast")
 SAME_NUMBERS = _names("convert_element_type copy copy_p reshape squeeze expand_dims optimization_barrier")
 """Return the same numbers, cast or in another shape."""
 
+MOVES = SAME_NUMBERS | _names(
+    """
+    broadcast_in_dim clamp concatenate cummax cummin device_put dynamic_slice dynamic_update_slice gather max min name
+    pad pcast pvary reduce_max reduce_min reduce_precision reshard rev scatter select_n sharding_constraint slice sort
+    split stack stop_gradient tile top_k transpose unstack
+    """
+)
+"""Return numbers of their operands: moved, chosen, or rounded."""
+
 POINTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -82,8 +91,17 @@ KEEPS_SIGN = _names(
 ALL_REDUCES = _names("psum psum_invariant pmax pmin")
 """Give all devices along their `axes` one result, whatever each of them had."""
 
+DIFFERS = _names("axis_index ppermute reduce_scatter all_to_all ragged_all_to_all")
+"""Give each device along a mesh axis another result, also where all operands are equal on all."""
+
 NO_GRADIENT = _names("stop_gradient sign floor ceil round")
 """Have a gradient of zero, though their results are floating."""
+
+READS_KEYS = _names("random_wrap threefry2x32 rng_bit_generator")
+"""Take whole numbers for the state of a random generator."""
+
+DRAWS = _names("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
+"""Make random numbers."""
 
 DEBUGGING = _names("debug_callback debug_print")
 """Call the host for a look at values, on each device that computes them; nothing depends on that."""

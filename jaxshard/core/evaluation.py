@@ -15,10 +15,9 @@ from jaxshard.base.jaxprs import (
     open_jaxpr,
     run_equations,
     scan_split,
-    variables_that_vary_smoothly,
-    varies_smoothly,
 )
 from jaxshard.base.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
+from jaxshard.base.questions import variables_that_vary_smoothly, varies_smoothly
 from jaxshard.base.source import as_written_at
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.core import backward, buckets, collectives, uses

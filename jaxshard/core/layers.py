@@ -1,22 +1,25 @@
 """Whether a unit of matrix work treats the layers of a stack apart and alike, and what it does to one layer.
 
-Its program is compared with that of a stack of another number of layers. Where the two have the same operations, and
-each number in them either is the same or grows with the layers, the program of one layer follows.
+Its program is compared with that of a stack of another number of layers. A dim is one of layers if its size grows with
+their number. Each operation is then checked by itself: one that has such a dim in an operand must keep it, element by
+element, and one that has it in a result alone must repeat the same numbers along it. What does so has a program for one
+layer; what no rule below covers counts as work on all layers together.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jaxshard.base.jaxprs import is_literal, open_jaxpr
+from jaxshard.base.dims import SIZES, Dim, keeps_apart
+from jaxshard.base.jaxprs import is_literal, open_jaxpr, scan_split, subprograms
+from jaxshard.base.primitives import CALLS, LOOPS
 from jaxshard.base.rerun import Values, anew
-from jaxshard.base.types import Jaxpr, Var
+from jaxshard.base.types import Equation, Jaxpr, Var
 from jaxshard.core.matrix_units import Unit
 from jaxshard.inner.equal_params import same
-from jaxshard.rows.arithmetic import Arithmetic
-from jaxshard.rows.labels import Label, Part, PerRow
-from jaxshard.rows.walk import Walk, array_label
+
+Changed: TypeAlias = dict[int, Mapping[str, Any]]  # by the id of an equation
 
 
 class OneLayer(NamedTuple):
@@ -42,64 +45,122 @@ def one_layer(unit: Unit, other: Unit, size: int, other_size: int) -> OneLayer |
 
     `other` is the same unit for `other_size` layers.
     """
-    pairs = [*zip(unit.ins, other.ins, strict=False), *zip(unit.outs, other.outs, strict=False)]
     if (len(unit.ins), len(unit.outs)) != (len(other.ins), len(other.outs)):
         return None
-    stacked = tuple(_is_stack(v, w, size, other_size) for v, w in pairs)
-    if not all(yes or v.aval.shape == w.aval.shape for yes, (v, w) in zip(stacked, pairs, strict=True)):
-        return None
-    changed: dict[int, Mapping[str, Any]] = {}
+    pair = _Pair(size, other_size)
     try:
-        _compare(unit.program, other.program, (size, other_size), changed)
+        pair.compare(unit.program, other.program)
+        wires = [*zip(unit.ins, other.ins, strict=True), *zip(unit.outs, other.outs, strict=True)]
+        stacked = tuple(pair.is_stack(v, w) for v, w in wires)
     except _Unlike:
         return None
-    return OneLayer(unit.program, changed, stacked) if _is_apart(unit, stacked, size) else None
-
-
-def _is_stack(v: Var, w: Var, size: int, other_size: int) -> bool:
-    a, b = tuple(v.aval.shape), tuple(w.aval.shape)
-    return a[:1] == (size,) and b[:1] == (other_size,) and a[1:] == b[1:]
-
-
-def _is_apart(unit: Unit, stacked: Sequence[bool], size: int) -> bool:
-    """Whether each layer's results depend on that layer alone, in order."""
-    rows = PerRow((Part(0, 1, size, 1, 1),))
-    labels: list[Label] = [rows if yes else array_label(v) for v, yes in zip(unit.ins, stacked, strict=False)]
-    outs = Walk(Arithmetic(size, 1, None, frozenset), (), True).through(unit.program, labels)
-    return all(
-        isinstance(label, PerRow) and label.parts == rows.parts and not label.order and not label.plus for label in outs
-    )
+    return OneLayer(unit.program, pair.changed, stacked)
 
 
 class _Unlike(Exception):
-    """The programs differ in more than the number of layers."""
+    """The programs differ in more than the number of layers, or layers meet."""
 
 
-def _compare(x: Jaxpr, y: Jaxpr, sizes: tuple[int, int], changed: dict[int, Mapping[str, Any]]) -> None:
-    one, two = open_jaxpr(x), open_jaxpr(y)
-    constants = same(list(getattr(x, "consts", ())), list(getattr(y, "consts", ())))
-    if not constants or len(one.eqns) != len(two.eqns) or len(one.invars) != len(two.invars):
-        raise _Unlike
-    partner = dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True))
-    for a, b in zip(one.eqns, two.eqns, strict=True):
-        if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
+class _Pair:
+    """Two programs of stacks of `size` and `other_size` layers, equation by equation."""
+
+    def __init__(self, size: int, other_size: int):
+        self.size, self.other_size = size, other_size
+        self.changed: Changed = {}
+
+    def compare(self, x: Jaxpr, y: Jaxpr) -> None:
+        """Raises `_Unlike` unless both treat all layers apart and alike; notes parameters for one layer."""
+        one, two = open_jaxpr(x), open_jaxpr(y)
+        constants = same(list(getattr(x, "consts", ())), list(getattr(y, "consts", ())))
+        if not constants or len(one.eqns) != len(two.eqns) or len(one.invars) != len(two.invars):
             raise _Unlike
-        _compare_wires(a.invars, b.invars, partner)
-        partner |= dict(zip(a.outvars, b.outvars, strict=False))
-        if a.params.get("branches_platforms") and not same(list(a.params["branches"]), list(b.params["branches"])):
+        partner = dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True))
+        for a, b in zip(one.eqns, two.eqns, strict=True):
+            if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
+                raise _Unlike
+            _check_wires(a.invars, b.invars, partner)
+            partner |= dict(zip(a.outvars, b.outvars, strict=True))
+            self._equation(a, b)
+        _check_wires(one.outvars, two.outvars, partner)
+
+    def dim(self, v: Var, w: Var) -> Dim:
+        """The dim of a variable that grows with the layers."""
+        a, b = tuple(v.aval.shape), tuple(w.aval.shape)
+        grown = [d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n]
+        if len(a) != len(b) or len(grown) > 1 or not all(self._grows(a[d], b[d]) for d in grown):
+            raise _Unlike
+        return grown[0] if grown else None
+
+    def is_stack(self, v: Var, w: Var) -> bool:
+        """Whether the first dim of a variable, and no other, has the layers."""
+        d = self.dim(v, w)
+        if d is not None and (d, v.aval.shape[d]) != (0, self.size):
+            raise _Unlike
+        return d is not None
+
+    def _grows(self, a: Any, b: Any) -> bool:
+        whole = type(a) is int and type(b) is int
+        return whole and a % self.size == 0 and a * self.other_size == b * self.size
+
+    def _equation(self, a: Equation, b: Equation) -> None:
+        ins = [self.dim(v, w) for v, w in zip(a.invars, b.invars, strict=True)]
+        outs = [self.dim(v, w) for v, w in zip(a.outvars, b.outvars, strict=True)]
+        if a.primitive.name in (*LOOPS, *CALLS, "custom_linear_solve"):
+            self._enter(a, b, ins, outs)
+            return
+        if not any(d is not None for d in (*ins, *outs)):
+            self._note(a, b, None)
+            return
+        if a.effects or not keeps_apart(a, ins, outs):
+            raise _Unlike
+        self._note(a, b, SIZES.get(a.primitive.name))
+
+    def _note(self, a: Equation, b: Equation, sizes: str | None) -> None:
+        """Notes the parameters for one layer; none but `sizes`, a tuple, may differ."""
+        for key, value in a.params.items():
+            if "sharding" in key or _same_param(value, b.params[key]):
+                continue
+            if key != sizes:
+                raise _Unlike
+            pairs = list(zip(value, b.params[key], strict=True))
+            if not all(m == n or self._grows(m, n) for m, n in pairs):
+                raise _Unlike
+            self.changed[id(a)] = {key: tuple(m if m == n else m // self.size for m, n in pairs)}
+
+    def _enter(self, a: Equation, b: Equation, ins: Sequence[Dim], outs: Sequence[Dim]) -> None:
+        """The inner programs are checked by themselves; here only what a scan runs over."""
+        name = a.primitive.name
+        if name == "scan":
+            num_consts, num_carry = scan_split(a)
+            if 0 in ins[num_consts + num_carry :] or 0 in outs[num_carry:]:
+                raise _Unlike  # it goes from layer to layer
+        if name == "cond" and a.params.get("branches_platforms"):
             raise _Unlike  # XLA chooses the branch, so that none is run anew
-        found = {
-            key: _param(value, b.params[key], sizes, changed)
-            for key, value in a.params.items()
-            if "sharding" not in key
-        }
-        new = {key: value for key, value in found.items() if value is not a.params[key]}
-        if new:
-            changed[id(a)] = new
-    _compare_wires(one.outvars, two.outvars, partner)
+        mine, others = list(subprograms(a)), list(subprograms(b))
+        if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _told_by(a)):
+            raise _Unlike
+        for x, y in zip(mine, others, strict=True):
+            self.compare(x, y)
 
 
-def _compare_wires(vs: Sequence[Var], ws: Sequence[Var], partner: Mapping[Var, Var]) -> None:
+def _told_by(eqn: Equation) -> list[str]:
+    """The parameters of control flow that hold no program, no rule and no layout."""
+
+    def holds_programs(value: Any) -> bool:
+        listed = value if isinstance(value, tuple | list) else [value]
+        return any(callable(one) or hasattr(open_jaxpr(one), "eqns") for one in listed)
+
+    return [key for key, value in eqn.params.items() if "sharding" not in key and not holds_programs(value)]
+
+
+def _same_param(a: Any, b: Any) -> bool:
+    """Whether two parameters are equal; programs in them (how a scatter joins two numbers) have no layers."""
+    if hasattr(open_jaxpr(a), "eqns") and hasattr(open_jaxpr(b), "eqns"):
+        return str(a) == str(b)
+    return same(a, b)
+
+
+def _check_wires(vs: Sequence[Var], ws: Sequence[Var], partner: Mapping[Var, Var]) -> None:
     """Raises unless these are the same constants, and partners."""
 
     def alike(v: Var, w: Var) -> bool:
@@ -107,25 +168,3 @@ def _compare_wires(vs: Sequence[Var], ws: Sequence[Var], partner: Mapping[Var, V
 
     if len(vs) != len(ws) or not all(map(alike, vs, ws)):
         raise _Unlike
-
-
-def _param(a: Any, b: Any, sizes: tuple[int, int], changed: dict[int, Mapping[str, Any]]) -> Any:
-    """The parameter for one layer; `a` itself if it stays."""
-    if hasattr(open_jaxpr(a), "eqns"):
-        if not hasattr(open_jaxpr(b), "eqns"):
-            raise _Unlike
-        inside: dict[int, Mapping[str, Any]] = {}
-        _compare(a, b, sizes, inside)
-        changed |= inside
-        return a
-    if isinstance(a, tuple) and isinstance(b, tuple) and type(a) is tuple:
-        if len(a) != len(b):
-            raise _Unlike
-        new = tuple(_param(x, y, sizes, changed) for x, y in zip(a, b, strict=True))
-        return a if all(x is y for x, y in zip(new, a, strict=True)) else new
-    if same(a, b):
-        return a
-    size, other = sizes
-    if type(a) is int and type(b) is int and a % size == 0 and a * other == b * size:
-        return a // size
-    raise _Unlike

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.jaxprs import depends, reaches, varies_smoothly
+from jaxshard.base.jaxprs import core, equations, open_jaxpr
+from jaxshard.base.primitives import READS_KEYS
+from jaxshard.base.questions import depends, reaches, varies_smoothly
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.core import compiler_options, evaluation, unshard
@@ -117,7 +119,7 @@ class Program:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
             return jax.make_jaxpr(flat)(whole, batch_of_rows, args, scale)
 
-        read_as_keys = reaches(jaxpr, "random_wrap") if "raw key" in roles else [False] * len(roles)
+        read_as_keys = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = [
             "other" if role == "raw key" and not is_read else role
             for role, is_read in zip(roles, read_as_keys, strict=True)
@@ -136,6 +138,26 @@ class Program:
         smooth = [role == "param" for role in self.roles]
         outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=ordered, smooth=smooth)
         return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in outs])
+
+
+def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which of these inputs the loss, or the backward pass of a custom rule in it, reads as keys."""
+    if not any(inputs):
+        return [False] * len(inputs)
+    if any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(jaxpr)):
+        jaxpr = _with_backward_pass(jaxpr)
+    return reaches(jaxpr, READS_KEYS, inputs)
+
+
+def _with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
+    """The program of all its outputs' gradients with respect to all its inputs."""
+    run = core().jaxpr_as_fun(jaxpr)
+
+    def gradients(*values: jax.Array) -> list[jax.Array]:
+        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
+
+    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.base.jaxprs import depends, hands_on, linear, never_negative, subtracts
+from jaxshard.base.questions import depends, hands_on, linear, never_negative, subtracts
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.core.cutting import is_table

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.axes import Dims, axes_of, axes_of_dims, beyond
-from jaxshard.base.jaxprs import open_jaxpr, varies_smoothly
+from jaxshard.base.jaxprs import open_jaxpr
+from jaxshard.base.questions import varies_smoothly
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, T, Tree, TreeDef
 from jaxshard.core import backward, collectives, uses

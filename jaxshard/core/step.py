@@ -11,7 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.interrupts import Interrupts
-from jaxshard.base.jaxprs import reaches
+from jaxshard.base.jaxprs import open_jaxpr
+from jaxshard.base.primitives import DRAWS
+from jaxshard.base.questions import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, T, Tree
 from jaxshard.core import collectives
@@ -317,8 +319,11 @@ class _Program:
 
     def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
         """For each leaf of the further arguments, whether random numbers depend on it."""
-        found = reaches(self.run.trace(params, state, batch, *args).jaxpr, "random_bits")
-        return found[len(found) - len(jax.tree.leaves(args)) :]
+        program = self.run.trace(params, state, batch, *args).jaxpr
+        num_inputs = len(open_jaxpr(program).invars)
+        first = num_inputs - len(jax.tree.leaves(args))
+        found = reaches(program, DRAWS, [i >= first for i in range(num_inputs)])
+        return found[first:]
 
 
 def _placed(tree: T, shardings: Tree) -> T:

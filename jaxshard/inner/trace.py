@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax.errors import JAXIndexError, JAXTypeError
 
-from jaxshard.base.jaxprs import depends
 from jaxshard.base.memo import by_shapes
+from jaxshard.base.questions import depends
 from jaxshard.base.tree import Names, have_same_shapes, is_key, is_traced, named_leaves, path_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.inner.update import check_is_array, fast, update

@@ -76,7 +76,6 @@ _OPERANDS = (
 """Where other operands are indices, or bounds."""
 _SUMS = ("add", "add_any", "sub")
 _SIMPLE = ("mul", "div", "add", "sub")
-_OF_TRUTHS = ("not", "and", "or", "reduce_and", "reduce_or", *SAME_NUMBERS)
 _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _FEW = 4  # rows
 _KEEP_SUMS = SAME_NUMBERS | {"broadcast_in_dim"}
@@ -122,9 +121,6 @@ class Arithmetic:
             return dataclasses.replace(bad, extreme=False, root=None, quotient=self._are_quotients(name, labels))
         if all(isinstance(label, Free) for label in labels):
             return self._free(eqn, [label for label in labels if isinstance(label, Free)])
-        if _asks_whether_finite(eqn):
-            label = labels[0]  # whether a number is finite is not what a loss is made of
-            return dataclasses.replace(label, degree=0, guard=True) if isinstance(label, PerRow) else FREE
         dependent = [label for label in labels if isinstance(label, PerRow | Stat)]
         if not self._is_linear(name, labels):
             settled = [self._settled(label, name, labels, trail) for label in dependent]
@@ -201,11 +197,10 @@ class Arithmetic:
             return Mixed("drawn" if by_place is not None and by_place.drawn else "position", trail)
         plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
         summed = next((label.summed for label in per_row if label.summed), ())
-        guard = eqn.primitive.name in _OF_TRUTHS and all(label.guard for label in per_row)
         added = found.added if eqn.primitive.name in _KEEP_SUMS else 0
         state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None}
         across = any(x.across if isinstance(x, PerRow) else isinstance(x, Free) and bool(x.summed) for x in labels)
-        joined = dataclasses.replace(found, **state, guard=guard, added=added, shifted=shifted, across=across)
+        joined = dataclasses.replace(found, **state, added=added, shifted=shifted, across=across)
         return self._over_devices(eqn.primitive.name, labels, joined)
 
     def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
@@ -379,8 +374,6 @@ class Arithmetic:
             return Mixed("statistic", trail, label.trail)
         if not isinstance(label, PerRow):
             return label
-        if label.guard:
-            return FREE
         label = self._settled(label, "", [], trail)
         if not isinstance(label, PerRow) or not dims_of(label) & set(dims):
             return label
@@ -408,12 +401,6 @@ def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
     gone = set(dims)
     left = [d for d in range(ndim) if d not in gone]
     return moved(label, {d: i for i, d in enumerate(left)}.get)
-
-
-def _asks_whether_finite(eqn: Equation) -> bool:
-    if eqn.primitive.name == "is_finite":
-        return True
-    return eqn.primitive.name == "ne" and eqn.invars[0] is eqn.invars[1]  # NaN alone is not itself
 
 
 def _squares(eqn: Equation) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.base.jaxprs import depends, is_literal, open_jaxpr, part_of
+from jaxshard.base.jaxprs import is_literal, open_jaxpr, part_of
+from jaxshard.base.questions import depends
 from jaxshard.base.types import Equation, Jaxpr, Var
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -80,7 +80,6 @@ class PerRow:
       summed: the sum over a part of the rows, or ().
       plus: a statistic of the rows that was added, or ().
       running: the statistic is what a scan over rows has added up so far.
-      guard: it says whether numbers are finite, and nothing else.
       added: it is the sum of this many elements along other dims, and nothing else; or 0.
       shifted: it is made of whole numbers, to which each row's place was added: an index, most often.
       by_devices, by_sum: as of `Stat`.
@@ -94,7 +93,6 @@ class PerRow:
     summed: Trail = ()
     plus: Trail = ()
     running: bool = False
-    guard: bool = False
     added: int = 0
     shifted: bool = False
     by_devices: bool = False

@@ -62,6 +62,35 @@ def test_equals_one_device(strategy, n, microbatches):
         assert_close(a, b, 1e-12)
 
 
+@jax.custom_jvp
+def rounded(x):
+    """Rounds; its gradient is that of x (a straight-through estimator)."""
+    return jnp.round(x)
+
+
+rounded.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_gradient_goes_straight_through_what_rounds_at_the_end_of_a_layer(strategy):
+    def loss(p, batch):
+        def layer(x, w):
+            return rounded(8 * jnp.tanh(x @ jaxshard.unshard(w))) / 8, None
+
+        def body(x, w):
+            return jax.checkpoint(lambda x, w: (rounded(layer(x, w)[0] * 8), None))(x, w)
+
+        return jnp.mean(lax.scan(body, batch, p["w"])[0] ** 2)
+
+    rng = np.random.default_rng(0)
+    params, steps = {"w": rng.normal(size=(3, 8, 8))}, [rng.normal(size=(8, 8)) for _ in range(3)]
+    want = one_device(loss, sgd(), params, steps)
+    got = sharded(loss, opt_of(strategy), params, steps)
+    assert not np.array_equal(want[0]["w"], params["w"])
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
 # Tensor axes, where types are checked: a barrier gives all that it holds the widest type.
 
 

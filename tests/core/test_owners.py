@@ -148,6 +148,11 @@ COUPLED = {
     ),
     "by the norm of the stack": lambda g: (g / jnp.linalg.norm(g)) @ jnp.swapaxes(g, -1, -2) @ g,
     "by the layer before": lambda g: g @ jnp.swapaxes(jnp.roll(g, 1, 0), -1, -2) @ g,
+    "by a guard": lambda g: (
+        lambda y: jnp.where(jnp.all(jnp.isfinite(jnp.log(1000 * y[:, :1, :1] % 1 - 0.5))), y, 0.1) @ g
+    )(g @ jnp.swapaxes(g, -1, -2)),
+    "by a power": lambda g: jax.lax.integer_pow(g @ jnp.swapaxes(g, -1, -2), g.shape[0]) @ g,
+    "by how often": lambda g: jax.lax.fori_loop(0, g.shape[0], lambda _, y: y @ jnp.swapaxes(g, -1, -2) @ g, g),
     "by their running sum": lambda g: jnp.cumsum(g, 0) @ jnp.swapaxes(g, -1, -2) @ g,
 }
 

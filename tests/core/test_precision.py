@@ -220,6 +220,30 @@ def heavy_ball():
     return optax.GradientTransformation(lambda p: (jax.tree.map(jnp.zeros_like, p), 0), update)
 
 
+@pytest.mark.parametrize("loop", ["none", "scan", "fori", "while"])
+def test_a_gradient_that_a_loop_keeps_is_no_moment(loop):
+    """The update takes its difference from the next one."""
+
+    def init(p):
+        return {"before": jax.tree.map(jnp.zeros_like, p), "mean": jax.tree.map(jnp.zeros_like, p)}
+
+    def update(grads, state, params=None):
+        def turn(carry):
+            return {"before": grads, "mean": jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, carry["mean"], grads)}
+
+        new = {
+            "none": lambda: turn(state),
+            "scan": lambda: jax.lax.scan(lambda c, _: (turn(c), None), state, None, length=1)[0],
+            "fori": lambda: jax.lax.fori_loop(0, 1, lambda _, c: turn(c), state),
+            "while": lambda: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, turn(c[1])), (0, state))[1],
+        }[loop]()
+        return jax.tree.map(lambda m, g, old: m + g - old, new["mean"], grads, state["before"]), new
+
+    state = make("zero2", optax.GradientTransformation(init, update), moment_dtype=jnp.bfloat16).init(params()).inner
+    assert {x.dtype for x in jax.tree.leaves(state["before"])} == {jnp.dtype("float32")}
+    assert jnp.dtype(jnp.bfloat16) in {x.dtype for x in jax.tree.leaves(state["mean"])}
+
+
 def test_what_becomes_a_copy_of_the_params_is_no_moment():
     """Differences are taken of it; and a count that is a plain Python number is no obstacle."""
     tx = optax.chain(optax.trace(0.5), heavy_ball())

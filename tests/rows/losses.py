@@ -35,7 +35,8 @@ def batch_of(rows, seed=1):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`says`: a word of the warning; `rows`: the smallest number of rows on a device; `own`: it has collectives."""
+    """`says`: a word of the warning; `rows`: the smallest number of rows on a device; `own`: it has collectives;
+    `nan`: it is measured with a NaN in one row."""
 
     loss: Callable[..., Any]
     right: bool
@@ -43,6 +44,7 @@ class Case:
     weighted: bool = False
     rows: int = 1
     own: bool = False
+    nan: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -239,10 +241,22 @@ def chosen_by_a_parameter(p, b):
     return lax.cond(p["scalar"] > 0, lambda x: jnp.mean(x @ p["w"]), lambda x: jnp.mean(2 * x @ p["w"]), b["x"])
 
 
-@case(True)
+@case(False, nan=True)
 def guarded_against_nan(p, b):
     mean = jnp.mean(b["x"] @ p["w"])
     return jnp.where(jnp.isfinite(mean), mean, 0.0)
+
+
+@case(False, nan=True)
+def thrown_away_for_a_bad_label(p, b):
+    loss = jnp.mean(b["x"] @ p["w"])
+    return jnp.where(jnp.all(jnp.isfinite(b["x"])), loss, 0.0)
+
+
+@case(True)
+def rows_guarded_against_nan(p, b):
+    each = jnp.sum(b["x"] @ p["w"], -1)
+    return jnp.mean(jnp.where(jnp.isfinite(each), each, 0.0))
 
 
 @case(True)
@@ -895,13 +909,13 @@ def a_sum_of_all_over_the_rows_of_one(p, b):
 # Guards against what is not finite.
 
 
-@case(True)
+@case(False, nan=True)
 def zero_where_any_is_nan(p, b):
     losses = _losses(p, b)
     return jnp.where(jnp.isnan(losses).any() | jnp.isnan(losses.mean()), 0.0, losses.mean())
 
 
-@case(True)
+@case(False, nan=True)  # right where all is finite, which the trace does not say
 def ranked_by_optax(p, b):
     return optax.losses.ranking_softmax_loss(b["x"] @ p["w"], b["mask"])
 

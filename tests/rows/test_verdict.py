@@ -50,6 +50,7 @@ def test_what_the_cases_say_is_so(name):
     """The mean over shards of the loss (or of sums and weights) is that of the whole batch, or it is not."""
     case, p = CASES[name], weights()
     batch = batch_of(DEVICES * 4)
+    batch["x"][0, 0] = np.nan if case.nan else batch["x"][0, 0]
     parts = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(DEVICES)]
 
     loss = jax.jit(case.loss)
