@@ -10,6 +10,7 @@ import bisect
 import concurrent.futures
 import itertools
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ _BLOCK = 2**19  # tokens that are read at once for the checksum
 _PART = 2**25  # tokens that have a checksum of their own, made by one thread
 _THREADS = 8
 _PAUSES = (0.1, 1.0)  # seconds before a read that failed is tried again
+_LONG = 2**33  # bytes that take some seconds
 _SAMPLES, _SAMPLE_TOKENS = 64, 2**15  # of `sampled_fingerprint`
 
 _T = TypeVar("_T")
@@ -91,6 +93,8 @@ class TokenFile:
           TextError: as `read`.
         """
         if self.sums is None:
+            if (size := self._count * self.dtype.itemsize) >= _LONG:
+                print(f"{self.path}: all its {size:,} bytes are read once, for their checksum", file=sys.stderr)
             self.sums = self._reading(self._summed)
         return self.sums
 

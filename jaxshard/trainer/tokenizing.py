@@ -87,8 +87,14 @@ def learned(files: Sequence[Path], vocabulary: int) -> Any:
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
     how = {"vocab_size": vocabulary, "special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
     text = itertools.chain.from_iterable(map(pieces, files))
+    in_words = made.pre_tokenizer
+    made.pre_tokenizer = package.pre_tokenizers.Sequence([in_words, package.pre_tokenizers.FixedLength(_WORD)])
     made.train_from_iterator(text, package.trainers.BpeTrainer(**how))
+    made.pre_tokenizer = in_words
     return made
+
+
+_WORD = 1000  # the most characters of a word that is learned from: the time grows with their square
 
 
 def _byte_level(model: Any) -> Any:
@@ -108,19 +114,32 @@ def opened(name: str) -> Any:
     Raises:
       ValueError: it cannot be had.
     """
-    package, path = tokenizers(), Path(name)
+    path = Path(name)
     try:
-        if path.is_dir():
-            return _of_folder(path)
-        if path.exists():
-            return _of_file(path)
-        if name == "gpt2":
-            return package.Tokenizer.from_pretrained(name)
+        found = _opened(name, path)
     except ValueError:
         raise
     except Exception as error:  # tokenizers raises no other
         cure = f": {_CURE}" if name == "gpt2" and not path.exists() else ""
         raise ValueError(f"--tokenizer {name} cannot be read: {error}{cure}") from error
+    largest = max(found.get_vocab().items(), key=lambda each: each[1], default=("", 0))
+    if largest[1] >= _MOST_IDS:  # tokenizers writes with memory for all ids up to the largest
+        raise ValueError(
+            f"--tokenizer {name}: token {largest[0]!r} has id {largest[1]:,}: below {_MOST_IDS:,} is needed"
+        )
+    return found
+
+
+_MOST_IDS = 2**24
+
+
+def _opened(name: str, path: Path) -> Any:
+    if path.is_dir():
+        return _of_folder(path)
+    if path.exists():
+        return _of_file(path)
+    if name == "gpt2":
+        return tokenizers().Tokenizer.from_pretrained(name)
     raise ValueError(f"--tokenizer {name} does not exist: name a tokenizer.json, a folder with one, or gpt2")
 
 

@@ -253,7 +253,8 @@ def tried(whole, place, cases):
 def cases(count, seed, names=tuple(READ)):
     chosen = random.Random(seed)
     found = [(name, chosen.choice(FORMS), chosen.randrange(2**32)) for name in names for _ in range(count)]
-    return [each for each in found if each[:2] != ("text", sparse)]  # a text of 1 TB is read, for as long as it takes
+    read_whole = ("text", "tokens/train.bin")  # 1 TB is, for as long as that takes
+    return [each for each in found if each[0] not in read_whole or each[1] is not sparse]
 
 
 def test_a_hostile_file_of_each_kind(whole, tmp_path):

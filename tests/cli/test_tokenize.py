@@ -295,6 +295,28 @@ def test_what_a_tokenizer_cannot_do_is_told(texts, tmp_path, capsys):
     assert "a.txt does not come back from its tokens" in printed
 
 
+@pytest.mark.parametrize("word", ["9", "\n", "x"])
+def test_one_word_of_a_million_characters_is_learned_from(tmp_path, word):
+    """The time that `tokenizers` takes grows with the square of a word's length: it would be minutes."""
+    (tmp_path / "text").write_text(word * 10**6)
+    start = time.monotonic()
+    made(tmp_path / "text", "--out", tmp_path / "out", "--vocabulary", "300")
+    assert time.monotonic() - start < 60
+    assert len(Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).encode(word * 5000).ids) < 20
+
+
+@pytest.mark.parametrize("number", [2**24, 10**9, 2**32 - 1])
+def test_ids_too_large_for_any_model_are_refused(tmp_path, capsys, number):
+    """Writing such a tokenizer would take memory for all ids below."""
+    words = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    words["model"]["vocab"]["b"] = number
+    (tmp_path / "big.json").write_text(json.dumps(words))
+    (tmp_path / "text").write_text("a b")
+    made(tmp_path / "text", "--tokenizer", tmp_path / "big.json", "--out", tmp_path / "out", status=2)
+    assert f"token 'b' has id {number:,}: below 16,777,216 is needed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_ids_with_holes_are_kept(tmp_path):
     """The type of the tokens is that of the largest id, however few there are."""
     (tmp_path / "text").write_text("a b a b b " * 50)

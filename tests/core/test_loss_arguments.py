@@ -135,6 +135,26 @@ def test_raw_keys_differ_between_devices_as_typed_ones_do(impl, microbatches):
         assert len(np.unique(same, axis=0)) == 2 // microbatches
 
 
+@jax.custom_vjp
+def noisy(x, key):
+    """x, whose gradient has noise."""
+    return x
+
+
+noisy.defvjp(
+    lambda x, key: (x, key),
+    lambda key, g: (g + jax.random.normal(jax.random.wrap_key_data(key), g.shape), np.zeros(2, jax.dtypes.float0)),
+)
+
+
+def test_a_raw_key_of_the_backward_pass_alone_differs_between_devices():
+    def grad_of(**options):
+        f = jaxshard.value_and_grad(lambda w, x, key: jnp.mean(noisy(x @ w, key)), opt_of(n=2), **options)
+        return np.asarray(f(W, X, jax.random.key_data(jax.random.key(3)))[1])
+
+    assert not np.allclose(grad_of(), grad_of(fold_keys=False))
+
+
 def test_keys_deep_in_a_loss_are_found():
     """Split outside of the loss, carried through a scan, taken from an array of keys."""
 
