@@ -7,16 +7,16 @@ runs in the global view, so every layout gives the same result.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import optax
 
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.base.memo import by_shapes
-from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA
+from jaxshard.base.primitives import LINEAR_ALGEBRA
 from jaxshard.base.tree import named_leaves, owner_of
-from jaxshard.base.types import Equation, Jaxpr, Tree, Var
+from jaxshard.base.types import Equation, Tree, Var
+from jaxshard.base.walk import Walk
 from jaxshard.inner.trace import first_update
 from jaxshard.inner.update import fast
 
@@ -36,7 +36,7 @@ def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[
     found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(traced.before)]
     of_state = [owner[1] if owner and owner[0] == shape else None for shape, owner in found]
     of_grads = jax.tree.leaves(fast(jax.tree.unflatten(jax.tree.structure(params), places)))
-    walk = _Walk()
+    walk = _Matrices()
     walk.through(traced.jaxpr, [*of_grads, *of_state, *places])
     touched = {leaf for leaf, _ in walk.batched | walk.mixed}
     return [
@@ -57,54 +57,42 @@ class _Place:
         return _Place(self.leaf, tuple(None if d is None else new(d) for d in self.dims))
 
 
-class _Walk:
-    """Follows leaves through a jaxpr; collects (leaf, dim) pairs that matrix operations batch over, or mix."""
+class _Matrices(Walk[_Place | None]):
+    """Follows leaves; collects (leaf, dim) pairs that matrix operations batch over, or mix."""
+
+    nothing = None
 
     def __init__(self):
         self.batched: set[tuple[int, int]] = set()
         self.mixed: set[tuple[int, int]] = set()
 
-    def through(self, jaxpr: Jaxpr, places: list[_Place | None]) -> list[_Place | None]:
-        jaxpr = open_jaxpr(jaxpr)
-        env: dict[Var, _Place | None] = dict(zip(jaxpr.invars, places, strict=True))
-        for eqn in jaxpr.eqns:
-            found = [None if is_literal(v) else env.get(v) for v in eqn.invars]
-            if any(found):
-                outs = self._equation(eqn, found)
-                env |= {
-                    v: p for v, p in zip(eqn.outvars, outs, strict=True) if p and any(d is not None for d in p.dims)
-                }
-        return [None if is_literal(v) else env.get(v) for v in jaxpr.outvars]
+    def join(self, one: _Place | None, other: _Place | None) -> _Place | None:
+        if one is None or other is None or one.leaf != other.leaf:
+            return one or other
+        return _Place(one.leaf, tuple(a if a == b else None for a, b in zip(one.dims, other.dims, strict=True)))
 
-    def _equation(self, eqn: Equation, found: list[_Place | None]) -> list[_Place | None]:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return self.through(inner_jaxpr(eqn), found)
-        if name == "scan":
-            return self._scan(eqn, found)
-        if name == "while":
-            num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            return self.through(eqn.params["body_jaxpr"], found[num_cond:])[: len(found) - num_cond - num_body]
-        if name == "cond":
-            outs = [self.through(branch, found[1:]) for branch in eqn.params["branches"]]
-            return [next(filter(None, column), None) for column in zip(*outs, strict=True)]
-        if name == "dot_general":
-            return [self._dot(eqn, found)]
-        operand, place = next((i, place) for i, place in enumerate(found) if place)
+    def kept(self, v: Var, value: _Place | None) -> _Place | None:
+        return value if value and any(d is not None for d in value.dims) else None
+
+    def slice(self, value: _Place | None) -> _Place | None:
+        return value and value.moved(lambda d: d - 1 if d else None)
+
+    def stack(self, value: _Place | None) -> _Place | None:
+        return value and value.moved(lambda d: d + 1)
+
+    def of(self, eqn: Equation, known: Sequence[_Place | None]) -> list[_Place | None]:
+        operand, place = next(((i, place) for i, place in enumerate(known) if place), (0, None))
+        if place is None:
+            return [None] * len(eqn.outvars)
+        if eqn.primitive.name == "dot_general":
+            return [self._dot(eqn, known)]
         moved = self._moves(eqn, operand, place)
         return [moved(v.aval.shape) for v in eqn.outvars]
 
-    def _scan(self, eqn: Equation, found: list[_Place | None]) -> list[_Place | None]:
-        num_consts, num_carry = scan_split(eqn)
-        split = num_consts + num_carry
-        scanned = [p and p.moved(lambda d: d - 1 if d else None) for p in found[split:]]
-        outs = self.through(inner_jaxpr(eqn), [*found[:split], *scanned])
-        return [*outs[:num_carry], *(p and p.moved(lambda d: d + 1) for p in outs[num_carry:])]
-
-    def _dot(self, eqn: Equation, found: list[_Place | None]) -> _Place | None:
+    def _dot(self, eqn: Equation, known: Sequence[_Place | None]) -> _Place | None:
         contracted, batch = eqn.params["dimension_numbers"]
         outs = []
-        for operand, place in enumerate(found):
+        for operand, place in enumerate(known):
             if place and eqn.outvars[0].aval.ndim:  # a scalar result is an inner product, which counts as a sum
                 ndim = eqn.invars[operand].aval.ndim
                 self._note(place, [d for d in range(ndim) if d in batch[operand]], ndim)
