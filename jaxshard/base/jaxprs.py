@@ -21,6 +21,16 @@ def is_literal(v: Var) -> bool:
     return isinstance(v, core().Literal)
 
 
+def is_ref(v: Var) -> bool:
+    """Whether a variable is a mutable array (`jax.new_ref`), which equations write to."""
+    return hasattr(v.aval, "inner_aval")
+
+
+def takes_whole_ref(eqn: Equation) -> bool:
+    """Whether an equation reads, or replaces, all of a mutable array (`ref[...]`), with no index."""
+    return eqn.primitive.name in ("get", "swap") and eqn.params["tree"].num_nodes == 1  # an empty tuple
+
+
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     """The `Jaxpr` that a `ClosedJaxpr` holds up to jax 0.11; after that the two are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -29,12 +29,15 @@ SAME_NUMBERS = _names("convert_element_type copy copy_p reshape squeeze expand_d
 
 MOVES = SAME_NUMBERS | _names(
     """
-    broadcast_in_dim clamp concatenate cummax cummin device_put dynamic_slice dynamic_update_slice gather max min name
-    pad pcast pvary reduce_max reduce_min reduce_precision reshard rev scatter select_n sharding_constraint slice sort
-    split stack stop_gradient tile top_k transpose unstack
+    broadcast_in_dim clamp concatenate cummax cummin device_put dynamic_slice dynamic_update_slice freeze gather get max
+    min name new_ref pad pcast pvary reduce_max reduce_min reduce_precision reshard rev scatter select_n
+    sharding_constraint slice sort split stack stop_gradient swap tile top_k transpose unstack
     """
 )
 """Return numbers of their operands: moved, chosen, or rounded."""
+
+READS_REFS = _names("get freeze free_ref")
+"""Take mutable arrays, and write to none."""
 
 POINTWISE = _names(
     """

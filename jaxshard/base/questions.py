@@ -40,6 +40,9 @@ class _Marks(Walk[bool]):
     def join(self, one: bool, other: bool) -> bool:
         return one or other
 
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
+        return any(known)
+
 
 class _Depends(_Marks):
     def __init__(self, summed: frozenset[str] | None):
@@ -49,9 +52,9 @@ class _Depends(_Marks):
         name = eqn.primitive.name
         return [not self._reduces(eqn) and (any(known) or name in DIFFERS)] * len(eqn.outvars)
 
-    def unknown(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
         inside = (inner.primitive.name for one in subprograms(eqn) for inner in equations(one))
-        return [any(known) or not DIFFERS.isdisjoint(inside)] * len(eqn.outvars)
+        return any(known) or not DIFFERS.isdisjoint(inside)
 
     def chosen(self, by: bool, values: list[bool]) -> list[bool]:
         return [by or value for value in values]
@@ -128,16 +131,14 @@ class _Reaches(Walk[int]):
         return one | other
 
     def of(self, eqn: Equation, known: Sequence[int]) -> list[int]:
-        return self._made(eqn, known, eqn.primitive.name in self.names)
+        return [self.unknown(eqn, known)] * len(eqn.outvars)
 
-    def unknown(self, eqn: Equation, known: Sequence[int]) -> list[int]:
-        inside = (inner.primitive.name for one in subprograms(eqn) for inner in equations(one))
-        return self._made(eqn, known, not self.names.isdisjoint(inside))
-
-    def _made(self, eqn: Equation, known: Sequence[int], is_one: bool) -> list[int]:
+    def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
         made = functools.reduce(self.join, known, 0)
-        self.reached |= made if is_one else 0
-        return [made] * len(eqn.outvars)
+        inside = (inner.primitive.name for one in subprograms(eqn) for inner in equations(one))
+        if eqn.primitive.name in self.names or not self.names.isdisjoint(inside):
+            self.reached |= made
+        return made
 
     def chosen(self, by: int, values: list[int]) -> list[int]:
         return [by | value for value in values]
@@ -159,9 +160,6 @@ class _HandsOn(_Marks):
         if name == "optimization_barrier":
             return known
         return [name in MOVES and any(known)] * len(eqn.outvars)
-
-    def unknown(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
-        return [any(known)] * len(eqn.outvars)
 
 
 def never_negative(program: Jaxpr, known: Sequence[bool]) -> list[bool]:
@@ -193,8 +191,8 @@ class _NeverNegative(Walk[bool]):
         keeps = name in SAME_NUMBERS or name in KEEPS_SIGN or name == "integer_pow"
         return [keeps and all(known)] * len(eqn.outvars)
 
-    def unknown(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
-        return [False] * len(eqn.outvars)
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
+        return False
 
 
 def linear(program: Jaxpr, degrees: Sequence[int]) -> list[int]:
@@ -230,8 +228,8 @@ class _Linear(Walk[int]):
             return [min(sum(known), 2)]
         return [most if name == "div" and known[1] == 0 else 2] * len(eqn.outvars)
 
-    def unknown(self, eqn: Equation, known: Sequence[int]) -> list[int]:
-        return [2 if any(known) else 0] * len(eqn.outvars)
+    def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
+        return 2 if any(known) else 0
 
     def scanned(self, eqn: Equation, known: Sequence[int]) -> list[int]:
         self._loops += 1
@@ -265,7 +263,7 @@ class _Subtracts(Walk[tuple[bool, bool]]):
             self.found |= (a and d and not c) or (c and b and not a)
         return [functools.reduce(self.join, known, self.nothing)] * len(eqn.outvars)
 
-    def unknown(self, eqn: Equation, known: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+    def unknown(self, eqn: Equation, known: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
         made = functools.reduce(self.join, known, self.nothing)
-        self.found |= all(made)
-        return [made] * len(eqn.outvars)
+        self.found |= all(made) and any(True for _ in subprograms(eqn))
+        return made

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, linear_solver, open_jaxpr, scan_split, subprograms
-from jaxshard.base.primitives import CALLS
+from jaxshard.base.jaxprs import inner_jaxpr, is_literal, is_ref, linear_solver, open_jaxpr, scan_split, subprograms
+from jaxshard.base.primitives import CALLS, READS_REFS
 from jaxshard.base.types import Equation, Jaxpr, Var
 
 V = TypeVar("V")
@@ -17,8 +17,9 @@ V = TypeVar("V")
 class Walk(Generic[V]):
     """Follows values through calls, branches, loops, linear solves and `shard_map`.
 
-    Loops go to a fixed point: `join` must reach one (a finite set of answers, and each join is one step up). An
-    operation that holds a program and is none of these (a kernel, a custom loop) gets `unknown`.
+    Loops go to a fixed point: `join` must reach one (a finite set of answers, and each join is one step up). The answer
+    is `unknown` for what any other operation that holds a program makes of its operands (a kernel, a custom loop), for
+    what an operation writes to a mutable array, and for the results of loops and calls that take one.
 
     Attributes:
       nothing: the answer for a constant.
@@ -34,9 +35,9 @@ class Walk(Generic[V]):
         """The answer for a value that is one of two."""
         raise NotImplementedError
 
-    def unknown(self, eqn: Equation, known: Sequence[V]) -> Sequence[V]:
-        """The safe answers for an operation whose inner program nobody follows."""
-        return self.of(eqn, known)
+    def unknown(self, eqn: Equation, known: Sequence[V]) -> V:
+        """The safe answer for what an operation makes of its operands, nobody knows how."""
+        raise NotImplementedError
 
     def literal(self, v: Var) -> V:
         """The answer for a number written into the program."""
@@ -71,12 +72,18 @@ class Walk(Generic[V]):
         jaxpr = open_jaxpr(program)
         env = dict.fromkeys(jaxpr.constvars, self.nothing) | dict(zip(jaxpr.invars, values, strict=True))
         for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [self.literal(v) if is_literal(v) else env[v] for v in eqn.invars])
+            known = [self.literal(v) if is_literal(v) else env[v] for v in eqn.invars]
+            outs = self._equation(eqn, known)
             env |= {v: self.kept(v, out) for v, out in zip(eqn.outvars, outs, strict=True)}
+            if eqn.primitive.name not in READS_REFS and (refs := [v for v in eqn.invars if is_ref(v)]):
+                written = self.unknown(eqn, known)
+                env |= {v: self.join(env[v], written) for v in refs}
         return [self.literal(v) if is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _equation(self, eqn: Equation, known: list[V]) -> Sequence[V]:
-        name = eqn.primitive.name
+        name, holds_programs = eqn.primitive.name, any(True for _ in subprograms(eqn))
+        if holds_programs and any(map(is_ref, eqn.invars)):
+            return [self.unknown(eqn, known)] * len(eqn.outvars)
         if name in CALLS:
             return self.called(eqn, known)
         if name == "shard_map":
@@ -90,7 +97,7 @@ class Walk(Generic[V]):
             return self.scanned(eqn, known)
         if name == "while":
             return self._while(eqn, known)
-        return self.unknown(eqn, known) if any(True for _ in subprograms(eqn)) else self.of(eqn, known)
+        return [self.unknown(eqn, known)] * len(eqn.outvars) if holds_programs else self.of(eqn, known)
 
     def scanned(self, eqn: Equation, known: Sequence[V]) -> list[V]:
         """The answers for what a scan returns."""

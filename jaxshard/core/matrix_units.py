@@ -48,7 +48,8 @@ def units(
       program: a flat program without constants; its first inputs are the gradients.
       specs, out_specs: where its inputs lie, and its outputs should.
     """
-    if not any(map(_is_heavy, open_jaxpr(program).eqns)):
+    eqns = open_jaxpr(program).eqns
+    if not any(map(_is_heavy, eqns)) or any(eqn.effects for eqn in eqns):  # whose order counts
         return []
     return _Finder(open_jaxpr(program), num_grads, specs, out_specs).found()
 

@@ -71,6 +71,9 @@ class _Matrices(Walk[_Place | None]):
             return one or other
         return _Place(one.leaf, tuple(a if a == b else None for a, b in zip(one.dims, other.dims, strict=True)))
 
+    def unknown(self, eqn: Equation, known: Sequence[_Place | None]) -> _Place | None:
+        return None
+
     def kept(self, v: Var, value: _Place | None) -> _Place | None:
         return value if value and any(d is not None for d in value.dims) else None
 

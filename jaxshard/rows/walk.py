@@ -6,8 +6,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, linear_solver, open_jaxpr, scan_split
-from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA, POINTWISE
+from jaxshard.base.jaxprs import (
+    inner_jaxpr,
+    is_literal,
+    is_ref,
+    linear_solver,
+    open_jaxpr,
+    scan_split,
+    takes_whole_ref,
+)
+from jaxshard.base.primitives import CALLS, LINEAR_ALGEBRA, POINTWISE, READS_REFS
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.rows import indexing, moves
 from jaxshard.rows.arithmetic import Arithmetic, over_parts, without_dims
@@ -97,7 +105,18 @@ class Walk:
             else:
                 outs = self._equation(eqn, found, here)
             env |= dict(zip(eqn.outvars, outs, strict=True))
+            env |= self._written(eqn, found, outs, here)
         return [self._returned(opened, i) if is_literal(v) else env[v] for i, v in enumerate(opened.outvars)]
+
+    def _written(self, eqn: Equation, labels: Labels, outs: Labels, trail: Trail) -> dict[Var, Label]:
+        """The labels of mutable arrays after an equation: of what takes all of one's place, else not known."""
+        refs = [v for v in eqn.invars if is_ref(v)]
+        if not refs or eqn.primitive.name in READS_REFS:
+            return {}
+        if takes_whole_ref(eqn):
+            return {eqn.invars[0]: labels[1]}
+        free = all(isinstance(label, Free) for label in (*labels, *outs))
+        return {} if free else dict.fromkeys(refs, Unknown(trail))
 
     def _literal(self, eqn: Equation, position: int) -> Label:
         partners = self.arithmetic.partners
@@ -121,8 +140,10 @@ class Walk:
             return [Free(placed=True)]
         if name in _PIECES:
             return _PIECES[name](self.arithmetic, eqn, labels, trail)
-        if name in ("optimization_barrier", "device_put"):
+        if name in ("optimization_barrier", "device_put", "new_ref", "freeze"):
             return labels
+        if takes_whole_ref(eqn):
+            return labels[:1]
         if name in POINTWISE and _same_rank(eqn):
             return [self.arithmetic.pointwise(eqn, labels, trail)] * len(eqn.outvars)
         controls = {

@@ -253,6 +253,21 @@ def thrown_away_for_a_bad_label(p, b):
     return jnp.where(jnp.all(jnp.isfinite(b["x"])), loss, 0.0)
 
 
+@case(False, "reduce_sum")
+def a_sum_through_a_mutable_array(p, b):
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] = jnp.mean(b["x"] @ p["w"])
+    total[...] = 3 * total[...]
+    return total[...] ** 2
+
+
+@case(True)
+def rows_through_a_mutable_array(p, b):
+    each = jax.new_ref(jnp.zeros(b["x"].shape[0]))
+    each[...] = jnp.sum((b["x"] @ p["w"]) ** 2, -1)
+    return jnp.mean(jax.freeze(each))
+
+
 @case(True)
 def rows_guarded_against_nan(p, b):
     each = jnp.sum(b["x"] @ p["w"], -1)

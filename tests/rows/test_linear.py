@@ -73,7 +73,7 @@ def test_rows_move():
     assert "some of the rows" in told(lambda p, b: jnp.mean(jnp.unstack(hidden(p, b))[0] ** 2))
 
 
-@pytest.mark.parametrize("loss", ["sorted_and_back", "pooled_by_row"])
+@pytest.mark.parametrize("loss", ["sorted_and_back", "pooled_by_row", "row_by_row", "in_part"])
 def test_what_no_trace_can_tell_is_no_warning(loss):
     def sorted_and_back(p, b):
         order = jnp.argsort(b["y"])  # by expert
@@ -83,6 +83,19 @@ def test_what_no_trace_can_tell_is_no_warning(loss):
         rows = jnp.repeat(jnp.arange(len(b["x"])), 3)
         return jnp.mean(jax.ops.segment_sum(jnp.repeat(hidden(p, b), 3, 0), rows, len(b["x"])) ** 2)
 
-    assert told({"sorted_and_back": sorted_and_back, "pooled_by_row": pooled_by_row}[loss]).startswith(
-        "rows: not known"
-    )
+    def row_by_row(p, b):
+        """Each into its place of a mutable array, in a loop."""
+        each, x = jax.new_ref(jnp.zeros(len(b["x"]))), hidden(p, b)
+
+        def body(i, _):
+            each[i] = jnp.sum(x[i] ** 2)
+
+        jax.lax.fori_loop(0, len(b["x"]), body, None)
+        return jnp.mean(each[...])
+
+    def in_part(p, b):
+        each = jax.new_ref(jnp.zeros(len(b["x"])))
+        each[:2] = jnp.sum(hidden(p, b)[:2] ** 2, -1)
+        return jnp.sum(each[...])
+
+    assert told(locals()[loss]).startswith("rows: not known")
