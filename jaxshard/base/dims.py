@@ -188,7 +188,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys([*_REDUCES, "argmax", "argmin"], _without("axes")),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
     **dict.fromkeys(LINEAR_ALGEBRA, _leading(lambda _: 2)),
-    **dict.fromkeys(["scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"], _scatter),
+    **dict.fromkeys(["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"], _scatter),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _along("dimension"),
     "dot_general": _dot_general,

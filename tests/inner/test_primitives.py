@@ -64,6 +64,11 @@ def test_all_are_found():
     assert {"add", "io_callback", "pallas_call", "psum", "custom_partitioning", "new_ref"} <= ALL.keys()
 
 
+def test_every_primitive_has_a_row():
+    """A newer JAX's new ones want a look: which words hold for each?"""
+    assert not ALL.keys() - primitives.ROWS.keys()
+
+
 def test_whatever_is_known_has_a_sample():
     known = elementwise.KNOWN & ALL.keys()
     assert known - UNCHANGED == known & (POINTWISE.keys() | PURE.keys())
