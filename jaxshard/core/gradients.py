@@ -124,7 +124,7 @@ class LossFunction:
 
     def __init__(self, options: LossOptions):
         self.options = options
-        self._jitted = jax.jit(self._traced, compiler_options=options.compiler_options)
+        self._jitted = jax.jit(self._traced, compiler_options=self.compiler_options)
 
     @property
     def setup(self) -> Setup:
@@ -134,7 +134,7 @@ class LossFunction:
     @property
     def compiler_options(self) -> dict[str, compilers.Value]:
         """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
-        return self.options.compiler_options
+        return compilers.ours(self.setup.mesh, self.setup.config.cuts, checked=self.options.checked)
 
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         setup = self.setup

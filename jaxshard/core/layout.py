@@ -22,8 +22,9 @@ from jaxshard.core import frozen, host_memory
 from jaxshard.core.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.core.layout_table import table
 from jaxshard.core.options import Config
-from jaxshard.core.precision import SCALES
 from jaxshard.core.specs import model_specs
+
+_SCALES = ("extra", "scale")  # where a state (`ShardedState`) has the scales of moments in 8 bits
 
 
 def _spec_of(sharding: NamedSharding) -> P:
@@ -204,7 +205,7 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = owner.dtype
     found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
-    if owner and names[: len(SCALES)] == SCALES:
+    if owner and names[: len(_SCALES)] == _SCALES:
         found = cut_beside(owner, dataclasses.replace(found, dtype=leaf.dtype), params.sizes)
         return dataclasses.replace(found, reason=f"blocks of {owner.path}: {found.reason}")
     found = dataclasses.replace(found, dtype=leaf.dtype)

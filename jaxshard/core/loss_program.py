@@ -12,7 +12,7 @@ from jaxshard.base.primitives import READS_KEYS
 from jaxshard.base.questions import depends, reaches, varies_smoothly
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
-from jaxshard.core import compiler_options, evaluation, unshard
+from jaxshard.core import evaluation, unshard
 from jaxshard.core.sharding import Setup
 from jaxshard.core.unshard import Scale, Value
 from jaxshard.rows.verdict import Question, Verdict, judge
@@ -41,11 +41,6 @@ class LossOptions:
         """
         ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
         return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
-
-    @property
-    def compiler_options(self) -> dict[str, compiler_options.Value]:
-        """Options for `jax.jit`."""
-        return compiler_options.ours(self.setup.mesh, self.setup.config.cuts, checked=self.checked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,6 @@ class ShardedState(NamedTuple):
     extra: dict[str, Tree]
 
 
-SCALES = ("extra", "scale")  # where a `ShardedState` has scales
-
 # Which dtype where.
 
 
