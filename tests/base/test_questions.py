@@ -125,11 +125,12 @@ def _wrapped(kind, first, second, by, xs):
             return first(xs)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
         return jax.shard_map(first, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(xs)
-    rule = jax.custom_jvp(first) if kind == "custom_jvp" else jax.custom_vjp(first)
     if kind == "custom_jvp":
-        rule.defjvp(lambda primals, tangents: (first(*primals), jax.tree.map(lambda t: 2 * t, tangents[0])))
+        rule = jax.custom_jvp(first)
+        rule.defjvp(lambda xs, ts: (first(*xs), jax.tree.map(lambda t: 2 * t, jax.jvp(first, xs, ts)[1])))
     else:
-        rule.defvjp(lambda xs: (first(xs), None), lambda _, gs: (jax.tree.map(lambda g: 3 * g, gs),))
+        rule = jax.custom_vjp(first)
+        rule.defvjp(lambda xs: (first(xs), xs), lambda xs, gs: jax.tree.map(lambda g: 3 * g, jax.vjp(first, xs)[1](gs)))
     return rule(xs)
 
 
