@@ -112,7 +112,7 @@ mul                          pointwise keeps_sign fused
 mulhi                        pointwise
 name                         moves pointwise linear keeps_sign view
 ne                           pointwise fused
-neg                          pointwise linear fused
+neg                          moves pointwise linear fused
 new_ref                      moves
 nextafter                    pointwise fused
 not                          pointwise fused
@@ -275,7 +275,7 @@ SAME_NUMBERS = _with("same")
 """Return the same numbers, cast or in another shape."""
 
 MOVES = _with("moves")
-"""Return numbers of their operands: moved, chosen, or rounded."""
+"""Return numbers of their operands: moved, chosen, rounded, or with the other sign."""
 
 READS_REFS = _with("reads_refs")
 """Take mutable arrays, and write to none."""
