@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from jaxshard.base.primitives import LINEAR_ALGEBRA, POINTWISE
+from jaxshard.base.primitives import CUMULATIVE, LINEAR_ALGEBRA, POINTWISE
 from jaxshard.base.types import Equation
 
 Dim: TypeAlias = int | None  # the place of the dim in an array; None: the array does not have it
@@ -186,7 +186,7 @@ _REDUCES = [f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "o
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys([*_REDUCES, "argmax", "argmin"], _without("axes")),
-    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
     **dict.fromkeys(LINEAR_ALGEBRA, _leading(lambda _: 2)),
     **dict.fromkeys(["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"], _scatter),
     "broadcast_in_dim": _broadcast_in_dim,

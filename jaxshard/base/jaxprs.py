@@ -114,8 +114,12 @@ def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """All equations of a program and of the programs that it runs."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        for inner in subprograms(eqn):
-            yield from equations(inner)
+        yield from equations_inside(eqn)
+
+
+def equations_inside(eqn: Equation) -> Iterator[Equation]:
+    """All equations of the programs that an equation holds, at any depth."""
+    return (inner for program in subprograms(eqn) for inner in equations(program))
 
 
 def sizes_of(jaxpr: Jaxpr) -> frozenset[int]:

@@ -48,11 +48,11 @@ copy_p                       same pointwise view
 core_call                    inlined
 cos                          pointwise fused
 cosh                         pointwise fused
-cumlogsumexp                 pure reduction
-cummax                       moves pure
-cummin                       moves pure
-cumprod                      pure
-cumsum                       pure keeps_sign reduction
+cumlogsumexp                 pure reduction cumulative
+cummax                       moves pure cumulative
+cummin                       moves pure cumulative
+cumprod                      pure cumulative
+cumsum                       pure keeps_sign reduction cumulative
 custom_jvp_call              call
 custom_linear_solve          pure
 custom_vjp_call              call
@@ -332,6 +332,9 @@ DEBUGGING = _with("debugging")
 
 FUSED = _with("fused")
 """Work element by element, or by index alone; the compiler fuses them into the operation that reads the result."""
+
+CUMULATIVE = _with("cumulative")
+"""Run along one dim, and have a result for each place in it."""
 
 REDUCTIONS = _with("reduction")
 """Make few numbers of many, or one of all before it."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.jaxprs import axes_of_equation, core, equations, inner_jaxpr, subprograms, unnamed
+from jaxshard.base.jaxprs import axes_of_equation, core, equations_inside, subprograms, unnamed
 from jaxshard.base.primitives import (
     ADDS,
     ALL_REDUCES,
@@ -53,8 +53,7 @@ class _Depends(_Marks):
         return [not self._reduces(eqn) and (any(known) or name in DIFFERS)] * len(eqn.outvars)
 
     def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
-        inside = (inner.primitive.name for one in subprograms(eqn) for inner in equations(one))
-        return any(known) or not DIFFERS.isdisjoint(inside)
+        return any(known) or any(inner.primitive.name in DIFFERS for inner in equations_inside(eqn))
 
     def chosen(self, by: bool, values: list[bool]) -> list[bool]:
         return [by or value for value in values]
@@ -87,7 +86,7 @@ class _Smooth(_Marks):
     def called(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
         """As the primal program says, where that moves along the axis; else a custom rule may give any gradient."""
         own_rule = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
-        if own_rule and not any(map(self._moves, equations(inner_jaxpr(eqn)))):
+        if own_rule and (self.but_along is None or not any(map(self._moves, equations_inside(eqn)))):
             return [any(known)] * len(eqn.outvars)
         return super().called(eqn, known)
 
@@ -131,13 +130,14 @@ class _Reaches(Walk[int]):
         return one | other
 
     def of(self, eqn: Equation, known: Sequence[int]) -> list[int]:
-        return [self.unknown(eqn, known)] * len(eqn.outvars)
+        return [self._made(known, eqn.primitive.name in self.names)] * len(eqn.outvars)
 
     def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
+        return self._made(known, any(inner.primitive.name in self.names for inner in equations_inside(eqn)))
+
+    def _made(self, known: Sequence[int], is_reached: bool) -> int:
         made = functools.reduce(self.join, known, 0)
-        inside = (inner.primitive.name for one in subprograms(eqn) for inner in equations(one))
-        if eqn.primitive.name in self.names or not self.names.isdisjoint(inside):
-            self.reached |= made
+        self.reached |= made if is_reached else 0
         return made
 
     def chosen(self, by: int, values: list[int]) -> list[int]:

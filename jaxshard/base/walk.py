@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from jaxshard.base.jaxprs import inner_jaxpr, is_literal, is_ref, linear_solver, open_jaxpr, scan_split, subprograms
-from jaxshard.base.primitives import CALLS, READS_REFS
+from jaxshard.base.primitives import CALLS, POINTWISE, READS_REFS
 from jaxshard.base.types import Equation, Jaxpr, Var
 
 V = TypeVar("V")
@@ -75,13 +75,16 @@ class Walk(Generic[V]):
             known = [self.literal(v) if is_literal(v) else env[v] for v in eqn.invars]
             outs = self._equation(eqn, known)
             env |= {v: self.kept(v, out) for v, out in zip(eqn.outvars, outs, strict=True)}
-            if eqn.primitive.name not in READS_REFS and (refs := [v for v in eqn.invars if is_ref(v)]):
-                written = self.unknown(eqn, known)
-                env |= {v: self.join(env[v], written) for v in refs}
+            if eqn.effects and eqn.primitive.name not in READS_REFS:  # what writes has an effect
+                refs = [v for v in eqn.invars if is_ref(v)]
+                env |= {v: self.join(env[v], self.unknown(eqn, known)) for v in refs}
         return [self.literal(v) if is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _equation(self, eqn: Equation, known: list[V]) -> Sequence[V]:
-        name, holds_programs = eqn.primitive.name, any(True for _ in subprograms(eqn))
+        name = eqn.primitive.name
+        if name in POINTWISE:  # most are, and hold no program
+            return self.of(eqn, known)
+        holds_programs = any(True for _ in subprograms(eqn))
         if holds_programs and any(map(is_ref, eqn.invars)):
             return [self.unknown(eqn, known)] * len(eqn.outvars)
         if name in CALLS:

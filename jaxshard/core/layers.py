@@ -137,13 +137,13 @@ class _Pair:
         if name == "cond" and a.params.get("branches_platforms"):
             raise _Unlike  # XLA chooses the branch, so that none is run anew
         mine, others = list(subprograms(a)), list(subprograms(b))
-        if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _told_by(a)):
+        if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _compared_params(a)):
             raise _Unlike
         for x, y in zip(mine, others, strict=True):
             self.compare(x, y)
 
 
-def _told_by(eqn: Equation) -> list[str]:
+def _compared_params(eqn: Equation) -> list[str]:
     """The parameters of control flow that hold no program, no rule and no layout."""
 
     def holds_programs(value: Any) -> bool:

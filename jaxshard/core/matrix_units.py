@@ -7,12 +7,12 @@ stays in the global view.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_of, canonical
-from jaxshard.base.jaxprs import equations, is_literal, open_jaxpr, operands_of, part_of
+from jaxshard.base.jaxprs import equations_inside, is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.base.primitives import LINEAR_ALGEBRA, LOOPS, POINTWISE
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.core.components import FREE, Component, Components, is_big
@@ -60,15 +60,8 @@ def _is_heavy(eqn: Equation) -> bool:
     if name == "dot_general":
         return bool(eqn.outvars[0].aval.ndim) and all(v.aval.ndim >= 2 for v in eqn.invars)
     if name in LOOPS:
-        return any(map(_is_heavy, (e for e in _inside(eqn) if e.primitive.name not in LOOPS)))
+        return any(map(_is_heavy, (e for e in equations_inside(eqn) if e.primitive.name not in LOOPS)))
     return name in LINEAR_ALGEBRA
-
-
-def _inside(eqn: Equation) -> Iterable[Equation]:
-    for key in ("jaxpr", "branches", "cond_jaxpr", "body_jaxpr"):
-        value = eqn.params.get(key, ())
-        for one in value if isinstance(value, tuple | list) else [value]:
-            yield from equations(one)
 
 
 class _Finder(Components):

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import jax
 
-from jaxshard.base.jaxprs import open_jaxpr, subprograms
+from jaxshard.base.jaxprs import equations, equations_inside
+from jaxshard.base.primitives import CUMULATIVE
 from jaxshard.base.rerun import bound, rerun
 from jaxshard.base.types import Equation, Jaxpr, T, Tree
 
 Whole = Callable[[jax.Array], jax.Array]
-_CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-ALL = _CUMULATIVE | {"fft"}
+ALL = CUMULATIVE | {"fft"}
 
 
 class _Mend(NamedTuple):
@@ -24,7 +24,9 @@ class _Mend(NamedTuple):
     names: frozenset[str]
 
     def has_work_in(self, eqn: Equation) -> bool:
-        return eqn.primitive.name in self.names or any(_names(one) & self.names for one in subprograms(eqn))
+        return eqn.primitive.name in self.names or any(
+            inner.primitive.name in self.names for inner in equations_inside(eqn)
+        )
 
     def done(self, eqn: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
         if eqn.primitive.name not in self.names:
@@ -34,16 +36,9 @@ class _Mend(NamedTuple):
 
 def fragile(program: Jaxpr) -> frozenset[str]:
     """The names of the operations in the program, at any depth, whose operands must not be cut."""
-    found = _names(program)
-    cumulative = found & _CUMULATIVE
-    return (found & {"fft"}) | (cumulative if len(cumulative) > 1 else frozenset())
-
-
-def _names(program: Jaxpr) -> frozenset[str]:
-    eqns = open_jaxpr(program).eqns
-    return frozenset(eqn.primitive.name for eqn in eqns).union(
-        *(_names(one) for eqn in eqns for one in subprograms(eqn))
-    )
+    found = {eqn.primitive.name for eqn in equations(program)} & ALL
+    cumulative = frozenset(found & CUMULATIVE)
+    return frozenset(found & {"fft"}) | (cumulative if len(cumulative) > 1 else frozenset())
 
 
 def with_whole_operands(fn: Callable[..., T], whole: Whole, names: frozenset[str]) -> Callable[..., T]:

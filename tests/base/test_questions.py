@@ -154,13 +154,17 @@ def only(i):
     return [j == i for j in range(INPUTS)]
 
 
+def check_said(name, i, said, seen, found):
+    """Whatever was seen of input i is said; counts both."""
+    assert not any(one and not yes for one, yes in zip(seen, said, strict=True)), (i, said, seen)
+    found[f"{name}, seen"] += int(sum(seen))
+    found[f"{name}, said"] += sum(said)
+
+
 def check_depends(fn, program, found):
     seen = moves(jax.jit(fn), inputs(1))
     for i in range(INPUTS):
-        said = questions.depends(program, only(i))
-        assert not any(moved and not yes for moved, yes in zip(seen[i], said, strict=True)), (i, said, seen[i])
-        found["depends, seen"] += int(seen[i].sum())
-        found["depends, said"] += sum(said)
+        check_said("depends", i, questions.depends(program, only(i)), seen[i], found)
 
 
 def check_smooth(fn, program, found):
@@ -176,20 +180,14 @@ def check_smooth(fn, program, found):
     except ValueError:  # no reverse mode of a while loop
         return
     for i in range(INPUTS):
-        said = questions.varies_smoothly(program, only(i))
-        assert not any(moved and not yes for moved, yes in zip(seen[i], said, strict=True)), (i, said, seen[i])
-        found["smooth, seen"] += int(seen[i].sum())
-        found["smooth, said"] += sum(said)
+        check_said("smooth", i, questions.varies_smoothly(program, only(i)), seen[i], found)
 
 
 def check_hands_on(fn, program, found):
     outs = [np.asarray(x) for x in jax.jit(fn)(inputs(5))]
     for i, x in enumerate(inputs(5)):
-        said = questions.hands_on(program, only(i))
         same = [bool(np.isin(np.asarray(x), out).any()) for out in outs]
-        assert not any(is_same and not yes for is_same, yes in zip(same, said, strict=True)), (i, said, same)
-        found["handed on, seen"] += sum(same)
-        found["handed on, said"] += sum(said)
+        check_said("handed on", i, questions.hands_on(program, only(i)), same, found)
 
 
 def check_never_negative(fn, program, found):
