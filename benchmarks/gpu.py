@@ -85,6 +85,19 @@ def llama_training(toy: bool, rounds: int) -> Figures:
     return trained(task(llama(toy), 8, masters=True), rounds)
 
 
+def host_state(toy: bool, rounds: int) -> Figures:
+    """That Llama with its state in the host's memory, judged and not, and on the device."""
+    of, found = task(llama(toy), 8, masters=True), Figures()
+    options: dict[str, dict[str, Any]] = {"host": {}, "host_not_judged": {"max_skips": None}, "device": {}}
+    for name, more in options.items():
+        memory = "device" if name == "device" else "host"
+        step = ours.build("zero2", of, state_memory=memory, **more)
+        found[f"{name}_seconds"] = seconds_of(Running(step, of), max(rounds // 4, 1))
+        if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):  # of all so far
+            found[f"{name}_peak_bytes"] = peak
+    return found
+
+
 def trained(of: Task, rounds: int) -> Figures:
     """A training's speed, its peak, and both as foretold by the compiler and by the plan."""
     step = ours.build("zero2", of)
@@ -155,6 +168,7 @@ CASES: dict[str, Callable[[bool, int], Figures]] = {
     "attention": attention,
     "gpt2": gpt2_training,
     "llama": llama_training,
+    "host": host_state,
 }
 
 

@@ -15,9 +15,9 @@ Tree = Any
 NAMES = ("ddp", "zero1", "zero2", "zero3")
 
 
-def build(name: str, task: Task) -> Step:
-    """The step of a strategy."""
-    more: dict[str, Any] = {"master_dtype": "float32"} if task.masters else {}
+def build(name: str, task: Task, max_skips: int | None = 20, **more: Any) -> Step:
+    """The step of a strategy, which has these further options."""
+    more |= {"master_dtype": "float32"} if task.masters else {}
     opt = getattr(jaxshard, name)(optimizer(), task.mesh, **more)
     shapes, batch = models.init(task.model, task.dtype), task.model.batch(task.rows)
     params = opt.place(shapes)
@@ -26,7 +26,7 @@ def build(name: str, task: Task) -> Step:
     def loss(params: Tree, batch: Tree) -> jax.Array:
         return models.loss(task.model, params, batch)
 
-    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches)
+    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches, max_skips=max_skips)
     by_rows = jax.sharding.NamedSharding(task.mesh, jax.sharding.PartitionSpec("data"))
     return Step(
         lower=lambda: run.lower(params, state, batch),

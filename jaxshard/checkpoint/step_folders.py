@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from jaxshard.base import files
 from jaxshard.checkpoint import manifest, orbax_store
@@ -16,6 +17,8 @@ from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.trouble import is_folder, patiently, system_error
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
+_LISTINGS = 100  # of a folder whose steps come and go while it is listed
+_Found = TypeVar("_Found")
 _PUT_ASIDE = re.compile(r"\d+\.(uncommitted|corrupt|unreadable)\..*")
 
 
@@ -44,12 +47,23 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """The steps that were written to their end, the oldest first."""
-        return [step for step in self._numbered() if orbax_store.is_committed(self.of(step))]
+        return [step for step, is_whole in self._looked_at(orbax_store.is_committed) if is_whole]
 
     def damaged(self) -> dict[int, str]:
         """Step -> what is missing, of the folders that have a part of a checkpoint, the oldest first."""
-        lacking = ((step, orbax_store.lacks(self.of(step))) for step in self._numbered())
-        return {step: missing for step, missing in lacking if missing}
+        return {step: missing for step, missing in self._looked_at(orbax_store.lacks) if missing}
+
+    def _looked_at(self, look: Callable[[Path], _Found]) -> list[tuple[int, _Found]]:
+        """What `look` finds of each step, of the folders that were all there together.
+
+        A run may save one step and delete another between the list and the look: then it is listed again.
+        """
+        found = list[tuple[int, _Found]]()
+        for _ in range(_LISTINGS):
+            found = [(step, look(self.of(step))) for step in self._numbered()]
+            if {step for step, _ in found} <= set(self._numbered()):
+                break
+        return found
 
     def _numbered(self) -> list[int]:
         try:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import local_shape
+from jaxshard.base.axes import axes_of, local_shape
 from jaxshard.base.jaxprs import is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.base.primitives import POINTWISE
 from jaxshard.base.rerun import anew, flat
@@ -27,7 +27,7 @@ from jaxshard.core.memory_option import HOST
 
 _CHUNK = 2**21  # the elements of a chunk, at most, where dims allow it
 
-_BY_ELEMENT = POINTWISE | {"sharding_constraint"}
+_BY_ELEMENT = POINTWISE | {"sharding_constraint", "optimization_barrier"}
 
 Step = Callable[..., tuple[Tree, Tree]]
 
@@ -119,7 +119,8 @@ class _Streams:
         needed = self._of_host([v for eqn in plain for v in eqn.invars] + self.plain)
         here = [jax.device_put(x, jax.memory.Space.Device) if v in needed else x for v, x in there.items()]
         stored = {v for one in streams for v in one.host_outs}
-        pieces = [one.piece(there) for one in streams]
+        done = list[list[jax.Array]]()
+        pieces = [one.piece(there, done) for one in streams]
         outs = run_in_pieces(self.program, here, pieces)
         each = zip(self.jaxpr.outvars, outs, self.is_host_result, strict=True)
         return [self._result(v, x, there, stored) if on_host else x for v, x, on_host in each]
@@ -136,7 +137,7 @@ class _Streams:
         if is_explicit(self.host.mesh):  # inside of `jax.sharding.auto_axes` no shard_map takes such arrays
             return []
         each = zip(self.parts.component, self.parts.eqns, strict=True)
-        component = [one if _is_by_element(eqn) else SHARED for one, eqn in each]
+        component = [one if _is_by_element(eqn) or self._is_count(eqn) else SHARED for one, eqn in each]
         phases = self._late(self.parts.phases([one >= 0 for one in component], component), component)
         groups: dict[tuple[int, int], set[int]] = {}
         for i, key in enumerate(zip(component, phases, strict=True)):
@@ -173,7 +174,7 @@ class _Streams:
         if not kept or any(yes and v is None for yes, v in zip(to_host, buffers, strict=True)):
             return None
         shape, spec = tuple(kept[0].aval.shape), self.host.specs[self.paths[kept[0]]]
-        alike = all(tuple(v.aval.shape) == shape for v in (*ins, *made) if is_big(v)) and all(map(is_big, outs))
+        alike = all(tuple(v.aval.shape) == shape for v in (*ins, *made) if is_big(v))
         if not alike or any(self.host.specs[self.paths[v]] != spec for v in kept):
             return None
         arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}  # gradients, state, params
@@ -181,6 +182,14 @@ class _Streams:
         given = tuple(sorted(given, key=lambda v: sign * arguments[v] if v in arguments else len(arguments)))
         program = part_of(self.jaxpr, run, [*given, *from_host], outs)
         return _Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
+
+    def _is_count(self, eqn: Equation) -> bool:
+        """Whether it counts where something holds: then chunks may be counted one after the other."""
+        if eqn.primitive.name != "reduce_sum" or is_big(eqn.outvars[0]) or is_literal(eqn.invars[0]):
+            return False
+        maker = self.parts.maker.get(eqn.invars[0])
+        made = self.parts.eqns[maker] if maker is not None else None
+        return made is not None and made.primitive.name == "convert_element_type" and made.invars[0].aval.dtype == bool
 
     def _is_read(self, v: Var, places: set[int]) -> bool:
         return any(i not in places for i in self.parts.users.get(v, ()))
@@ -203,7 +212,7 @@ def _spreads(eqn: Equation) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """Element-wise equations on arrays of one shape, which run chunk by chunk.
+    """Element-wise equations on arrays of one shape, and counts over them, which run chunk by chunk.
 
     Attributes:
       mesh: the devices.
@@ -211,7 +220,7 @@ class _Stream:
       program: from `given`, then `read`, to `outs`.
       given: what it reads of the devices' memory.
       read: what it reads of the host's.
-      outs: its results.
+      outs: its results. A single number is a count.
       buffers: for each result, the array on the host that it takes the place of; None: it stays on the devices.
       places: of the equations.
     """
@@ -230,21 +239,30 @@ class _Stream:
         """The results that go to the host."""
         return [v for v, buffer in zip(self.outs, self.buffers, strict=True) if buffer is not None]
 
-    def piece(self, there: Mapping[Var, jax.Array]) -> Piece:
-        """It as a piece of the update; `there` has the values of what lies on the host."""
+    def piece(self, there: Mapping[Var, jax.Array], done: list[list[jax.Array]]) -> Piece:
+        """It as a piece of the update; `there` has the values of what lies on the host.
+
+        It begins when the streams that are `done` have ended, and counts itself among them: nothing else would keep XLA
+        from having many streams' chunks on the devices at a time.
+        """
         kept = list(dict.fromkeys([*self.read, *(v for v in self.buffers if v is not None)]))
         loop = _Loop(self, tuple(kept), local_shape(tuple(kept[0].aval.shape), self.spec, dict(self.mesh.shape)))
         specs = [self.spec if is_big(v) else P() for v in self.given]
+        axes = axes_of(self.spec)
+        of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one of each device
 
         def run(values: list[Tree]) -> Sequence[Tree]:
             body = jax.shard_map(
                 loop.run,
                 mesh=self.mesh,
                 in_specs=(specs, [self.spec] * len(kept)),
-                out_specs=[self.spec] * len(self.outs),
+                out_specs=[self.spec if is_big(v) else of_counts for v in self.outs],
                 check_vma=False,
             )
-            return body(values, [there[v] for v in kept])
+            far, _ = lax.optimization_barrier(([there[v] for v in kept], done[-1:]))
+            outs = body(values, far)
+            done.append(outs)
+            return [x if is_big(v) else jnp.sum(x) for v, x in zip(self.outs, outs, strict=True)]
 
         return Piece(self.given, self.outs, self.places, run)
 
@@ -261,7 +279,7 @@ class _Loop:
         """The parts of the results."""
         stream, chunk = self.stream, _chunk(self.shape)
         values = dict(zip((*stream.given, *self.kept), (*given, *kept), strict=True))
-        slots = self._slots(values)
+        slots = self._slots()
         count = math.prod(n // m for n, m in zip(self.shape, chunk, strict=True))
         program = open_jaxpr(stream.program)
         changed = {id(eqn): {"shape": chunk} for eqn in program.eqns if _spreads(eqn)}
@@ -279,20 +297,23 @@ class _Loop:
                 x if buffer is None else jax.device_put(x, jax.memory.Space.Host)
                 for x, buffer in zip(made, stream.buffers, strict=True)
             ]
-            return [lax.dynamic_update_slice(old, x, start) for old, x in zip(outs, new, strict=True)]
+            each = zip(stream.outs, outs, new, strict=True)
+            return [lax.dynamic_update_slice(old, x, start) if is_big(v) else old + x for v, old, x in each]
 
         start = [
-            jnp.zeros(self.shape, v.aval.dtype) if slot is None else values[slot]
+            jnp.zeros(self.shape if is_big(v) else (), v.aval.dtype) if slot is None else values[slot]
             for v, slot in zip(stream.outs, slots, strict=True)
         ]
-        return lax.fori_loop(0, count, body, start)
+        made = lax.fori_loop(0, count, body, start)
+        return [x if is_big(v) else x[None] for v, x in zip(stream.outs, made, strict=True)]
 
-    def _slots(self, values: Mapping[Var, jax.Array]) -> list[Var | None]:
+    def _slots(self) -> list[Var | None]:
         """For each result, the operand whose memory it takes, chunk by chunk; None: memory of its own."""
         free = [v for v in self.stream.given if is_big(v)]
         found: list[Var | None] = []
         for v, buffer in zip(self.stream.outs, self.stream.buffers, strict=True):
-            slot = buffer or next((one for one in free if values[one].dtype == v.aval.dtype), None)
+            fits = (one for one in free if is_big(v) and one.aval.dtype == v.aval.dtype)
+            slot = buffer or next(fits, None)
             free = [one for one in free if one is not slot]
             found.append(slot)
         return found

@@ -5,7 +5,7 @@ cheap to compute is computed twice: once to be judged alone, and again, over the
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,6 +39,8 @@ class Judged:
       run: the update, of arrays.
       args: a tree for each of its arguments.
       specs: the PartitionSpecs of these; None: unknown, or each device is to look at all that it holds.
+      is_far: some arguments lie in the host's memory. They come from there twice: nothing that is made of them stays on
+        the devices until the verdict is known, but what was not cheap.
 
     Attributes:
       result: what the update makes.
@@ -46,16 +48,25 @@ class Judged:
       is_shared: whether devices that hold copies share this work.
     """
 
-    def __init__(self, run: Callable[..., Tree], args: tuple[Tree, ...], specs: tuple[Tree, ...] | None, mesh: AnyMesh):
+    def __init__(
+        self,
+        run: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        specs: tuple[Tree, ...] | None,
+        mesh: AnyMesh,
+        is_far: bool = False,
+    ):
         traced, self._shapes = jax.make_jaxpr(run, return_shape=True)(*args)
         program, consts = flat(traced)
         self._jaxpr, leaves = open_jaxpr(program), jax.tree.leaves(args)
         self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
-        run_equations(self._jaxpr, list(self._jaxpr.eqns), self._env)
-        self.result = self._results(self._env)
-        self._cheap = self._cheap_equations()
-        kept = {v for v in operands_of(self._cheap) if is_big(v)}
-        self._twice = kept <= set(self._jaxpr.invars)
+        self._outs = {v for v in self._jaxpr.outvars if not is_literal(v)}
+        self._cheap = self._needed(self._outs, only=_is_cheap)
+        kept = set(operands_of(self._cheap))
+        once = self._needed((self._outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
+        run_equations(self._jaxpr, list(once), self._env)
+        self.result = self._results(self._after_cheap(self._env) if is_far else self._env)
+        self._twice = is_far or {v for v in kept if is_big(v)} <= set(self._jaxpr.invars)
         self.looked_at = args
         if specs is not None and self._twice:
             self.looked_at = jax.tree.map(lambda x, spec: own_part(x, spec, mesh), args, specs)
@@ -71,19 +82,24 @@ class Judged:
         """
         if not self._twice:
             return self.result
-        env = self._env | {v: self._apart(v, x) for v, x in self._parts.items()}
+        return self._results(self._after_cheap(self._env | {v: self._apart(v, x) for v, x in self._parts.items()}))
+
+    def _after_cheap(self, env: Mapping[Var, Tree]) -> Mapping[Var, Tree]:
+        """All values, from those that the cheap equations read."""
+        env = dict(env)
         run_equations(self._jaxpr, self._cheap, env)
-        return self._results(env)
+        return env
 
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
         """Behind a barrier what XLA would take for the same as in the result, and keep."""
         return lax.optimization_barrier(x) if is_big(v) and x is self._env[v] else x
 
-    def _cheap_equations(self) -> list[Equation]:
-        """The equations of big arrays between the results and what is kept."""
-        wanted, found = {v for v in self._jaxpr.outvars if not is_literal(v)}, list[Equation]()
+    def _needed(self, wanted: set[Var], only: Callable[[Equation], bool] = lambda _: True) -> list[Equation]:
+        """The equations that make such values, each the operands of the next; none goes on through what `only` does not
+        take."""
+        wanted, found = set(wanted), list[Equation]()
         for eqn in reversed(self._jaxpr.eqns):
-            if eqn.primitive.name in _CHEAP and any(v in wanted and is_big(v) for v in eqn.outvars):
+            if not wanted.isdisjoint(eqn.outvars) and only(eqn):
                 found.append(eqn)
                 wanted |= {v for v in eqn.invars if not is_literal(v)}
         return found[::-1]
@@ -91,6 +107,14 @@ class Judged:
     def _results(self, env: Mapping[Var, Tree]) -> Tree:
         leaves = [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in self._jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+
+
+def _is_cheap(eqn: Equation) -> bool:
+    return eqn.primitive.name in _CHEAP and any(map(is_big, eqn.outvars))
+
+
+def _made(eqns: Sequence[Equation]) -> set[Var]:
+    return {v for eqn in eqns for v in eqn.outvars}
 
 
 def own_part(x: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:

@@ -22,6 +22,7 @@ from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.gradients import LossFn, LossFunction, check_global, check_options
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
+from jaxshard.core.memory_option import HOST
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
 from jaxshard.core.repeats import KeyWatch, warn_of_same_rows
@@ -60,8 +61,8 @@ def train_step(
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
-        not finite, or if params or state would no longer be (state in the host's memory is not looked at, nor what it
-        makes of params): it changes nothing, on any device, and the next call but one warns (after the last steps
+        not finite, or if params or state would no longer be (state in the host's memory is read once more to find out):
+        it changes nothing, on any device, and the next call but one warns (after the last steps
         `step.close()` does, or the end of the program). After more than `max_skips` in a row, the second call after
         that raises `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and
         `skip_not_finite` need, which count them themselves.
@@ -166,7 +167,7 @@ class TrainStep:
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
         self._interrupts.begin((params, state) if self.donate else ())
         try:
-            results = program.run(params, state, batch, *args)
+            results = _run(program, params, state, batch, args)
         except BaseException:
             self._interrupts.cancel()
             raise
@@ -287,6 +288,24 @@ def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
     setup = Setup(step.setup.inner, mesh, step.setup.config)
     loss = LossFunction(dataclasses.replace(step.loss.options, setup=setup))
     return TrainStep(loss, step.donate, step.extra, step.max_skips, step.given)
+
+
+def _run(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> tuple[Tree, Tree, Metrics]:
+    """Runs the step; it copies state on the host of which somebody has a view.
+
+    There `np.asarray` copies nothing: who holds what it gave (a checkpoint that is being written) holds the memory, and
+    on GPU the runtime refuses to write over it, before it touches anything.
+    """
+    try:
+        return program.run(params, state, batch, *args)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if "external reference" not in str(error):
+            raise
+        return program.run(params, jax.tree.map(_own, state), batch, *args)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding, may_alias=False) if x.sharding.memory_kind == HOST else x
 
 
 def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:

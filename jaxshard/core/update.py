@@ -59,9 +59,9 @@ def advance(
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
     run = update if fragile else _by_owners(setup, found, new_state_specs)
-    judges = judges and not on_host  # which would come from the host twice
-    specs = _specs(found, params, (state, new_state_specs)) if judges else None
-    step = _with_extra(partial(shard_step, setup, new=new, judges=judges, specs=specs, run=run), extra)
+    specs = _specs(found, params, (state, new_state_specs)) if judges and not on_host else None
+    options = {"new": new, "judges": judges, "specs": specs, "is_far": bool(on_host), "run": run}
+    step = _with_extra(partial(shard_step, setup, **options), extra)
     if fragile:
         step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
     agreed = Verdict._make([P(), P()]) if judges else None
@@ -111,13 +111,14 @@ def shard_step(
     new: bool,
     judges: bool = False,
     specs: tuple[Tree, ...] | None = None,
+    is_far: bool = False,
     run: Update = update,
 ) -> tuple[tuple[Tree, Verdict | None], Tree]:
     """One update before anything is gathered; returns ((updates, or with `new` the new params; verdict), new state).
 
     Where `ok` is False nothing changes, and with `judges` nothing where anything would no longer be finite. Params are
     selected here, or after the gather. `ok=None`: the step is always taken. `specs`: of gradients, state and params, or
-    None. `run` runs the inner optimizer's update.
+    None. `is_far`: some of the state lies in the host's memory. `run` runs the inner optimizer's update.
     """
 
     def updated(grads: Tree, state: Tree, params: Tree | None) -> tuple[Tree, Tree]:
@@ -128,7 +129,7 @@ def shard_step(
 
     agreed = None
     if judges and ok is not None:
-        one = Judged(updated, (grads, state, params), specs, setup.mesh)
+        one = Judged(updated, (grads, state, params), specs, setup.mesh, is_far)
         (out, state_after), (_, state_before, params_before) = one.looked(), one.looked_at
         # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
         start = params_before if new else jax.tree.map(jnp.zeros_like, out)
@@ -138,7 +139,11 @@ def shard_step(
     else:
         out, state_after = updated(grads, state, params)
     state_after = _unless(ok, state_after, state)
-    return (_unless(ok, out, params) if new and not _selects_whole(setup) else out, agreed), state_after
+    if new and not _selects_whole(setup):
+        out = _unless(ok, out, params)
+    elif is_far:  # what waits for the verdict lets the state, of which it is made, wait on the host
+        out = _unless(ok, out, jax.tree.map(jnp.zeros_like, out))
+    return (out, agreed), state_after
 
 
 def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:

@@ -61,7 +61,7 @@ class FinishedRun:
                 return self._all(template, step)
             except CorruptCheckpointError as error:
                 corrupt.append(step)
-                if len(corrupt) == len(self._saves.steps()):
+                if set(self._saves.steps()) <= set(corrupt):
                     raise OSError(f"{self.who}: no save is whole: {error}") from error
                 warn(f"{self.who}: {error}; the save before it is taken")
             except ValueError as error:

@@ -96,14 +96,16 @@ def make(memory="host", tx=None, strategy="zero2", **options):
     return getattr(jaxshard, strategy)(tx or optax.adam(1e-2), mesh, min_shard_size=16, state_memory=memory, **options)
 
 
-def test_all_of_adams_state_is_streamed_once(monkeypatch):
+@pytest.mark.parametrize("max_skips", [None, 100])
+def test_adams_state_is_streamed_and_once_more_to_be_judged(monkeypatch, max_skips):
     found = []
     streams = host_state._Streams._streams
     monkeypatch.setattr(host_state._Streams, "_streams", lambda self: found.append(streams(self)) or found[-1])
     opt = make(tx=TXS["adamw, clipped"](), strategy="zero3")
-    jaxshard.train_step(small_loss, opt).lower(small(), opt.init(small()), ROWS)
-    assert [len(one.read) for one in found[0]] == [2, 2]
-    assert [len(one.host_outs) for one in found[0]] == [2, 2]
+    jaxshard.train_step(small_loss, opt, max_skips=max_skips).lower(small(), opt.init(small()), ROWS)
+    judged = max_skips is not None
+    assert [len(one.read) for one in found[0]] == [2, 2] * (1 + judged)
+    assert sorted(len(one.host_outs) for one in found[0]) == [0, 0] * judged + [2, 2]
 
 
 def test_updates_outside_of_a_step():
@@ -211,9 +213,8 @@ def test_the_plan_counts_it():
     moved = 2 * (64 * 128 + 128) * 4 // 8
     assert host.at_rest["state"] == 4
     assert device.at_rest["state"] - host.at_rest["state"] == moved == host.layout.host_bytes
-    assert host.costs.host_bytes == 2 * moved
-    flags = 2 * 4 * 7 / 8  # of two params: a new state on the host is not judged
-    assert host.wire_bytes == pytest.approx(device.wire_bytes - 2 * flags, abs=1e-6)
+    assert host.costs.host_bytes == 3 * moved  # read, to be judged; read again, and written
+    assert host.wire_bytes == pytest.approx(device.wire_bytes, abs=1e-6)
 
 
 def test_fit_takes_the_host_where_nothing_else_fits():
@@ -291,3 +292,26 @@ def test_a_step_of_ones_own_whose_state_comes_from_a_jit():
         assert ("pinned_host" in memories(state)) == (memory == "host")
         results.append(jax.device_get((params, state)))
     assert_close(*results, 1e-6)
+
+
+def test_state_of_which_somebody_has_a_view():
+    """A GPU's runtime does not write over it; here stands what it says (seen on an H100)."""
+    opt = make(strategy="zero3")
+    step, plain = (jaxshard.train_step(small_loss, opt) for _ in range(2))
+    params, state, _ = step(opt.place(small()), opt.init(small()), ROWS)
+    want = plain(*jax.tree.map(jnp.copy, (params, state)), ROWS)
+    (program,) = step._programs.values()
+    run, given = program.run, []
+
+    def refusing(params, state, batch):
+        given.append(state)
+        if len(given) == 1:
+            raise ValueError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
+        return run(params, state, batch)
+
+    object.__setattr__(program, "run", refusing)
+    got = step(params, state, ROWS)
+    assert len(given) == 2
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got[:2], want[:2])
+    assert memories(got[1]) == {"pinned_host"}

@@ -11,9 +11,15 @@ import pytest
 from test_skips import STRATEGIES, batch, every_copy, loss, make, params, weighted
 
 import jaxshard
+from jaxshard.core import host_state
 
 UPDATE = "the update of [bvw]"
 GRADIENT = "the gradient of [bvw] is not finite"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(host_state, "_CHUNK", 64)
 
 
 def widened(p):
@@ -112,6 +118,10 @@ def at_sevens():
     return optax.stateless(lambda g, p: jax.tree.map(lambda p: 0 * (p - 7) / (p - 7), p))
 
 
+def momentum_at_sevens():
+    return optax.chain(optax.trace(0.9), at_sevens())
+
+
 def with_a_seven(name, shape=(16, 16)):
     """In the last element, which one device looks at where each holds a copy."""
     found = params() | {name: np.ones(shape, "f")}
@@ -149,14 +159,19 @@ ORIGINS = {
     "weighted": (weighted, {}, {"weighted": True}, params, bad(x=np.nan) | {"weight": np.ones(16, "f")}, GRADIENT),
 }
 
-INT8 = {"moment_dtype": jnp.int8}
+INT8, HOST = {"moment_dtype": jnp.int8}, {"state_memory": "host"}
+MASTERS = {"master_dtype": jnp.float32}
 
 # By origin: the optimizer; the strategy's options; the params; the words, or "" where every step is taken.
 UPDATES = {
     "hyperparameters in bfloat16": (narrow_hyperparams, {}, lambda: widened(params()), UPDATE),
     "a division": (lambda: dividing(0.1), {}, params, UPDATE),
-    "with masters": (lambda: dividing(0.1), {"master_dtype": jnp.float32}, lambda: widened(params()), UPDATE),
+    "with masters": (lambda: dividing(0.1), MASTERS, lambda: widened(params()), UPDATE),
     "with int8 moments": (lambda: optax.chain(optax.scale_by_adam(), running_out()), INT8, large, UPDATE),
+    "state on the host": (lambda: optax.chain(optax.scale_by_adam(), dividing(0.1)), HOST, params, UPDATE),
+    "a moment on the host": (growing, HOST, params, UPDATE),
+    "one element of many chunks": (momentum_at_sevens, HOST, lambda: with_a_seven("one"), "the update of one"),
+    "masters on the host": (lambda: dividing(0.1), HOST | MASTERS, lambda: widened(params()), UPDATE),
     "behind a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), dividing(0.1)), {}, params, UPDATE),
     "one element": (at_sevens, {}, lambda: with_a_seven("one"), "the update of one"),
     "one of 7 x 16": (at_sevens, {}, lambda: with_a_seven("one", (7, 16)), "the update of one"),
