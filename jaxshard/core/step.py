@@ -1,6 +1,7 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Self
@@ -15,20 +16,20 @@ from jaxshard.base.jaxprs import open_jaxpr
 from jaxshard.base.primitives import DRAWS
 from jaxshard.base.questions import reaches
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
-from jaxshard.base.types import AnyMesh, Metrics, Params, State, T, Tree
+from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.core import collectives
 from jaxshard.core import compiler_options as compilers
 from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.gradients import LossFn, LossFunction, check_global, check_options
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions
-from jaxshard.core.memory_option import HOST
 from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
 from jaxshard.core.repeats import KeyWatch, warn_of_same_rows
 from jaxshard.core.sharding import Setup
 from jaxshard.core.skips import Names, Verdicts, judged
 from jaxshard.core.state import check_state, nearest, within_reach
+from jaxshard.core.step_arrays import Returned, placed, placed_leaf, run
 from jaxshard.core.update import advance
 from jaxshard.digest import digests
 from jaxshard.inner.trace import Settled
@@ -113,6 +114,8 @@ class TrainStep:
     _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
     _keys: KeyWatch = dataclasses.field(default_factory=KeyWatch, repr=False)
     _interrupts: Interrupts = dataclasses.field(default_factory=Interrupts, repr=False)
+    _settled: "_Program | None" = dataclasses.field(default=None, repr=False)
+    _returned: Returned = dataclasses.field(default_factory=Returned, repr=False)
 
     def __post_init__(self):
         self._verdicts = Verdicts(self.max_skips, self.setup.config.loss_scale)
@@ -146,19 +149,23 @@ class TrainStep:
         return self.loss.compiler_options | self.given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
-        state = self._arrays(state, params)
-        program = self._program(params, state, batch)
+        known = self._known(params, state)
+        if known is None:
+            state = self._arrays(state, params)
+        check_batch(batch, self.loss.options)
+        program = known or self._program(params, state)
         args = checked_arguments(args, batch, self.loss.options)
-        if is_traced(params, state, batch, args):
+        unknown = {"params": params, "state": state} if known is None else {}
+        if is_traced(unknown, batch, args):
             return self._step(params, state, batch, *args)
         check_has_devices("train_step", self.setup.mesh)
-        for what, tree in (("params", params), ("state", state), ("batch", batch), ("argument", args)):
+        for what, tree in {**unknown, "batch": batch, "argument": args}.items():
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
         self._verdicts.tell(params, but=1)
-        agreement.check_same_arrays("train_step", {"params": params, "state": state})
-        params, state = _placed((params, state), (program.params, program.state))
-        given, batch = batch, jax.tree.map(lambda x: _placed_leaf(x, program.batch), batch)
+        if known is None:
+            params, state = self._placed(program, params, state)
+        given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
         args = within_reach(self.setup, args)
         if jax.process_count() > 1 and program not in self._agreed:
             _check_processes(program, params, state, batch, args)
@@ -167,11 +174,12 @@ class TrainStep:
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
         self._interrupts.begin((params, state) if self.donate else ())
         try:
-            results = _run(program, params, state, batch, args)
+            results = run(program.run, params, state, batch, args)
         except BaseException:
             self._interrupts.cancel()
             raise
         self._verdicts.expect(program.names, results[2])
+        self._returned.note(program, *results[:2])
         self._interrupts.end()
         return results
 
@@ -182,7 +190,8 @@ class TrainStep:
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
         """The traced step, as `jax.jit(...).trace`; takes arrays or `ShapeDtypeStruct`s, and an abstract mesh too."""
         state = self._arrays(state, params)
-        program = self._program(params, state, batch)
+        check_batch(batch, self.loss.options)
+        program = self._program(params, state)
         args = checked_arguments(args, batch, self.loss.options)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
@@ -199,10 +208,24 @@ class TrainStep:
         expected = nearest(state, self.setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
-    def _program(self, params: Tree, state: Tree, batch: Tree) -> "_Program":
+    def _known(self, params: Tree, state: Tree) -> "_Program | None":
+        """The program for the arrays that the step returned last, once it is seen that it takes them as they are."""
+        program = self._settled
+        is_it = program is not None and self._returned.by(program) and self._returned.are(params, state)
+        return program if is_it else None
+
+    def _placed(self, program: "_Program", params: Params, state: State) -> tuple[Params, State]:
+        """Both where the program takes them, the same on all processes."""
+        agreement.check_same_arrays("train_step", {"params": params, "state": state})
+        found = placed((params, state), (program.params, program.state))
+        stayed = all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves((params, state))))
+        again = stayed and self._returned.by(program) and self._returned.are(params, state)
+        self._settled = program if again else None
+        return found
+
+    def _program(self, params: Tree, state: Tree) -> "_Program":
         leaves, treedef = jax.tree.flatten((params, state))
         key = (treedef, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
-        check_batch(batch, self.loss.options)
         if key not in self._programs:
             self._programs[key] = self._build(params, state)
         return self._programs[key]
@@ -290,24 +313,6 @@ def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
     return TrainStep(loss, step.donate, step.extra, step.max_skips, step.given)
 
 
-def _run(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> tuple[Tree, Tree, Metrics]:
-    """Runs the step; it copies state on the host of which somebody has a view.
-
-    There `np.asarray` copies nothing: who holds what it gave (a checkpoint that is being written) holds the memory, and
-    on GPU the runtime refuses to write over it, before it touches anything.
-    """
-    try:
-        return program.run(params, state, batch, *args)
-    except (ValueError, jax.errors.JaxRuntimeError) as error:
-        if "external reference" not in str(error):
-            raise
-        return program.run(params, jax.tree.map(_own, state), batch, *args)
-
-
-def _own(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, x.sharding, may_alias=False) if x.sharding.memory_kind == HOST else x
-
-
 def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:
     """Checks before the first step that all processes run the same program, from the same params and state.
 
@@ -343,22 +348,3 @@ class _Program:
         first = num_inputs - len(jax.tree.leaves(args))
         found = reaches(program, DRAWS, [i >= first for i in range(num_inputs)])
         return found[first:]
-
-
-def _placed(tree: T, shardings: Tree) -> T:
-    """The tree under `shardings`; an array that is two leaves is copied, since it cannot be donated twice."""
-    taken: set[int] = set()
-
-    def place(x: Tree, sharding: NamedSharding) -> jax.Array:
-        placed = _placed_leaf(x, sharding)
-        if id(placed) in taken:
-            placed = collectives.copied(placed)
-        taken.add(id(placed))
-        return placed
-
-    return jax.tree.map(place, tree, shardings)
-
-
-def _placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
-    """`x` itself if it has this sharding, else a copy, so that a donating step takes the copy and leaves `x`."""
-    return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)
