@@ -24,6 +24,7 @@ from jaxshard.bench import models
 from jaxshard.bench.step import optimizer
 from jaxshard.cli.plan_rows import building
 from jaxshard.core.state import init
+from jaxshard.core.step import loss_of
 from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 
 GPT2_SMALL = ModelConfig(
@@ -68,7 +69,7 @@ class Case:
         target = jaxshard.plan.Target(machine.chip, machine.num_devices, machine.chip.memory_bytes)
         prediction = jaxshard.plan.predict(*build(c, c.mesh(target)))
         step, params, *rest = build(c, jaxshard.make_mesh(**c.sizes, devices=jaxshard.aot.devices(machine)))
-        lowered = step.lower(params, init(step.setup, params), *rest)
+        lowered = step.lower(params, init(loss_of(step).setup, params), *rest)
         return Outcome(self, prediction, jaxshard.aot.report(lowered, machine))
 
 

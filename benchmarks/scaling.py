@@ -29,6 +29,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import jaxshard
+from jaxshard.core.state import init
+from jaxshard.core.step import loss_of
 from jaxshard.trainer.config import ModelConfig
 from jaxshard.trainer.model import LanguageModel
 
@@ -96,7 +98,7 @@ def point(strategy: str, scaling: str, machine: jaxshard.aot.Machine, rows: int)
     """Compiles, without any cache."""
     jax.clear_caches()
     step, params, batch = built(strategy, mesh_of(machine), rows)
-    state = step.loss.options.engine.init(params)
+    state = init(loss_of(step).setup, params)
     start = time.perf_counter(), time.process_time()
     compiled = step.lower(params, state, batch).compile(compiler_options=dict(jaxshard.aot.READABLE[machine.chip.name]))
     seconds, cpu_seconds = time.perf_counter() - start[0], time.process_time() - start[1]

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 from jaxshard.base.command import is_command as _is_command  # noqa: F401  (first: it acts before JAX is imported)
 from jaxshard.base.loss_scale import LossScale
+from jaxshard.base.types import Metrics
 from jaxshard.core.arguments import whole
 from jaxshard.core.batch import shard_batch, specs_of
 from jaxshard.core.check import LossReport, RowsError, check
-from jaxshard.core.gradients import evaluate, value_and_grad
+from jaxshard.core.layout import Layout, Shardings
 from jaxshard.core.optimizer import ShardedOptimizer
 from jaxshard.core.options import Options
 from jaxshard.core.precision import ShardedState
-from jaxshard.core.predict import predict
+from jaxshard.core.predict import Predict, predict
 from jaxshard.core.skips import NonFiniteError
-from jaxshard.core.step import train_step
+from jaxshard.core.step import TrainStep, train_step
 from jaxshard.core.strategies import (
     ddp,
     fsdp,
@@ -28,6 +29,7 @@ from jaxshard.core.strategies import (
     zero3,
 )
 from jaxshard.core.unshard import lookup, unshard
+from jaxshard.core.value_and_grad import Evaluate, ValueAndGrad, evaluate, value_and_grad
 from jaxshard.mesh import make_mesh
 from jaxshard.pipelining.pipeline import pipeline
 from jaxshard.processes.start import initialize
@@ -36,14 +38,21 @@ from jaxshard.rows.verdict import RowsWarning
 __version__ = "0.1.0"
 
 __all__ = [
+    "Evaluate",
+    "Layout",
     "LossReport",
     "LossScale",
+    "Metrics",
     "NonFiniteError",
     "Options",
+    "Predict",
     "RowsError",
     "RowsWarning",
     "ShardedOptimizer",
     "ShardedState",
+    "Shardings",
+    "TrainStep",
+    "ValueAndGrad",
     "check",
     "ddp",
     "evaluate",
@@ -68,7 +77,7 @@ __all__ = [
     "zero3",
 ]
 
-_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "plan", "tensor")
+_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "tensor")
 
 if TYPE_CHECKING:
     from jaxshard import aot as aot
@@ -77,6 +86,7 @@ if TYPE_CHECKING:
     from jaxshard import guards as guards
     from jaxshard import inspect as inspect
     from jaxshard import mesh as mesh
+    from jaxshard import pipelining as pipelining
     from jaxshard import plan as plan
     from jaxshard import tensor as tensor
 else:

@@ -17,6 +17,7 @@ import jaxshard
 from jaxshard import aot, inspect, plan
 from jaxshard.cli import plan_rows
 from jaxshard.core.state import init
+from jaxshard.core.step import loss_of
 from jaxshard.hardware import chips
 from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
 
@@ -313,7 +314,7 @@ def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
     step, params, batch = plan_rows.building(config)(
         mine, jaxshard.make_mesh(**mine.sizes, devices=aot.devices(machine))
     )
-    report = aot.report(step.lower(params, init(step.setup, params), batch), machine)
+    report = aot.report(step.lower(params, init(loss_of(step).setup, params), batch), machine)
     predicted = plan.predict(step, params, batch)
     assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]

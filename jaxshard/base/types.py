@@ -5,7 +5,7 @@ type. `Tree` is any pytree whose leaves are arrays or shapes, for functions that
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 import jax
 import numpy as np
@@ -18,11 +18,33 @@ Batch = TypeVar("Batch")
 
 Tree: TypeAlias = Any
 TreeDef: TypeAlias = Any  # `jax.tree.structure` of a tree
-Metrics: TypeAlias = dict[str, Any]
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 DType: TypeAlias = jax.typing.DTypeLike
 Scalar: TypeAlias = jax.Array | int | bool  # a number, traced or not
 AxisSizes: TypeAlias = Mapping[str, int]
+
+
+class Metrics(TypedDict):
+    """What a training step says of itself; scalars, the same on all devices."""
+
+    loss: jax.Array
+    """Of the whole batch, before the step."""
+
+    grad_norm: jax.Array
+    """Of the whole averaged gradient."""
+
+    skipped: jax.Array
+    """Whether params and state stayed as they were, bit for bit."""
+
+    bad_leaf: jax.Array
+    """The index, in `jax.tree.leaves((params, state))` without frozen params, of the first leaf whose gradient, or else
+    whose new value, is not finite; -1: there is none."""
+
+    loss_scale: NotRequired[jax.Array]
+    """That of this step, if the optimizer has one."""
+
+    aux: NotRequired[Any]
+    """With `has_aux`, what the loss returned beside its value, as `value_and_grad` returns it."""
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -27,6 +27,7 @@ from jaxshard.cli.plan_compiled import devices_of
 from jaxshard.cli.plan_rows import building, own
 from jaxshard.cli.streams import fail
 from jaxshard.cli.train_options import fitting_warmup, model_of_start
+from jaxshard.core.step import loss_of
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
 from jaxshard.trainer import toml
@@ -124,7 +125,7 @@ def _run(given: Arguments) -> int:
         return 0
     compiled = _compiled(console, what, subject, _machine(given))
     if compiled is not None:
-        mesh = subject.step.setup.mesh
+        mesh = loss_of(subject.step).setup.mesh
         assert isinstance(mesh, Mesh)
         found = with_compiled(found, compiled, mesh)
         explain_tables.show_sent(console, found, given.compile or f"{mesh.size} simulated devices")
@@ -155,7 +156,7 @@ def _of_function(what: str, given: Arguments) -> Subject:
     simulate_cpus(None if machine is None else machine.num_devices)
     devices = None if machine is None else devices_of(machine)  # a machine that cannot be is told at once
     subject = users_step.made_by(what)
-    mesh = subject.step.setup.mesh
+    mesh = loss_of(subject.step).setup.mesh
     if given.no_compile or (devices is None and isinstance(mesh, Mesh)):
         return subject
     return users_step.on_devices(what, subject, jax.devices("cpu") if devices is None else devices)

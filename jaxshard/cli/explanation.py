@@ -17,7 +17,7 @@ from jaxshard.base.types import AxisSizes, Tree
 from jaxshard.core import gathers
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
-from jaxshard.core.step import TrainStep
+from jaxshard.core.step import TrainStep, loss_of
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 
@@ -34,7 +34,7 @@ class Subject(NamedTuple):
     @classmethod
     def of(cls, step: TrainStep, params: Tree, batch: Tree, *more: Tree) -> Subject:
         """Of arrays or shapes. (An optimizer's init may have to read the values of its params.)"""
-        state = step.setup.abstract_state(params)
+        state = loss_of(step).setup.abstract_state(params)
         return cls(step, *(jax.tree.map(_shape, tree) for tree in (params, state, batch, more)))
 
 
@@ -120,7 +120,7 @@ class Explanation:
 
 def explained(subject: Subject) -> Explanation:
     """What the layout and a trace of the loss say."""
-    loss = subject.step.loss
+    loss = loss_of(subject.step)
     notes = loss.notes(subject.params, subject.batch, *subject.more)
     layout = loss.noted_layout(subject.params, notes, subject.state)
     states = _states(layout)

@@ -14,6 +14,7 @@ from jaxshard import aot
 from jaxshard.base.units import size_in_words
 from jaxshard.cli import plan_tables
 from jaxshard.core.state import init
+from jaxshard.core.step import loss_of
 from jaxshard.inspect import Report
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Build, Row
@@ -56,7 +57,7 @@ def excess_bytes(row: Row, report: Report) -> float:
 def _report(console: Console, build: Build, row: Row, mesh: Mesh, machine: aot.Machine) -> Report | None:
     """What the compiler says of a row; None if it says that the row does not fit, which is printed."""
     step, params, *rest = build(row.candidate, mesh)
-    lowered = step.lower(params, init(step.setup, params), *rest)
+    lowered = step.lower(params, init(loss_of(step).setup, params), *rest)
     try:
         return aot.report(lowered, machine)
     except jax.errors.JaxRuntimeError as error:

@@ -12,7 +12,7 @@ from jaxshard.base.users_code import blamed as blamed
 from jaxshard.base.users_code import called
 from jaxshard.base.users_code import names_function as names_function
 from jaxshard.cli.explanation import Subject
-from jaxshard.core.step import TrainStep, on_mesh
+from jaxshard.core.step import TrainStep, loss_of, on_mesh
 
 _WANTED = "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt)"
 
@@ -43,7 +43,7 @@ def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
     Raises:
       ValueError: there are more or fewer.
     """
-    mesh = subject.step.setup.mesh
+    mesh = loss_of(subject.step).setup.mesh
     if mesh.size != len(devices):
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         raise ValueError(

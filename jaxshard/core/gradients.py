@@ -1,8 +1,8 @@
-"""`value_and_grad` and `evaluate`: the boundary of differentiation, and the loss over the whole mesh."""
+"""The boundary of differentiation, and the loss over the whole mesh."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from jaxshard.base.axes import axes_of, without
 from jaxshard.base.jaxprs import axes_named
 from jaxshard.base.source import warn
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
-from jaxshard.base.types import Params, Tree, is_whole
+from jaxshard.base.types import Tree, is_whole
 from jaxshard.core import collectives
 from jaxshard.core import compiler_options as compilers
 from jaxshard.core.arguments import check_batch, checked_arguments
 from jaxshard.core.cutting import Leaf
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss_program import LossOptions, Program
-from jaxshard.core.optimizer import ShardedOptimizer, setup_of
 from jaxshard.core.options import check_flag
 from jaxshard.core.per_device import DeviceLoss, Notes, dtype_of_sums
 from jaxshard.core.sharding import Setup
@@ -31,96 +30,8 @@ from jaxshard.rows.verdict import RowsWarning
 LossFn = Callable[..., Tree]
 
 
-class ValueAndGrad(Protocol):
-    """`f(params, batch, *args) -> (loss, grads)`; `f.layout` says where each parameter is gathered."""
-
-    def __call__(self, params: Params, batch: Tree, *args: Tree) -> tuple[jax.Array, Params]: ...
-    def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout: ...
-
-
-class ValueAuxAndGrad(Protocol):
-    """`f(params, batch, *args) -> ((loss, aux), grads)`; `f.layout` says where each parameter is gathered."""
-
-    def __call__(self, params: Params, batch: Tree, *args: Tree) -> tuple[tuple[jax.Array, Tree], Params]: ...
-    def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout: ...
-
-
-@overload
-def value_and_grad(
-    loss_fn: LossFn,
-    opt: ShardedOptimizer,
-    *,
-    has_aux: Literal[False] = False,
-    microbatches: int = 1,
-    weighted: bool = False,
-    fold_keys: bool = True,
-) -> ValueAndGrad: ...
-@overload
-def value_and_grad(
-    loss_fn: LossFn,
-    opt: ShardedOptimizer,
-    *,
-    has_aux: Literal[True],
-    microbatches: int = 1,
-    weighted: bool = False,
-    fold_keys: bool = True,
-) -> ValueAuxAndGrad: ...
-def value_and_grad(
-    loss_fn: LossFn,
-    opt: ShardedOptimizer,
-    *,
-    has_aux: bool = False,
-    microbatches: int = 1,
-    weighted: bool = False,
-    fold_keys: bool = True,
-) -> "ValueAndGrad | ValueAuxAndGrad":
-    """`jax.value_and_grad` over the mesh: the loss and gradients of the whole batch, reduced once, left sharded.
-
-    Args:
-      loss_fn: `(params, batch, *args) -> loss`, pure, written for one device's share of the batch: params come whole,
-        the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
-      opt: the optimizer; it decides how params, batch and gradients are sharded.
-      has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
-        depend on it, nor on its number of rows.
-      microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
-      weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
-        and microbatches. The weight is not differentiated.
-      fold_keys: fold the data shard's and the microbatch's index into the typed PRNG keys among `args`, so that each
-        microbatch has its own.
-
-    Returns:
-      `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are
-      global arrays shaped like the params, sharded as `opt.shardings(params).grads`. `f.layout(params, batch, *args)`
-      says where each parameter is gathered, and why.
-
-    Raises:
-      TypeError: `opt` is not a `ShardedOptimizer`, the loss is not a floating scalar, or a parameter is not floating.
-      ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
-    """
-    setup = setup_of(opt, "value_and_grad")
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
-    check_options("value_and_grad", options)
-    return LossFunction(options)
-
-
-def evaluate(
-    loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: bool = False, weighted: bool = False
-) -> "LossFunction":
-    """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
-
-    The arguments are those of `value_and_grad`, and so are the errors.
-
-    Returns:
-      The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
-    """
-    setup = setup_of(opt, "evaluate")
-    options = LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False)
-    check_options("evaluate", options)
-    return LossFunction(options)
-
-
 class LossFunction:
-    """The function that `value_and_grad` and `evaluate` return; call it inside or outside `jit`."""
+    """A loss over a mesh, with or without its gradients; it is called inside or outside of `jit`."""
 
     def __init__(self, options: LossOptions):
         self.options = options

@@ -32,7 +32,7 @@ def _spec_of(sharding: NamedSharding) -> P:
 
 
 class Shardings(NamedTuple):
-    """`NamedSharding`s of params, grads (as `value_and_grad` returns them) and state; `.specs` has the specs alone."""
+    """`NamedSharding`s of params, grads (as `value_and_grad` returns them) and state."""
 
     params: Tree
     grads: Tree
@@ -60,35 +60,30 @@ class Layout:
     sums: str = ""  # what rounding does to sums of gradients over microbatches
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
-    def param_leaves(self, leaves: Iterable[object]) -> Tree:
+    def _param_leaves(self, leaves: Iterable[object]) -> Tree:
         """The tree of params with these leaves."""
         return unflatten(self.treedef, leaves)
 
     @functools.cached_property
     def param_specs(self) -> Tree:
         """The params' PartitionSpecs at rest."""
-        return self.param_leaves(leaf.params.spec for leaf in self.params)
+        return self._param_leaves(leaf.params.spec for leaf in self.params)
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
         """The PartitionSpecs of reduced gradients; a `MaskedNode` for what is frozen."""
-        return self.param_leaves(frozen.nothing() if leaf.frozen else leaf.cut for leaf in self.params)
+        return self._param_leaves(frozen.nothing() if leaf.frozen else leaf.cut for leaf in self.params)
 
     @functools.cached_property
     def home_specs(self) -> Tree:
         """The PartitionSpecs of gradients, params and updates in the inner optimizer's step."""
-        return self.param_leaves(leaf.home or leaf.cut for leaf in self.params)
+        return self._param_leaves(leaf.home or leaf.cut for leaf in self.params)
 
     @functools.cached_property
     def state_specs(self) -> Tree:
         """The state's PartitionSpecs; only for a layout that has a state."""
         assert self.state_treedef is not None
         return unflatten(self.state_treedef, [leaf.cut for leaf in self.state])
-
-    def check_specs_used(self) -> None:
-        """Raises a ValueError if some of the user's specs match no parameter."""
-        if self.unused_specs:
-            raise ValueError(self.unused_specs)
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -139,6 +134,12 @@ class Layout:
         known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
         known += [f"sums: {self.sums}"] if self.sums else []
         return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
+
+
+def check_specs_used(layout: Layout) -> None:
+    """Raises a ValueError if some of the user's specs match no parameter."""
+    if layout.unused_specs:
+        raise ValueError(layout.unused_specs)
 
 
 def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str) -> Layout:

@@ -72,24 +72,24 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     """
 
     @property
-    def setup(self) -> Setup:
+    def _setup(self) -> Setup:
         """The inner optimizer, mesh and strategy, and what follows from them for given params."""
         return self.init.__self__.setup  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def inner(self) -> optax.GradientTransformation:
         """The optax optimizer inside."""
-        return self.setup.inner
+        return self._setup.inner
 
     @property
     def mesh(self) -> AnyMesh:
         """A `jax.sharding.Mesh` (or, for plans, an `AbstractMesh`)."""
-        return self.setup.mesh
+        return self._setup.mesh
 
     @property
     def config(self) -> Config:
         """The strategy and its options."""
-        return self.setup.config
+        return self._setup.config
 
     @property
     def world_size(self) -> int:
@@ -103,7 +103,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return next(i for i, device in enumerate(devices.flat) if device.process_index == here)
 
     def shardings(self, params: Tree) -> Shardings:
-        """Where params, grads (as `value_and_grad` returns them) and state live; `.specs` has the PartitionSpecs.
+        """Where params, grads (as `value_and_grad` returns them) and state live, and their PartitionSpecs.
 
         Args:
           params: arrays or `ShapeDtypeStruct`s.
@@ -112,7 +112,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: a leaf that is not floating.
           ValueError: specs that do not fit their leaf, or match no leaf.
         """
-        return self.setup.shardings(params)
+        return self._setup.shardings(params)
 
     def layout(self, params: Tree) -> Layout:
         """Where each leaf lives, with the reason and its bytes per device, as a table to print.
@@ -121,8 +121,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: a leaf that is not floating.
           ValueError: specs that do not fit, or match nothing.
         """
-        self.setup.strictly(params)
-        return self.setup.with_state(params)
+        self._setup.strictly(params)
+        return self._setup.with_state(params)
 
     def place(self, params: Params) -> Params:
         """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
@@ -133,7 +133,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: a leaf that is not floating.
           ValueError: specs that do not fit, or match nothing.
         """
-        return states.place(self.setup, params)
+        return states.place(self._setup, params)
 
     def synchronize(self, tree: T) -> T:
         """Makes all copies of each replicated array equal, bit for bit, to the copy on the first device that has one.
@@ -144,16 +144,16 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: an array that is not laid out over a mesh.
         """
-        return states.synchronize(self.setup, tree)
+        return states.synchronize(self._setup, tree)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardedOptimizer) and self.setup == other.setup
+        return isinstance(other, ShardedOptimizer) and self._setup == other._setup
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.setup)
+        return hash(self._setup)
 
     def __repr__(self) -> str:
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
@@ -178,7 +178,7 @@ def setup_of(opt: object, who: str) -> Setup:
         raise TypeError(
             f"{who} needs a ShardedOptimizer, got {type(opt).__name__}; put it inside: jaxshard.zero2({inside}, mesh)"
         )
-    return opt.setup
+    return opt._setup
 
 
 def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **options: Any) -> ShardedOptimizer:

@@ -19,6 +19,7 @@ from jaxshard.base.units import nearest
 from jaxshard.core import memory_option
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
+Float: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"] | type[Any] | np.dtype[Any]
 Zero: TypeAlias = Literal[0, 1, 2, 3]
 
 
@@ -87,15 +88,15 @@ class CommonOptions(TypedDict, total=False):
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
 
-    reduce_dtype: DType | None
+    reduce_dtype: Float | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
     for float16 params: sums come before the division, so in float16 sums over more devices overflow sooner."""
 
-    master_dtype: DType | None
+    master_dtype: Float | None
     """Keeps masters in the state: copies of the params in this dtype, cut as the state is. The params are the masters,
     rounded. If a parameter is changed between steps (loaded, pruned), its master changes with it."""
 
-    moment_dtype: DType | None
+    moment_dtype: Literal["int8"] | Float | None
     """jnp.bfloat16 stores moments in bfloat16, "int8" in 8-bit codes with a scale for each block of 128, but for small
     leaves and tables; both are rounded stochastically, and the inner optimizer computes in its own dtype. Moments are
     state leaves with a parameter's shape that copy no param or gradient: mu, nu, sums."""

@@ -35,7 +35,7 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
 
 
 class Predict:
-    """The function that `predict` returns; call it inside or outside `jit`."""
+    """What `predict` returns: `f(params, batch, *args) -> outputs`, to be called inside or outside `jit`."""
 
     def __init__(self, function: LossFunction):
         self._function = function

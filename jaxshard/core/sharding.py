@@ -15,7 +15,7 @@ from jaxshard.base.tree import named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.core import frozen, precision
 from jaxshard.core.cutting import deal_leaf
-from jaxshard.core.layout import Layout, Shardings, layout_params, layout_state
+from jaxshard.core.layout import Layout, Shardings, check_specs_used, layout_params, layout_state
 from jaxshard.core.memory_option import HOST
 from jaxshard.core.options import Config
 from jaxshard.core.precision import ShardedState
@@ -95,7 +95,7 @@ class Setup:
     def strictly(self, params: Tree) -> Layout:
         """As `layout`, for the whole tree of params: raises a ValueError for specs that match no leaf."""
         found = self.layout(params)
-        found.check_specs_used()
+        check_specs_used(found)
         return found
 
     def shardings(self, params: Tree) -> Shardings:

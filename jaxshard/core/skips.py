@@ -96,11 +96,8 @@ class Verdicts:
     def expect(self, names: Names, metrics: Metrics) -> None:
         """Notes a step that was dispatched; `names` are its leaves' paths."""
         self._calls += 1
-        kept = {
-            name: metrics[name]
-            for name in ("skipped", "bad_leaf", "loss", "grad_norm", "loss_scale")
-            if name in metrics
-        }
+        kept = metrics.copy()
+        kept.pop("aux", None)  # it may be large
         self._pending.append((self._calls, names, kept))
 
     def tell(self, params: Tree = None, *, but: int = 0) -> None:
@@ -122,10 +119,11 @@ class Verdicts:
 
     def _skipped(self, call: int, names: Names, metrics: Metrics, params: Tree) -> None:
         bad, scaling, finite = int(metrics["bad_leaf"]), self._scaling, _finite_before(metrics)
+        scale = metrics.get("loss_scale")
         if bad < 0 and finite:
             self._warn(call, "the whole batch has weight 0")
             return
-        if scaling is not None and not finite and float(metrics["loss_scale"]) > scaling.minimum:
+        if scaling is not None and scale is not None and not finite and float(scale) > scaling.minimum:
             return  # an overflow, which a smaller scale will cure
         self._bad_in_a_row += 1
         leaf, what = _named(names, bad, finite)

@@ -97,28 +97,27 @@ def train_step(
     return TrainStep(LossFunction(options), donate, extra, max_skips, given)
 
 
-@dataclasses.dataclass(eq=False)
 class TrainStep:
     """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params.
 
     `with train_step(...) as step:` closes it at the end.
     """
 
-    loss: LossFunction
-    donate: bool
-    extra: ExtraFn | None
-    max_skips: int | None
-    given: dict[str, compilers.Value]  # the compiler options that the user gave
-    _programs: dict[tuple[Hashable, ...], "_Program"] = dataclasses.field(default_factory=dict, repr=False)
-    _agreed: list["_Program"] = dataclasses.field(default_factory=list, repr=False)
-    _verdicts: Verdicts = dataclasses.field(init=False, repr=False)
-    _keys: KeyWatch = dataclasses.field(default_factory=KeyWatch, repr=False)
-    _interrupts: Interrupts = dataclasses.field(default_factory=Interrupts, repr=False)
-    _settled: "_Program | None" = dataclasses.field(default=None, repr=False)
-    _returned: Returned = dataclasses.field(default_factory=Returned, repr=False)
-
-    def __post_init__(self):
-        self._verdicts = Verdicts(self.max_skips, self.setup.config.loss_scale)
+    def __init__(
+        self,
+        loss: LossFunction,
+        donate: bool,
+        extra: ExtraFn | None,
+        max_skips: int | None,
+        given: dict[str, compilers.Value],
+    ):
+        self._loss, self._setup, self._given = loss, loss.setup, given
+        self.donate, self._extra, self._max_skips = donate, extra, max_skips
+        self._programs: dict[tuple[Hashable, ...], _Program] = {}
+        self._agreed: list[_Program] = []
+        self._settled: _Program | None = None
+        self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
+        self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
 
     def __enter__(self) -> Self:
         return self
@@ -139,26 +138,21 @@ class TrainStep:
         self._verdicts.tell()
 
     @property
-    def setup(self) -> Setup:
-        """The setup of the optimizer it was made for."""
-        return self.loss.setup
-
-    @property
     def compiler_options(self) -> dict[str, compilers.Value]:
         """The options for XLA that it is compiled with: jaxshard's, and those that were given."""
-        return self.loss.compiler_options | self.given
+        return self._loss.compiler_options | self._given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         known = self._known(params, state)
         if known is None:
             state = self._arrays(state, params)
-        check_batch(batch, self.loss.options)
+        check_batch(batch, self._loss.options)
         program = known or self._program(params, state)
-        args = checked_arguments(args, batch, self.loss.options)
+        args = checked_arguments(args, batch, self._loss.options)
         unknown = {"params": params, "state": state} if known is None else {}
         if is_traced(unknown, batch, args):
             return self._step(params, state, batch, *args)
-        check_has_devices("train_step", self.setup.mesh)
+        check_has_devices("train_step", self._setup.mesh)
         for what, tree in {**unknown, "batch": batch, "argument": args}.items():
             check_alive(f"train_step: {what}", tree)
         check_global(batch)
@@ -166,11 +160,11 @@ class TrainStep:
         if known is None:
             params, state = self._placed(program, params, state)
         given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
-        args = within_reach(self.setup, args)
+        args = within_reach(self._setup, args)
         if jax.process_count() > 1 and program not in self._agreed:
             _check_processes(program, params, state, batch, args)
             self._agreed.append(program)
-        if self.setup.config.rows != "mixed":
+        if self._setup.config.rows != "mixed":
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
         self._interrupts.begin((params, state) if self.donate else ())
         try:
@@ -184,28 +178,28 @@ class TrainStep:
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
-        """The lowered step, as `jax.jit(...).lower`; takes arrays or `ShapeDtypeStruct`s, runs nothing."""
+        """The lowered step, as that of a jitted function; takes arrays or their shapes, runs nothing."""
         return self.trace(params, state, batch, *args).lower()
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
-        """The traced step, as `jax.jit(...).trace`; takes arrays or `ShapeDtypeStruct`s, and an abstract mesh too."""
+        """The traced step, as that of a jitted function; takes arrays or their shapes, on an abstract mesh too."""
         state = self._arrays(state, params)
-        check_batch(batch, self.loss.options)
+        check_batch(batch, self._loss.options)
         program = self._program(params, state)
-        args = checked_arguments(args, batch, self.loss.options)
+        args = checked_arguments(args, batch, self._loss.options)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
         return program.run.trace(params, state, batch, *args)
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
         """Where every leaf lives, and where and why each parameter is gathered; compiles nothing."""
-        return self.loss.layout(params, batch, *args)
+        return self._loss.layout(params, batch, *args)
 
     def _arrays(self, state: State, params: Tree) -> State:
         """The state, with Python numbers (hyperparameters that the user set) as arrays of the expected dtypes."""
         if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
             return state
-        expected = nearest(state, self.setup.expected_states(params) or [shapes_of(state)])
+        expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
     def _known(self, params: Tree, state: Tree) -> "_Program | None":
@@ -231,13 +225,13 @@ class TrainStep:
         return self._programs[key]
 
     def _build(self, params: Tree, state: Tree) -> "_Program":
-        setup = self.setup
+        setup = self._setup
         setup.strictly(params)
         check_state("train_step", setup, state, params)
         shapes, wanted = shapes_of(state), setup.param_shardings(params)
         settled = setup.settled(params, shapes)
         self._check_skips(settled)
-        compilers.check_known("train_step", setup.mesh, self.given)
+        compilers.check_known("train_step", setup.mesh, self._given)
         before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         trees = (setup.trained(params), settled.state)
@@ -256,7 +250,7 @@ class TrainStep:
         return (0, *([1] if fits else [])) if self.donate else ()
 
     def _check_skips(self, settled: Settled) -> None:
-        if settled.binding and (self.max_skips is not None or self.loss.options.weighted):
+        if settled.binding and (self._max_skips is not None or self._loss.options.weighted):
             raise ValueError(
                 f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, or gives it "
                 "another shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip "
@@ -264,19 +258,19 @@ class TrainStep:
             )
 
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:
-        setup, scaling = self.setup, self.setup.config.loss_scale
+        setup, scaling = self._setup, self._setup.config.loss_scale
         scale = None if scaling is None else state.extra["loss_scale"]["scale"]
-        found = self.loss.measure(params, batch, args, scale=scale)
-        if self.max_skips is not None:
+        found = self._loss.measure(params, batch, args, scale=scale)
+        if self._max_skips is not None:
             # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
             found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
         norm, bad_leaf, finite = collectives.globally(judged, setup.mesh, (P(), P(), P()))(
             found.loss, fast(found.grads)
         )
-        ok = found.weight != 0 if self.loss.options.weighted else None
-        if self.max_skips is not None:
+        ok = found.weight != 0 if self._loss.options.weighted else None
+        if self._max_skips is not None:
             ok = finite if ok is None else ok & finite
-        asked = self.extra(params, batch) if self.extra else {}
+        asked = self._extra(params, batch) if self._extra else {}
         offered = {"value": found.loss, "grad": fast(found.grads)}
         trained, after, agreed = advance(
             setup,
@@ -286,31 +280,38 @@ class TrainStep:
             offered | asked,
             want="params",
             ok=ok,
-            judges=self.max_skips is not None,
+            judges=self._max_skips is not None,
         )
         if agreed is not None:
             ok, bad_leaf = agreed.ok, jnp.where(bad_leaf < 0, agreed.bad_leaf, bad_leaf)
         params = setup.with_frozen(trained, params, lambda x: x)
         skipped = jnp.bool_(False) if ok is None else ~ok
-        metrics = {"loss": found.loss, "grad_norm": norm, "skipped": skipped, "bad_leaf": bad_leaf}
-        if scaling is not None:
+        metrics = Metrics(loss=found.loss, grad_norm=norm, skipped=skipped, bad_leaf=bad_leaf)
+        if scaling is not None and scale is not None:
             metrics["loss_scale"] = scale
             old = state.extra["loss_scale"]
             new = scaling.after(old, ~finite)
             stays = skipped & finite  # a batch of weight 0, or a bad update, says nothing about the scale
-            if self.loss.options.weighted:
+            if self._loss.options.weighted:
                 stays |= found.weight == 0
             new = jax.tree.map(lambda n, o: jnp.where(stays, o, n), new, old)
             after = after._replace(extra=after.extra | {"loss_scale": new})
-        return params, after, metrics | ({"aux": found.aux} if self.loss.options.has_aux else {})
+        if self._loss.options.has_aux:
+            metrics["aux"] = found.aux
+        return params, after, metrics
+
+
+def loss_of(step: TrainStep) -> LossFunction:
+    """The loss of a step, which has its options and setup."""
+    return step._loss
 
 
 def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
     """The same step on other devices; the mesh has the axes and sizes of the one that it was made for."""
-    assert dict(mesh.shape) == step.setup.sizes
-    setup = Setup(step.setup.inner, mesh, step.setup.config)
-    loss = LossFunction(dataclasses.replace(step.loss.options, setup=setup))
-    return TrainStep(loss, step.donate, step.extra, step.max_skips, step.given)
+    setup = step._setup
+    assert dict(mesh.shape) == setup.sizes
+    options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))
+    return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)
 
 
 def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:

@@ -19,7 +19,7 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import Tree
 from jaxshard.core.layout import Layout
 from jaxshard.core.precision import like
-from jaxshard.core.step import TrainStep
+from jaxshard.core.step import TrainStep, loss_of
 from jaxshard.hardware.chips import Chip
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
@@ -116,7 +116,7 @@ class LaidOut:
 
     def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree):
         self.step, self.batch, self.args = step, batch, args
-        self.setup = step.setup
+        self.setup = loss_of(step).setup
         self.params = jax.tree.map(shape_of, params)
         self.state = self.setup.abstract_state(self.params)
         self.setup.strictly(self.params)
@@ -154,7 +154,7 @@ class AnyRows:
     _PRIMES = (1009, 2003, 4001, 8009)
 
     def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
-        options = step.loss.options
+        options = loss_of(step).options
         self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
         sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
         sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}

@@ -12,6 +12,7 @@ import pytest
 from jaxshard import aot, inspect
 from jaxshard.base.source import place_of
 from jaxshard.cli import explanation, main, users_step
+from jaxshard.core.step import loss_of
 from jaxshard.inspect.sources import Frame, frames
 
 USERS = """
@@ -240,7 +241,7 @@ def test_bytes_are_those_of_the_report(users, capsys, tmp_path):
     sys.path.insert(0, ".")
     step, params, batch = importlib.import_module("mine").zero3()
     sys.path.remove(".")
-    compiled = step.lower(params, step.setup.abstract_state(params), batch).compile()
+    compiled = step.lower(params, loss_of(step).setup.abstract_state(params), batch).compile()
     assert sum(each["wire_bytes"] for each in found["sent"]) == inspect.wire_bytes(compiled)
     layout = step.layout(params, batch)
     assert found["totals"] == layout.bytes_per_device

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
+from jaxshard.core.step import loss_of
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 
@@ -448,7 +449,7 @@ def test_a_line_search_without_its_function(refused, mesh):
     step = jaxshard.train_step(loss_fn, jaxshard.zero2(optax.lbfgs(), mesh))
     words = ("'value_fn'", 'extra=lambda params, batch: {"value_fn": lambda params: loss_fn(params, batch)}')
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params_numpy()))
-    state = step.setup.abstract_state(shapes)
+    state = loss_of(step).setup.abstract_state(shapes)
     refused(TypeError, lambda: step.lower(shapes, state, batch_of(8)), *words)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import local_shape
 from jaxshard.core.cutting import cut_leaf
-from jaxshard.core.layout import layout_params, layout_state, warn_if_awkward
+from jaxshard.core.layout import check_specs_used, layout_params, layout_state, warn_if_awkward
 from jaxshard.core.options import Config
 
 
@@ -42,7 +42,7 @@ def lay(params, sizes, strategy="zero2", state=None, strict=True, **options):
     config = Config(strategy, data_axes=axes, **{"min_shard_size": 0} | options)
     found = layout_params(config, params, sizes, platform)
     if strict:
-        found.check_specs_used()
+        check_specs_used(found)
     return found if state is None else layout_state(found, state)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, batches, hostile_params, model_loss, one_device, sharded
 
 import jaxshard
+from jaxshard.core.optimizer import setup_of
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 quiet = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
@@ -31,7 +32,7 @@ def test_two_axes_of_ones_own_are_hsdp(kind, x64):
             sharded(model_loss, opt, params, steps), one_device(model_loss, TX, params, steps), strict=True
         ):
             assert_close(got, want, 1e-12)
-    assert opt.setup.batch_axes == ("dp", "fsdp")
+    assert setup_of(opt, "test").batch_axes == ("dp", "fsdp")
     assert jaxshard.shard_batch(steps[0], opt)["x"].sharding.spec == P(("dp", "fsdp"))
     named = jaxshard.hsdp(TX, jaxshard.make_mesh(replica=2), min_shard_size=1)
     ours, theirs = (

@@ -25,7 +25,7 @@ import jaxshard
 from jaxshard.base.axes import local_shape
 from jaxshard.core import collectives
 from jaxshard.core.cutting import cut_leaf
-from jaxshard.core.layout import layout_params, layout_state
+from jaxshard.core.layout import check_specs_used, layout_params, layout_state
 from jaxshard.core.options import Config
 
 COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
@@ -372,7 +372,7 @@ def test_state_follows_params_and_bytes_add_up(tree, sizes, config, platform):
     setting = dataclasses.replace(ANY, sizes=sizes)
     config = dataclasses.replace(config, specs=jax.tree.map(setting.spec, tree))
     found = layout_params(config, abstract, sizes, platform)
-    found.check_specs_used()
+    check_specs_used(found)
     state = jax.eval_shape(optax.adam(1.0).init, abstract)
     laid = layout_state(found, state)
     count, *moments = laid.state

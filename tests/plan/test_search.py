@@ -21,6 +21,7 @@ from jaxshard.bench import models
 from jaxshard.cli import main, plan_rows, plan_tables
 from jaxshard.cli import plan as command
 from jaxshard.core.state import init
+from jaxshard.core.step import loss_of
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import Candidate, Target, from_jaxpr
@@ -48,7 +49,7 @@ def mesh_of(strategy, n=8):
 
 def compiled_and_predicted(step, *args):
     given = shapes(args)
-    report = inspect.report(step.lower(given[0], init(step.setup, given[0]), *given[1:]).compile())
+    report = inspect.report(step.lower(given[0], init(loss_of(step).setup, given[0]), *given[1:]).compile())
     return report, plan.predict(step, *given)
 
 
@@ -274,7 +275,7 @@ def test_a_while_loop_is_said_to_have_unknown_trips():
         return loss(p, batch) + 0 * x.mean()
 
     step, _ = step_on("ddp", mesh_of("ddp"))
-    other = jaxshard.train_step(looping, step.setup and jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp")))
+    other = jaxshard.train_step(looping, jaxshard.ddp(optax.sgd(1e-3), mesh_of("ddp")))
     assert plan.predict(step, *shapes((params(), batch()))).costs.trips_known
     assert not plan.predict(other, *shapes((params(), batch()))).costs.trips_known
 

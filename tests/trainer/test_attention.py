@@ -15,6 +15,7 @@ import jaxshard
 from jaxshard import plan
 from jaxshard.base.jaxprs import equations
 from jaxshard.cli import plan as command
+from jaxshard.core.step import loss_of
 from jaxshard.mesh import abstract_mesh
 from jaxshard.trainer.attention import why_not_fused
 from jaxshard.trainer.build import make_parts, make_step
@@ -133,7 +134,7 @@ def predicted(mesh, **changes):
 )
 def test_which_program_is_traced(mesh, attention, names):
     step, params, batch = step_of(mesh, config_of(attention=attention))
-    traced = step.trace(params, step.setup.abstract_state(params), batch)
+    traced = step.trace(params, loss_of(step).setup.abstract_state(params), batch)
     found = {eqn.primitive.name for eqn in equations(traced.jaxpr)}
     assert {name for name in found if name.startswith("fused_attention")} == names
 
