@@ -113,7 +113,8 @@ class Judged:
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
 
-def _is_small(x: Var | jax.Array) -> bool:
+def _is_small(x: Tree) -> bool:
+    """Whether an array, or a variable, has few elements."""
     return math.prod(getattr(x, "aval", x).shape) <= _SMALL
 
 
