@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from jaxshard.base.dims import SIZES, Dim, keeps_apart
-from jaxshard.base.jaxprs import is_literal, open_jaxpr, scan_split, subprograms
+from jaxshard.base.jaxprs import open_jaxpr, scan_split, subprograms
+from jaxshard.base.paired import Partners, Unlike, paired, same, same_consts
 from jaxshard.base.primitives import CALLS, LOOPS
 from jaxshard.base.rerun import Values, anew
 from jaxshard.base.types import Equation, Jaxpr, Var
 from jaxshard.core.matrix_units import Unit
-from jaxshard.inner.equal_params import same
 
 Changed: TypeAlias = dict[int, Mapping[str, Any]]  # by the id of an equation
 
@@ -52,13 +52,9 @@ def one_layer(unit: Unit, other: Unit, size: int, other_size: int) -> OneLayer |
         pair.compare(unit.program, other.program)
         wires = [*zip(unit.ins, other.ins, strict=True), *zip(unit.outs, other.outs, strict=True)]
         stacked = tuple(pair.is_stack(v, w) for v, w in wires)
-    except _Unlike:
+    except Unlike:
         return None
     return OneLayer(unit.program, pair.changed, stacked)
-
-
-class _Unlike(Exception):
-    """The programs differ in more than the number of layers, or layers meet."""
 
 
 class _Pair:
@@ -69,33 +65,28 @@ class _Pair:
         self.changed: Changed = {}
 
     def compare(self, x: Jaxpr, y: Jaxpr) -> None:
-        """Raises `_Unlike` unless both treat all layers apart and alike; notes parameters for one layer."""
-        one, two = open_jaxpr(x), open_jaxpr(y)
-        constants = same(list(getattr(x, "consts", ())), list(getattr(y, "consts", ())))
-        if not constants or len(one.eqns) != len(two.eqns) or len(one.invars) != len(two.invars):
-            raise _Unlike
-        partner = dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True))
-        for a, b in zip(one.eqns, two.eqns, strict=True):
-            if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
-                raise _Unlike
-            _check_wires(a.invars, b.invars, partner)
-            partner |= dict(zip(a.outvars, b.outvars, strict=True))
+        """Raises `Unlike` unless both treat all layers apart and alike; notes parameters for one layer."""
+        partners = Partners()
+        for a, b in paired(x, y, partners):
+            if a.params.keys() != b.params.keys() or not partners.all_are(a.invars, b.invars):
+                raise Unlike(a, b)
             self._equation(a, b)
-        _check_wires(one.outvars, two.outvars, partner)
+        if not same_consts(x, y) or not partners.all_are(open_jaxpr(x).outvars, open_jaxpr(y).outvars):
+            raise Unlike
 
     def dim(self, v: Var, w: Var) -> Dim:
         """The dim of a variable that grows with the layers."""
         a, b = tuple(v.aval.shape), tuple(w.aval.shape)
         grown = [d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n]
         if len(a) != len(b) or len(grown) > 1 or not all(self._grows(a[d], b[d]) for d in grown):
-            raise _Unlike
+            raise Unlike
         return grown[0] if grown else None
 
     def is_stack(self, v: Var, w: Var) -> bool:
         """Whether the first dim of a variable, and no other, has the layers."""
         d = self.dim(v, w)
         if d is not None and (d, v.aval.shape[d]) != (0, self.size):
-            raise _Unlike
+            raise Unlike
         return d is not None
 
     def _grows(self, a: Any, b: Any) -> bool:
@@ -112,7 +103,7 @@ class _Pair:
             self._note(a, b, None)
             return
         if a.effects or not keeps_apart(a, ins, outs):
-            raise _Unlike
+            raise Unlike
         self._note(a, b, SIZES.get(a.primitive.name))
 
     def _note(self, a: Equation, b: Equation, sizes: str | None) -> None:
@@ -121,10 +112,10 @@ class _Pair:
             if "sharding" in key or _same_param(value, b.params[key]):
                 continue
             if key != sizes:
-                raise _Unlike
+                raise Unlike
             pairs = list(zip(value, b.params[key], strict=True))
             if not all(m == n or self._grows(m, n) for m, n in pairs):
-                raise _Unlike
+                raise Unlike
             self.changed[id(a)] = {key: tuple(m if m == n else m // self.size for m, n in pairs)}
 
     def _enter(self, a: Equation, b: Equation, ins: Sequence[Dim], outs: Sequence[Dim]) -> None:
@@ -133,12 +124,12 @@ class _Pair:
         if name == "scan":
             num_consts, num_carry = scan_split(a)
             if 0 in ins[num_consts + num_carry :] or 0 in outs[num_carry:]:
-                raise _Unlike  # it goes from layer to layer
+                raise Unlike  # it goes from layer to layer
         if name == "cond" and a.params.get("branches_platforms"):
-            raise _Unlike  # XLA chooses the branch, so that none is run anew
+            raise Unlike  # XLA chooses the branch, so that none is run anew
         mine, others = list(subprograms(a)), list(subprograms(b))
         if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _compared_params(a)):
-            raise _Unlike
+            raise Unlike
         for x, y in zip(mine, others, strict=True):
             self.compare(x, y)
 
@@ -158,13 +149,3 @@ def _same_param(a: Any, b: Any) -> bool:
     if hasattr(open_jaxpr(a), "eqns") and hasattr(open_jaxpr(b), "eqns"):
         return str(a) == str(b)
     return same(a, b)
-
-
-def _check_wires(vs: Sequence[Var], ws: Sequence[Var], partner: Mapping[Var, Var]) -> None:
-    """Raises unless these are the same constants, and partners."""
-
-    def alike(v: Var, w: Var) -> bool:
-        return is_literal(w) and same(v.val, w.val) if is_literal(v) else partner[v] is w
-
-    if len(vs) != len(ws) or not all(map(alike, vs, ws)):
-        raise _Unlike

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
+from jaxshard.base.paired import same
 from jaxshard.base.types import AxisSizes, Jaxpr
-from jaxshard.inner.equal_params import same
 
 _AT_ONCE = 2**22  # the elements of the matrices that one device works on at the same time
 

@@ -14,15 +14,14 @@ Where no leaf is cut, the update is traced once, and stands beside itself: SAME 
 device.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxshard.base.axes import varying
 from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split, subprograms
+from jaxshard.base.paired import Partners, Unlike, paired, same
 from jaxshard.base.primitives import ALL_REDUCES, CALLS, DEBUGGING, FILL_IF_ANY, KEEPS_FILL, LOOPS, POINTWISE, PURE
 from jaxshard.base.types import Equation, Jaxpr, Var
-from jaxshard.inner.equal_params import same, same_params
 from jaxshard.inner.labels import (
     FILL,
     SAME,
@@ -38,6 +37,8 @@ from jaxshard.inner.labels import (
     size_of,
 )
 
+_SHAPES = frozenset({"shape", "new_sizes"})  # of results, which are compared themselves
+_FOLLOWED = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})  # programs of loops, which are followed
 KNOWN = POINTWISE | PURE
 """Operations that keep relations, as the rules below say; `CALLS` and `LOOPS` are followed, others are refused."""
 
@@ -112,13 +113,13 @@ class _Comparison(NamedTuple):
             env.write(v, w, label)
         for v, w, label in zip(one.invars, two.invars, labels, strict=True):
             env.write(v, w, label)
-        for a, b in itertools.zip_longest(one.eqns, two.eqns):
-            if not _alike(a, b):  # the programs differ from here on, so later values are not related
-                env.parted = _parted(a, b, env, trail)
-                break
-            found = [env.read(v, w, (*trail, a)) for v, w in zip(a.invars, b.invars, strict=True)]
-            for v, w, label in zip(a.outvars, b.outvars, self._through(a, b, found, (*trail, a)), strict=True):
-                env.write(v, w, label)
+        try:
+            for a, b in paired(on_shards, on_whole, env.partners):
+                found = [env.read(v, w, (*trail, a)) for v, w in zip(a.invars, b.invars, strict=True)]
+                for v, w, label in zip(a.outvars, b.outvars, self._through(a, b, found, (*trail, a)), strict=True):
+                    env.write(v, w, label)
+        except Unlike as parted:  # from here on, so later values are not related
+            env.parted = _parted(parted.one, parted.two, env, trail)
         return [env.read(v, w, trail) for v, w in zip(one.outvars, two.outvars, strict=True)]
 
     def _constants(self, on_shards: Jaxpr, on_whole: Jaxpr, trail: Trail) -> Iterator[tuple[Var, Var, Label]]:
@@ -145,7 +146,7 @@ class _Comparison(NamedTuple):
             return [FILL] * len(a.outvars)
         if name not in KNOWN | LOOPS | {"optimization_barrier"} and not self._reduces_to_one(a):
             return [_unknown(a, labels, trail)] * len(a.outvars)
-        if not same_params(a, b):
+        if not _same_params(a, b):
             return _mix(a, labels, trail, f"`{name}` with a parameter taken from the shape")
         if name == "optimization_barrier":
             return labels
@@ -202,22 +203,23 @@ class _Relations:
     parted: Mixed | None = None
 
     def __init__(self) -> None:
-        self._of: dict[Var, tuple[Var | None, Label]] = {}
+        self.partners = Partners()
+        self._of: dict[Var, Label] = {}
 
     def write(self, v: Var, w: Var, label: Label) -> None:
         one_number = label == SAME and size_of(v) == 1 and size_of(w) == 1
-        self._of[v] = (w, FILL if one_number else label)
+        self._of[v] = FILL if one_number else label
 
     def read(self, v: Var, w: Var, trail: Trail) -> Label:
         if is_literal(v) and is_literal(w):
             return FILL if same(v.val, w.val) else Mixed(f"it uses a number taken from the shape, {v.val}", trail)
-        if not is_literal(v) and not is_literal(w) and v in self._of and self._of[v][0] is w:
-            return self._of[v][1]
+        if not is_literal(v) and v in self._of and self.partners.are(v, w):
+            return self._of[v]
         return self.parted or Mixed("what it computes depends on the shape", trail)
 
     def label(self, v: Var) -> Label:
         """The label of a variable of the first program, whatever its partner is."""
-        return FILL if is_literal(v) else self._of.get(v, (None, SAME))[1]
+        return FILL if is_literal(v) else self._of.get(v, SAME)
 
 
 def _through_parts(a: Equation, b: Equation, labels: list[Label], trail: Trail) -> list[Label]:
@@ -243,8 +245,10 @@ def _all_fill(labels: Sequence[Label]) -> bool:
     return bool(labels) and all(label == FILL for label in labels)
 
 
-def _parted(a: Equation, b: Equation, env: _Relations, trail: Trail) -> Mixed:
+def _parted(a: Equation | None, b: Equation | None, env: _Relations, trail: Trail) -> Mixed:
     eqn = b if a is None else a
+    if eqn is None:
+        return Mixed("what it computes depends on the shape", trail)
     labels = [] if a is None else [env.label(v) for v in a.invars]
     names = " or ".join(f"`{e.primitive.name}`" for e in (b, a) if e is not None)
     return mixed(eqn, labels, (*trail, eqn), f"{names}, as the shape has it,")
@@ -275,8 +279,7 @@ def _same_shapes(a: Equation, b: Equation) -> bool:
     return all(shape_of(v) == shape_of(w) for v, w in zip(a.outvars, b.outvars, strict=True))
 
 
-def _alike(a: Equation, b: Equation) -> bool:
-    if a is None or b is None:
-        return False
-    sizes = [(eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
-    return sizes[0] == sizes[1]
+def _same_params(a: Equation, b: Equation) -> bool:
+    """Whether two equations of one primitive have equal parameters, but for shapes of results and programs of loops."""
+    apart = _FOLLOWED if a.primitive.name in LOOPS else _SHAPES
+    return all(key in apart or same(x, b.params.get(key)) for key, x in a.params.items())

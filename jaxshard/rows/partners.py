@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from jaxshard.base import paired as base
 from jaxshard.base.jaxprs import is_literal, open_jaxpr, subprograms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.rows.labels import Degree
@@ -22,11 +23,8 @@ class Partners:
         self._align(jaxpr, larger)
 
     def _align(self, one: Jaxpr, two: Jaxpr) -> None:
-        left, right = open_jaxpr(one).eqns, open_jaxpr(two).eqns
         self._outputs[id(open_jaxpr(one))] = open_jaxpr(two).outvars
-        if [eqn.primitive.name for eqn in left] != [eqn.primitive.name for eqn in right]:
-            raise ValueError("the programs differ")
-        for a, b in zip(left, right, strict=True):
+        for a, b in base.paired(one, two, base.Partners()):
             if self._of.setdefault(id(a), b) is b:
                 for mine, other in zip(subprograms(a), subprograms(b), strict=True):
                     self._align(mine, other)
