@@ -32,7 +32,7 @@ from jax import P
 
 import jaxshard
 from jaxshard import inspect, tensor
-from jaxshard.pipelining.timetable import Plan, cells, chart
+from jaxshard.pipelining import Plan, cells, chart
 
 # %matplotlib inline
 jax.config.update("jax_platforms", "cpu")

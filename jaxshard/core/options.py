@@ -161,9 +161,9 @@ class Config:
     regather: Literal["use", "step"] = "use"
     frozen: Tree | Sequence[str] | None = dataclasses.field(default=None, hash=False)
     min_shard_size: int = 2**11
-    reduce_dtype: DType | None = None
-    master_dtype: DType | None = None
-    moment_dtype: DType | None = None
+    reduce_dtype: Float | None = None
+    master_dtype: Float | None = None
+    moment_dtype: Literal["int8"] | Float | None = None
     state_memory: str | Sequence[tuple[str, str]] = "device"
     stochastic_rounding: bool = False
     loss_scale: LossScale | None = None
