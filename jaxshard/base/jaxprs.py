@@ -1,6 +1,6 @@
 """Reads traced programs (jaxprs) in the same way on jax 0.10 to 0.12."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -76,6 +76,22 @@ def operands_of(eqns: Sequence[Equation]) -> list[Var]:
     """What equations read and do not make, in the order of its first use."""
     made = {v for eqn in eqns for v in eqn.outvars}
     return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
+
+
+def makers_of(
+    eqns: Sequence[Equation], wanted: Iterable[Var], only: Callable[[Equation], bool] = lambda _: True
+) -> list[Equation]:
+    """The equations that make such values, and those that make their operands, in order.
+
+    Args:
+      only: an equation that it refuses is left out, and so is what that alone reads.
+    """
+    needed, found = set(wanted), list[Equation]()
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars) and only(eqn):
+            found.append(eqn)
+            needed |= {v for v in eqn.invars if not is_literal(v)}
+    return found[::-1]
 
 
 def part_of(jaxpr: OpenJaxpr, eqns: Sequence[Equation], ins: Sequence[Var], outs: Sequence[Var]) -> Jaxpr:

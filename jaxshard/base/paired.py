@@ -25,7 +25,7 @@ class Partners:
 
     def bind(self, vs: Iterable[Var], ws: Iterable[Var]) -> None:
         """These stand for each other, one by one."""
-        self._of.update(zip(vs, ws, strict=False))
+        self._of.update(zip(vs, ws, strict=True))
 
     def are(self, v: Var, w: Var) -> bool:
         """Whether these stand for each other, or are the same number."""
@@ -38,7 +38,7 @@ class Partners:
         return len(vs) == len(ws) and all(map(self.are, vs, ws))
 
 
-def paired(one: Jaxpr, two: Jaxpr, partners: Partners) -> Iterator[tuple[Equation, Equation]]:
+def paired(one: Jaxpr, two: Jaxpr, partners: Partners | None = None) -> Iterator[tuple[Equation, Equation]]:
     """The equations of both programs, in pairs.
 
     `partners` knows the programs' constants and inputs before the first pair comes, and a pair's results once the next
@@ -47,10 +47,12 @@ def paired(one: Jaxpr, two: Jaxpr, partners: Partners) -> Iterator[tuple[Equatio
     Raises:
       Unlike: the programs take another number of inputs, or are made of other operations.
     """
-    first, second = open_jaxpr(one), open_jaxpr(two)
+    first, second, partners = open_jaxpr(one), open_jaxpr(two), partners or Partners()
     if len(first.invars) != len(second.invars):
         raise Unlike
-    partners.bind((*first.invars, *first.constvars), (*second.invars, *second.constvars))
+    partners.bind(first.invars, second.invars)
+    constants = min(len(first.constvars), len(second.constvars))  # shapes may differ in what they close over
+    partners.bind(first.constvars[:constants], second.constvars[:constants])
     for a, b in itertools.zip_longest(first.eqns, second.eqns):
         if a is None or b is None or _form(a) != _form(b):
             raise Unlike(a, b)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
-from jaxshard.base.jaxprs import is_literal, open_jaxpr, operands_of, run_equations
+from jaxshard.base.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, run_equations
 from jaxshard.base.primitives import POINTWISE
 from jaxshard.base.rerun import flat
 from jaxshard.base.tree import is_key, named_leaves, owner_of
@@ -64,9 +64,9 @@ class Judged:
         self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
         outs = {v for v in self._jaxpr.outvars if not is_literal(v)}
         self._small = set[Var]() if is_far else {v for v in outs if _is_small(v)}
-        self._cheap = self._needed(outs - self._small, only=_is_cheap)
+        self._cheap = makers_of(self._jaxpr.eqns, outs - self._small, only=_is_cheap)
         kept = set(operands_of(self._cheap))
-        once = self._needed((outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
+        once = makers_of(self._jaxpr.eqns, (outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
         run_equations(self._jaxpr, list(once), self._env)
         self.result = self._results(self._after_cheap(self._env) if is_far else self._env)
         self._twice = is_far or {v for v in kept if is_big(v)} <= set(self._jaxpr.invars)
@@ -97,16 +97,6 @@ class Judged:
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
         """Behind a barrier what XLA would take for the same as in the result, and keep."""
         return lax.optimization_barrier(x) if is_big(v) and x is self._env[v] else x
-
-    def _needed(self, wanted: set[Var], only: Callable[[Equation], bool] = lambda _: True) -> list[Equation]:
-        """The equations that make such values, each the operands of the next; none goes on through what `only` does not
-        take."""
-        wanted, found = set(wanted), list[Equation]()
-        for eqn in reversed(self._jaxpr.eqns):
-            if not wanted.isdisjoint(eqn.outvars) and only(eqn):
-                found.append(eqn)
-                wanted |= {v for v in eqn.invars if not is_literal(v)}
-        return found[::-1]
 
     def _results(self, env: Mapping[Var, Tree]) -> Tree:
         leaves = [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in self._jaxpr.outvars]

@@ -1,7 +1,6 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
-import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Self
@@ -63,10 +62,10 @@ def train_step(
         loss) and `grad`, if it takes them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
         not finite, or if params or state would no longer be (state in the host's memory is read once more to find out):
-        it changes nothing, on any device, and the next call but one warns (after the last steps
-        `step.close()` does, or the end of the program). After more than `max_skips` in a row, the second call after
-        that raises `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and
-        `skip_not_finite` need, which count them themselves.
+        it changes nothing, on any device, and the next call but one warns (after the last steps `step.close()` does, or
+        the end of the program). After more than `max_skips` in a row, the second call after that raises
+        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
+        which count them themselves.
       compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
         with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
@@ -115,7 +114,6 @@ class TrainStep:
         self.donate, self._extra, self._max_skips = donate, extra, max_skips
         self._programs: dict[tuple[Hashable, ...], _Program] = {}
         self._agreed: list[_Program] = []
-        self._settled: _Program | None = None
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
         self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
 
@@ -143,7 +141,7 @@ class TrainStep:
         return self._loss.compiler_options | self._given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
-        known = self._known(params, state)
+        known: _Program | None = self._returned.program_for(params, state)
         if known is None:
             state = self._arrays(state, params)
         check_batch(batch, self._loss.options)
@@ -202,19 +200,11 @@ class TrainStep:
         expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
-    def _known(self, params: Tree, state: Tree) -> "_Program | None":
-        """The program for the arrays that the step returned last, once it is seen that it takes them as they are."""
-        program = self._settled
-        is_it = program is not None and self._returned.by(program) and self._returned.are(params, state)
-        return program if is_it else None
-
     def _placed(self, program: "_Program", params: Params, state: State) -> tuple[Params, State]:
         """Both where the program takes them, the same on all processes."""
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         found = placed((params, state), (program.params, program.state))
-        stayed = all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves((params, state))))
-        again = stayed and self._returned.by(program) and self._returned.are(params, state)
-        self._settled = program if again else None
+        self._returned.found(program, (params, state), found)
         return found
 
     def _program(self, params: Tree, state: Tree) -> "_Program":

@@ -21,25 +21,32 @@ class Returned:
     """
 
     def __init__(self):
-        self._program: object = None
+        self._program: Any = None
+        self._takes_its_own = False  # the program takes what it returns, as it is
         self._treedef: Any = None
         self._arrays: list[weakref.ref[jax.Array]] = []
 
     def note(self, program: object, params: Tree, state: Tree) -> None:
         """What `program` has just returned."""
         leaves, self._treedef = jax.tree.flatten((params, state))
+        self._takes_its_own &= program is self._program
         self._program, self._arrays = program, list(map(weakref.ref, leaves))
 
-    def are(self, params: Tree, state: Tree) -> bool:
+    def program_for(self, params: Tree, state: Tree) -> Any:
+        """The program that takes these as they are; None: that is to be found out."""
+        return self._program if self._takes_its_own and self._are(params, state) else None
+
+    def found(self, program: object, given: tuple[Tree, Tree], taken: tuple[Tree, Tree]) -> None:
+        """`program` was given these, and takes those in their place."""
+        stayed = all(map(operator.is_, jax.tree.leaves(given), jax.tree.leaves(taken)))
+        self._takes_its_own = stayed and program is self._program and self._are(*given)
+
+    def _are(self, params: Tree, state: Tree) -> bool:
         """Whether these are the arrays, none of them deleted since."""
         leaves, treedef = jax.tree.flatten((params, state))
         if len(leaves) != len(self._arrays) or not all(map(operator.is_, [ref() for ref in self._arrays], leaves)):
             return False
         return treedef == self._treedef and not any(map(_is_deleted, leaves))
-
-    def by(self, program: object) -> bool:
-        """Whether they come from this program."""
-        return self._program is program
 
 
 def placed(tree: T, shardings: Tree) -> T:

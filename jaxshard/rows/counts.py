@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.base.jaxprs import is_literal, open_jaxpr, part_of
+from jaxshard.base.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, part_of
 from jaxshard.base.questions import depends
-from jaxshard.base.types import Equation, Jaxpr, Var
+from jaxshard.base.types import Jaxpr, Var
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -34,12 +34,9 @@ def _made_by(jaxpr: Jaxpr, position: int) -> tuple[str, list[np.ndarray]]:
     out = program.outvars[position]
     if is_literal(out):
         return "", [np.asarray(out.val)]
-    needed, eqns = {out}, list[Equation]()
-    for eqn in reversed(program.eqns):
-        if needed & set(eqn.outvars):
-            eqns.insert(0, eqn)
-            needed |= {v for v in eqn.invars if not is_literal(v)}
-    inputs: list[Var] = [v for v in (*program.constvars, *program.invars) if v in needed]
+    eqns = makers_of(program.eqns, [out])
+    read = {out, *operands_of(eqns)}
+    inputs: list[Var] = [v for v in (*program.constvars, *program.invars) if v in read]
     consts = dict(zip(program.constvars, getattr(jaxpr, "consts", ()), strict=False))
     text = _ADDRESS.sub("", str(part_of(program, eqns, inputs, [out])))
     return text, [np.asarray(consts[v]) for v in inputs if v in consts]

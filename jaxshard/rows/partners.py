@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from jaxshard.base import paired as base
 from jaxshard.base.jaxprs import is_literal, open_jaxpr, subprograms
+from jaxshard.base.paired import paired
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.rows.labels import Degree
 
@@ -24,7 +24,7 @@ class Partners:
 
     def _align(self, one: Jaxpr, two: Jaxpr) -> None:
         self._outputs[id(open_jaxpr(one))] = open_jaxpr(two).outvars
-        for a, b in base.paired(one, two, base.Partners()):
+        for a, b in paired(one, two):
             if self._of.setdefault(id(a), b) is b:
                 for mine, other in zip(subprograms(a), subprograms(b), strict=True):
                     self._align(mine, other)
