@@ -1,8 +1,7 @@
 """An update is judged before it replaces anything: is all that it makes finite?
 
 The verdict depends on every new value, and new values beside the old ones would take their memory once more. So what is
-large and cheap to compute is computed twice: once to be judged alone, and again, over the old values, once all devices
-agree. Small leaves (biases, scales of norms) are kept: they take little memory, and are many to compile.
+cheap to compute is computed twice: once to be judged alone, and again, over the old values, once all devices agree.
 """
 
 import math
@@ -23,7 +22,6 @@ from jaxshard.base.types import AnyMesh, Equation, Tree, Var
 from jaxshard.core.collectives import is_explicit
 from jaxshard.core.components import is_big
 
-_SMALL = 2**13  # elements of a leaf
 _CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 
 
@@ -63,8 +61,7 @@ class Judged:
         self._jaxpr, leaves = open_jaxpr(program), jax.tree.leaves(args)
         self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
         outs = {v for v in self._jaxpr.outvars if not is_literal(v)}
-        self._small = set[Var]() if is_far else {v for v in outs if _is_small(v)}
-        self._cheap = makers_of(self._jaxpr.eqns, outs - self._small, only=_is_cheap)
+        self._cheap = makers_of(self._jaxpr.eqns, outs, only=_is_cheap)
         kept = set(operands_of(self._cheap))
         once = makers_of(self._jaxpr.eqns, (outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
         run_equations(self._jaxpr, list(once), self._env)
@@ -72,7 +69,7 @@ class Judged:
         self._twice = is_far or {v for v in kept if is_big(v)} <= set(self._jaxpr.invars)
         self.looked_at = args
         if specs is not None and self._twice:
-            self.looked_at = jax.tree.map(lambda x, spec: x if _is_small(x) else own_part(x, spec, mesh), args, specs)
+            self.looked_at = jax.tree.map(lambda x, spec: own_part(x, spec, mesh), args, specs)
         each = zip(*map(jax.tree.leaves, (args, self.looked_at)), strict=True)
         self.is_shared = any(x is not part for x, part in each)
         parts = zip(self._jaxpr.invars, jax.tree.leaves(self.looked_at), strict=False)
@@ -89,10 +86,10 @@ class Judged:
         return self._results(self._after_cheap(self._env | {v: self._apart(v, x) for v, x in self._parts.items()}))
 
     def _after_cheap(self, env: Mapping[Var, Tree]) -> Mapping[Var, Tree]:
-        """All values, from those that the cheap equations read; small results as they were made once."""
+        """All values, from those that the cheap equations read."""
         env = dict(env)
         run_equations(self._jaxpr, self._cheap, env)
-        return env | {v: self._env[v] for v in self._small}
+        return env
 
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
         """Behind a barrier what XLA would take for the same as in the result, and keep."""
@@ -101,11 +98,6 @@ class Judged:
     def _results(self, env: Mapping[Var, Tree]) -> Tree:
         leaves = [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in self._jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
-
-
-def _is_small(x: Tree) -> bool:
-    """Whether an array, or a variable, has few elements."""
-    return math.prod(getattr(x, "aval", x).shape) <= _SMALL
 
 
 def _is_cheap(eqn: Equation) -> bool:

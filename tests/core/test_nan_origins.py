@@ -11,17 +11,15 @@ import pytest
 from test_skips import STRATEGIES, batch, every_copy, loss, make, params, weighted
 
 import jaxshard
-from jaxshard.core import host_state, judging
+from jaxshard.core import host_state
 
 UPDATE = "the update of [bvw]"
 GRADIENT = "the gradient of [bvw] is not finite"
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch):
-    """Leaves are judged as large ones are: in chunks where they lie on the host, and computed twice."""
+def _small_chunks(monkeypatch):
     monkeypatch.setattr(host_state, "_CHUNK", 64)
-    monkeypatch.setattr(judging, "_SMALL", 0)
 
 
 def widened(p):
@@ -212,14 +210,6 @@ def test_loss_and_gradients(strategy, origin):
     assert every_copy((p, state)) == before
     (line,) = said
     assert re.fullmatch(f"train_step: call 2 changed nothing: {words}", line)
-
-
-@pytest.mark.parametrize("origin", UPDATES)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_update_and_state_of_small_leaves(monkeypatch, strategy, origin):
-    """They are computed once, and kept until the verdict."""
-    monkeypatch.setattr(judging, "_SMALL", 2**13)
-    test_update_and_state(strategy, origin)
 
 
 @pytest.mark.parametrize("origin", UPDATES)
