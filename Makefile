@@ -15,19 +15,19 @@ install = $*/bin/python -m pip install --quiet --no-compile
 NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
 
 # The tests of `make quick`: under 3 minutes on 2 quiet cores.
-QUICK := tests/core/test_layout.py tests/core/test_options.py tests/core/test_once.py tests/core/test_errors.py \
-  tests/core/test_traps.py tests/core/test_local_view.py tests/core/test_mutations.py tests/core/test_shipped_bugs.py \
-  tests/plan/test_costs.py tests/test_mesh.py tests/test_public_api.py tests/trainer/test_config.py \
+QUICK := tests/layout/test_layout.py tests/layout/test_options.py tests/step/test_once.py tests/step/test_errors.py \
+  tests/step/test_traps.py tests/optimizer/test_local_view.py tests/step/test_mutations.py tests/step/test_shipped_bugs.py \
+  tests/plan/test_costs.py tests/test_mesh.py tests/test_public_api.py tests/apps/test_config.py \
   tests/docs/test_architecture.py
 
 # What a newer JAX can break, one of each kind; `make nightly` runs the whole suite on it.
-NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/core/test_options.py \
-  tests/core/test_layout.py tests/core/test_strategies.py tests/core/test_traps.py tests/core/test_local_view.py \
-  tests/core/test_once.py tests/core/test_mutations.py tests/core/test_compiler_options.py tests/core/test_backward.py \
+NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/layout/test_options.py \
+  tests/layout/test_layout.py tests/step/test_strategies.py tests/step/test_traps.py tests/optimizer/test_local_view.py \
+  tests/step/test_once.py tests/step/test_mutations.py tests/platforms/test_compiler_options.py tests/loss/test_backward.py \
   tests/pipelining tests/plan/test_costs.py tests/inspect \
-  tests/checkpoint tests/trainer/test_config.py tests/docs/test_docstrings.py \
-  tests/core/test_precision.py::test_given_equal_gradients_every_strategy_rounds_alike \
-  tests/cli/test_train.py::test_training_equals_one_device tests/plan/test_search.py::test_the_command_ranks \
+  tests/checkpoint tests/apps/test_config.py tests/docs/test_docstrings.py \
+  tests/optimizer/test_precision.py::test_given_equal_gradients_every_strategy_rounds_alike \
+  tests/apps/test_train.py::test_training_equals_one_device tests/plan/test_search.py::test_the_command_ranks \
   tests/faults/test_fault_train.py::test_two_processes_of_two_devices_train_as_one_of_four
 # What takes long there and has a sibling that stays.
 NEWEST_LEAVES_OUT := adamw_with_clipping or on_one_stage_and_on_no_mesh or another_order_of_rows \

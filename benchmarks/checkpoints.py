@@ -35,9 +35,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.base import files
-from jaxshard.trainer.config import ModelConfig
-from jaxshard.trainer.model import LanguageModel
+from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.model.model import LanguageModel
+from jaxshard.system import files
 
 LEAVES = 16
 

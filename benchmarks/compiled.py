@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 
 import jaxshard
-from jaxshard.bench import models, steps
-from jaxshard.bench.figures import figures
-from jaxshard.bench.step import Task
+from jaxshard.apps.bench import models, steps
+from jaxshard.apps.bench.figures import figures
+from jaxshard.apps.bench.step import Task
 
 
 def task_of(options: argparse.Namespace) -> Task:

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard.cli import plan_rows as command
-from jaxshard.trainer import build
-from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.trainer import build
+from jaxshard.cli.plan import rows as command
 
 DEVICES = 8
 CASES = {

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 import jaxshard
-from jaxshard.bench import ours
-from jaxshard.bench.models import model
-from jaxshard.bench.step import Task
+from jaxshard.apps.bench import ours
+from jaxshard.apps.bench.models import model
+from jaxshard.apps.bench.step import Task
 
 EXPECTED = Path(__file__).with_name("expected.json")
 MACHINE = "v5e:2x4"

@@ -23,11 +23,11 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard.bench import models, ours, steps
-from jaxshard.bench.about import about
-from jaxshard.bench.figures import peak_bytes
-from jaxshard.bench.measure import Running, alternated, beside, timed
-from jaxshard.bench.step import Task
+from jaxshard.apps.bench import models, ours, steps
+from jaxshard.apps.bench.figures import peak_bytes
+from jaxshard.apps.bench.measure import Running, alternated, beside, timed
+from jaxshard.apps.bench.step import Task
+from jaxshard.system.about import about
 
 SECONDS = 600  # for all cases
 CHIPS = ("h200", "h100", "b200", "a100")

@@ -19,7 +19,7 @@ import matrix_optimizers
 import optax
 
 import jaxshard
-from jaxshard.bench import models
+from jaxshard.apps.bench import models
 
 TXS = {"muon": matrix_optimizers.muon, "shampoo": matrix_optimizers.shampoo, "soap": matrix_optimizers.soap}
 

@@ -24,8 +24,8 @@ import optax
 from jax.experimental import topologies
 
 import jaxshard
-from jaxshard.trainer.config import ModelConfig
-from jaxshard.trainer.model import LanguageModel, Pipelined
+from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.model.model import LanguageModel, Pipelined
 
 STAGES, DATA, ROWS = 4, 2, 4  # rows of a microbatch on each device
 MODEL = ModelConfig(layers=16, width=512, heads=8, hidden=2048, sequence_length=512, vocabulary=8192, mlp="gelu")

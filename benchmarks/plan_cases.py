@@ -20,12 +20,12 @@ from typing import Any
 import jax
 
 import jaxshard
-from jaxshard.bench import models
-from jaxshard.bench.step import optimizer
-from jaxshard.cli.plan_rows import building
-from jaxshard.core.state import init
-from jaxshard.core.step import loss_of
-from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.bench import models
+from jaxshard.apps.bench.step import optimizer
+from jaxshard.apps.config.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.cli.plan.rows import building
+from jaxshard.optimizer.state import init
+from jaxshard.step.step import loss_of
 
 GPT2_SMALL = ModelConfig(
     layers=12,

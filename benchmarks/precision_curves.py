@@ -28,8 +28,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jaxshard.trainer.build import Run, prepare
-from jaxshard.trainer.config import (
+from jaxshard.apps.config.config import (
     Config,
     DataConfig,
     ModelConfig,
@@ -39,6 +38,7 @@ from jaxshard.trainer.config import (
     TrainConfig,
     check,
 )
+from jaxshard.apps.trainer.build import Run, prepare
 
 PRECISIONS = {
     "bf16, f32 masters": PrecisionConfig(params="bfloat16", masters=True),

@@ -29,10 +29,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import jaxshard
-from jaxshard.core.state import init
-from jaxshard.core.step import loss_of
-from jaxshard.trainer.config import ModelConfig
-from jaxshard.trainer.model import LanguageModel
+from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.model.model import LanguageModel
+from jaxshard.optimizer.state import init
+from jaxshard.step.step import loss_of
 
 MACHINES = ("v5p:2x2x2", "v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16")
 STRATEGIES = ("zero2", "zero3")

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.trainer.config import ModelConfig
-from jaxshard.trainer.model import LanguageModel
+from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.model.model import LanguageModel
 
 
 def idiomatic_step(loss, tx, shardings, mesh):

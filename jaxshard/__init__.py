@@ -4,36 +4,26 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxshard.base.command import is_command as _is_command  # noqa: F401  (first: it acts before JAX is imported)
 from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.types import Metrics
-from jaxshard.core.arguments import whole
-from jaxshard.core.batch import shard_batch, specs_of
-from jaxshard.core.check import LossReport, RowsError, check
-from jaxshard.core.layout import Layout, Shardings
-from jaxshard.core.optimizer import ShardedOptimizer
-from jaxshard.core.options import Options
-from jaxshard.core.precision import ShardedState
-from jaxshard.core.predict import Predict, predict
-from jaxshard.core.skips import NonFiniteError
-from jaxshard.core.step import TrainStep, train_step
-from jaxshard.core.strategies import (
-    ddp,
-    fsdp,
-    hsdp,
-    hybrid,
-    pipeline_parallel,
-    tensor_parallel,
-    zero1,
-    zero2,
-    zero3,
-)
-from jaxshard.core.unshard import lookup, unshard
-from jaxshard.core.value_and_grad import Evaluate, ValueAndGrad, evaluate, value_and_grad
+from jaxshard.layout.layout import Layout, Shardings
+from jaxshard.layout.options import Options
+from jaxshard.loss.arguments import whole
+from jaxshard.loss.check import LossReport, RowsError, check
+from jaxshard.loss.predict import Predict, predict
+from jaxshard.loss.unshard import lookup, unshard
+from jaxshard.loss.value_and_grad import Evaluate, ValueAndGrad, evaluate, value_and_grad
 from jaxshard.mesh import make_mesh
+from jaxshard.optimizer.optimizer import ShardedOptimizer
+from jaxshard.optimizer.precision import ShardedState
 from jaxshard.pipelining.pipeline import pipeline
 from jaxshard.processes.start import initialize
-from jaxshard.rows.verdict import RowsWarning
+from jaxshard.programs.rows.verdict import RowsWarning
+from jaxshard.step.batch import shard_batch, specs_of
+from jaxshard.step.skips import NonFiniteError
+from jaxshard.step.step import TrainStep, train_step
+from jaxshard.strategies import ddp, fsdp, hsdp, hybrid, pipeline_parallel, tensor_parallel, zero1, zero2, zero3
+from jaxshard.system.command import is_command as _is_command  # noqa: F401  (first: it acts before JAX is imported)
 
 __version__ = "0.1.0"
 

@@ -19,8 +19,8 @@ from typing import Any, cast
 import jax
 from jax.experimental import topologies
 
-from jaxshard.base import files, rings, small_files
 from jaxshard.base.source import warn
+from jaxshard.hardware import rings
 from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
 from jaxshard.hardware.machines import Machine as Machine
 from jaxshard.hardware.machines import examples
@@ -28,6 +28,7 @@ from jaxshard.hardware.machines import machine as machine
 from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
+from jaxshard.system import files, small_files
 
 __all__ = ["CompilerMissingError", "Machine", "compiled", "devices", "machine", "report"]
 

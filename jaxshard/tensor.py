@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard import collectives
 from jaxshard.base.tree import sum_dtype
-from jaxshard.core import collectives
 
 __all__ = [
     "axis_size",

@@ -1,9 +1,14 @@
 """Draws which part of jaxshard imports which, and checks it: `python scripts/draw_imports.py [--write]`.
 
-How it counts: a room is a folder or a file at the top of `jaxshard/`. An arrow goes from a room to another that any of
-its modules imports, anywhere in the file: at the top, within a function, or for types only. A room's floor is one above
-the highest that it imports. The script exits with 1 where there is a circle (of rooms or of modules), an arrow upwards
-in `ORDER`, more than 8 floors, or more than 60 arrows. `--write` writes docs/architecture.svg.
+How it counts:
+
+* A room is a folder or a file at the top of `jaxshard/`. A folder is a wing; a folder in it is a wing too.
+* An arrow goes from one room to another that any of its modules imports, anywhere in the file: at the top, within a
+  function, or for types only. Within a wing the same goes for its files and folders.
+* A floor is one above the highest room, or module, that is imported.
+
+The script exits with 1 where a rule is broken: no circle (of modules, of rooms, within a wing), no arrow upwards in
+`ORDER`, and the limits below. `--write` writes docs/architecture.svg, and a drawing of each wing to docs/wings/.
 """
 
 import argparse
@@ -15,12 +20,16 @@ from html import escape
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
-MAX_FLOORS, MAX_ARROWS = 8, 60
+WINGS = ROOT / "docs" / "wings"
+MAX_FLOORS, MAX_ARROWS = 12, 130  # of rooms
+MAX_FILES, MAX_LEVELS = 12, 2  # in a wing: files in one listing, folders below `jaxshard/`
+MAX_FILE_FLOORS, MAX_FILE_ARROWS = 28, 1150  # of modules
 
 # From the ground up: a room imports only rooms that stand before it.
 ORDER = (
-    *("base", "hardware", "processes", "mesh", "rows", "inner", "digest", "guards", "core", "inspect", "aot"),
-    *("pipelining", "tensor", "plan", "checkpoint", "jaxshard", "bench", "trainer", "cli", "__main__"),
+    *("base", "system", "hardware", "processes", "mesh", "programs", "platforms", "digest", "guards", "collectives"),
+    *("layout", "optimizer", "loss", "step", "strategies", "pipelining", "tensor", "inspect", "aot", "plan"),
+    *("checkpoint", "jaxshard", "apps", "cli", "__main__"),
 )
 
 Graph = Mapping[str, set[str]]
@@ -59,21 +68,29 @@ def module_graph(package: pathlib.Path) -> dict[str, set[str]]:
     return {name: imports_of(path.read_text(), name, modules) for name, path in modules.items()}
 
 
-def room_of(module: str) -> str:
-    """The room of a module: what follows the package's name, or that name.
+def room_of(module: str, wing: str = "jaxshard") -> str:
+    """The file or folder of a wing that a module lies in: what follows the wing's name, or that name's last word.
 
-    >>> room_of("jaxshard.core.layout"), room_of("jaxshard")
-    ('core', 'jaxshard')
+    >>> room_of("jaxshard.layout.cutting"), room_of("jaxshard"), room_of("jaxshard.layout.cutting", "jaxshard.layout")
+    ('layout', 'jaxshard', 'cutting')
     """
-    return [*module.split("."), ""][1] or module
+    return module.removeprefix(wing).lstrip(".").partition(".")[0] or wing.rpartition(".")[2]
 
 
-def room_graph(modules: Graph) -> dict[str, set[str]]:
-    """What each room imports of others."""
-    rooms: dict[str, set[str]] = {room_of(module): set() for module in modules}
-    for module, imported in modules.items():
-        rooms[room_of(module)] |= {room_of(one) for one in imported} - {room_of(module)}
+def room_graph(modules: Graph, wing: str = "jaxshard") -> dict[str, set[str]]:
+    """What each file and folder of a wing imports of the others."""
+    within = [module for module in modules if f"{module}.".startswith(f"{wing}.")]
+    rooms: dict[str, set[str]] = {room_of(module, wing): set() for module in within}
+    for module in within:
+        imported = {room_of(one, wing) for one in modules[module] if f"{one}.".startswith(f"{wing}.")}
+        rooms[room_of(module, wing)] |= imported - {room_of(module, wing)}
     return rooms
+
+
+def wings_of(modules: Graph) -> list[str]:
+    """The folders that hold modules, `jaxshard` itself left out."""
+    parents = {module.rpartition(".")[0] for module in modules}
+    return sorted(parents - {"", "jaxshard"})
 
 
 def circle(graph: Graph) -> list[str]:
@@ -103,17 +120,21 @@ def floors_of(graph: Graph) -> dict[str, int]:
     """
     if circle(graph):
         raise ValueError("a circle of imports: " + " -> ".join(circle(graph)))
-    return {node: _height(node, graph) for node in graph}
+    floors: dict[str, int] = {}
 
+    def height(node: str) -> int:
+        if node not in floors:
+            floors[node] = 1 + max((height(below) for below in graph[node]), default=0)
+        return floors[node]
 
-def _height(node: str, graph: Graph) -> int:
-    return 1 + max((_height(below, graph) for below in graph[node]), default=0)
+    return {node: height(node) for node in graph}
 
 
 def faults_of(modules: Graph) -> list[str]:
-    """What the house's rules forbid, one sentence each."""
+    """What breaks the rules, one sentence each."""
     rooms = room_graph(modules)
-    circles = [found for found in (circle(modules), circle(rooms)) if found]
+    inner = {wing: room_graph(modules, wing) for wing in wings_of(modules)}
+    circles = [found for found in map(circle, (modules, rooms, *inner.values())) if found]
     if circles:
         return ["a circle of imports: " + " -> ".join(found) for found in circles]
     faults = [f"{room} is not in ORDER of scripts/draw_imports.py" for room in rooms if room not in ORDER]
@@ -122,15 +143,26 @@ def faults_of(modules: Graph) -> list[str]:
     for room, imported in rooms.items():
         above = sorted(one for one in imported if ORDER.index(one) > ORDER.index(room))
         faults += [f"an arrow upwards: {room} imports {one}" for one in above]
-    num_floors, num_arrows = max(floors_of(rooms).values()), sum(map(len, rooms.values()))
-    faults += [f"{num_floors} floors, at most {MAX_FLOORS}"] if num_floors > MAX_FLOORS else []
-    return faults + ([f"{num_arrows} arrows, at most {MAX_ARROWS}"] if num_arrows > MAX_ARROWS else [])
+    faults += _too_many(rooms, MAX_FLOORS, MAX_ARROWS, "of rooms")
+    faults += _too_many(modules, MAX_FILE_FLOORS, MAX_FILE_ARROWS, "of files")
+    for wing in inner:
+        num_files = len([module for module in modules if module.rpartition(".")[0] == wing and module not in inner]) + 1
+        faults += [f"{wing} has {num_files} files, at most {MAX_FILES}"] if num_files > MAX_FILES else []
+        num_levels = wing.count(".")
+        faults += [f"{wing} lies {num_levels} levels deep, at most {MAX_LEVELS}"] if num_levels > MAX_LEVELS else []
+    return faults
 
 
-def summary(rooms: Graph) -> str:
+def _too_many(graph: Graph, max_floors: int, max_arrows: int, whose: str) -> list[str]:
+    num_floors, num_arrows = max(floors_of(graph).values()), sum(map(len, graph.values()))
+    faults = [f"{num_floors} floors {whose}, at most {max_floors}"] if num_floors > max_floors else []
+    return faults + ([f"{num_arrows} arrows {whose}, at most {max_arrows}"] if num_arrows > max_arrows else [])
+
+
+def summary(graph: Graph, noun: str = "rooms") -> str:
     """The picture's figures in words."""
-    num_floors, num_arrows = max(floors_of(rooms).values()), sum(map(len, rooms.values()))
-    return f"{len(rooms)} rooms, {num_floors} floors, {num_arrows} arrows"
+    num_floors, num_arrows = max(floors_of(graph).values()), sum(map(len, graph.values()))
+    return f"{len(graph)} {noun}, {num_floors} floors, {num_arrows} arrows"
 
 
 # The picture: floors from the ground up, each arrow from a room's lower edge to the upper edge of what it imports.
@@ -138,16 +170,16 @@ def summary(rooms: Graph) -> str:
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, MARGIN = 1000, 104, 124, 38, 40
 
 
-def svg(rooms: Graph) -> str:
-    """The picture of the rooms, as text."""
+def svg(rooms: Graph, wing: str = "jaxshard") -> str:
+    """The picture of a wing's files and folders, as text."""
     floors = floors_of(rooms)
     places = _places(floors)
     height = 2 * MARGIN + ROW * (max(floors.values()) - 1) + BOX_HEIGHT
     arrows = [_arrow(places[room], places[one]) for room in sorted(rooms) for one in sorted(rooms[room])]
-    boxes = [_box(room, *place) for room, place in sorted(places.items())]
+    boxes = [_box(wing, room, *place) for room, place in sorted(places.items())]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
-        f"<title>Imports between the parts of jaxshard: {summary(rooms)}</title>",
+        f"<title>Imports between the parts of {wing}: {summary(rooms)}</title>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#607080"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
@@ -162,11 +194,15 @@ def _places(floors: Mapping[str, int]) -> dict[str, tuple[float, float]]:
     """The middle of each box's upper edge; a floor's boxes are spread over the width."""
     places = {}
     for floor in set(floors.values()):
-        here = sorted((room for room in floors if floors[room] == floor), key=ORDER.index)
+        here = sorted((room for room in floors if floors[room] == floor), key=_rank)
         for index, room in enumerate(here):
             x = WIDTH * (index + 0.5 + 0.18 * (-1) ** floor) / len(here)  # floors are shifted, so arrows part
             places[room] = (round(x), MARGIN + ROW * (max(floors.values()) - floor))
     return places
+
+
+def _rank(room: str) -> tuple[int, str]:
+    return (ORDER.index(room) if room in ORDER else len(ORDER), room)
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
@@ -177,31 +213,46 @@ def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
     return f'<path d="{curve}" fill="none" stroke="#607080" stroke-opacity="0.55" marker-end="url(#tip)"/>'
 
 
-def _box(room: str, x: float, y: float) -> str:
-    is_folder = (ROOT / "jaxshard" / room).is_dir()
-    name = {"jaxshard": "__init__.py"}.get(room, room + ("/" if is_folder else ".py"))
+def _box(wing: str, room: str, x: float, y: float) -> str:
+    is_folder = (ROOT / wing.replace(".", "/") / room).is_dir()
+    name = "__init__.py" if room == wing.rpartition(".")[2] else room + ("/" if is_folder else ".py")
     fill = "#dcebf7" if is_folder else "#fdf3d8"
     return (
         f'<rect x="{x - BOX_WIDTH / 2:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" fill="{fill}" '
-        f'stroke="#34495e"/><text x="{x:g}" y="{y + 25:g}" text-anchor="middle" font-size="16">{escape(name)}</text>'
+        f'stroke="#34495e"/><text x="{x:g}" y="{y + 25:g}" text-anchor="middle" font-size="14">{escape(name)}</text>'
     )
+
+
+def pictures(modules: Graph) -> dict[pathlib.Path, str]:
+    """Each picture's file and text: the house, and each wing that has arrows within it."""
+    inner = {wing: room_graph(modules, wing) for wing in wings_of(modules)}
+    drawn = {
+        WINGS / f"{wing.partition('.')[2]}.svg": svg(graph, wing)
+        for wing, graph in inner.items()
+        if any(graph.values())
+    }
+    return {PICTURE: svg(room_graph(modules)), **drawn}
 
 
 def main() -> int:
     """Prints the figures and the faults; returns 1 if there is any fault."""
     parser = argparse.ArgumentParser(description="Checks the imports between the parts of jaxshard, and draws them.")
-    parser.add_argument("--write", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"write {PICTURE.relative_to(ROOT)} and docs/wings/")
     given = parser.parse_args()
     modules = module_graph(ROOT / "jaxshard")
     faults = faults_of(modules)
-    if not circle(room_graph(modules)):
-        rooms = room_graph(modules)
-        print(f"{summary(rooms)}, {len(modules)} modules")
+    rooms = room_graph(modules)
+    if not circle(modules) and not circle(rooms):
+        print(f"{summary(rooms)}; {summary(modules, 'files')}")
         floors = floors_of(rooms)
         for floor in range(max(floors.values()), 0, -1):
             print(floor, *sorted(room for room in rooms if floors[room] == floor))
         if given.write:
-            PICTURE.write_text(svg(rooms))
+            WINGS.mkdir(exist_ok=True)
+            for old in WINGS.glob("*.svg"):
+                old.unlink()
+            for path, text in pictures(modules).items():
+                path.write_text(text)
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0

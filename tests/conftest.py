@@ -7,7 +7,7 @@ import jax
 import pytest
 from compiled_once import AS_USERS_COMPILE, compile_fast, keep_programs
 
-os.environ.setdefault("NPROC", "16")  # threads of XLA for CPU: collectives block some (see core/owners.py)
+os.environ.setdefault("NPROC", "16")  # threads of XLA for CPU: collectives block some (see optimizer/owners/owners.py)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 compile_fast(not AS_USERS_COMPILE)

@@ -4,7 +4,7 @@ import os
 import shutil
 import stat
 
-from jaxshard.base import files
+from jaxshard.system import files
 
 
 class Recorder:

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import aot, inspect, plan
-from jaxshard.cli import plan_rows
-from jaxshard.core.state import init
-from jaxshard.core.step import loss_of
+from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.cli.plan import rows as plan_rows
 from jaxshard.hardware import chips
-from jaxshard.trainer.config import Config, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.optimizer.state import init
+from jaxshard.step.step import loss_of
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 256, 512, 256  # cut in lanes of 128, as a TPU keeps them
 CUT = P("data")

@@ -18,8 +18,8 @@ from jaxshard.base.types import Equation
 Frame: TypeAlias = tuple[str, int]  # the file and the line at which a function stood
 
 _OURS, _JAX = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), jax.__file__))
-_USERS = tuple(os.path.join(_OURS, part) + os.sep for part in ("trainer", "bench"))  # they use the rest as users do
-_ENTRANCES = tuple(os.path.join(_OURS, "core", name) for name in ("loss_program.py", "step.py"))
+_USERS = tuple(os.path.join(_OURS, part) + os.sep for part in ("apps",))  # they use the rest as users do
+_ENTRANCES = tuple(os.path.join(_OURS, *name) for name in (("loss", "loss_program.py"), ("step", "step.py")))
 _LIBRARIES = tuple(path + os.sep for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 

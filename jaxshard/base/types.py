@@ -83,7 +83,7 @@ class Equation(Protocol):
 
 
 class OpenJaxpr(Protocol):
-    """A traced program, as `jaxshard.base.jaxprs.open_jaxpr` gives it."""
+    """A traced program, as `jaxshard.programs.jaxprs.open_jaxpr` gives it."""
 
     invars: list[Var]
     outvars: list[Var]

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import jax
 
 from jaxshard.base.types import T
-from jaxshard.checkpoint.errors import CorruptCheckpointError
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError
 from jaxshard.processes import agreement
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
-from jaxshard.checkpoint.trouble import is_folder, mode_of
+from jaxshard.checkpoint.storage.trouble import is_folder, mode_of
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:

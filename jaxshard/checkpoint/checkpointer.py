@@ -18,21 +18,23 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, manifest, other_options
+from jaxshard.checkpoint import other_options
 from jaxshard.checkpoint.agreed import of_first
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
-from jaxshard.checkpoint.errors import CorruptCheckpointError, not_installed, not_saved
-from jaxshard.checkpoint.leaves import FlatTree, Leaf
-from jaxshard.checkpoint.manifest import CheckpointInfo
 from jaxshard.checkpoint.retention import Best, Retention
+from jaxshard.checkpoint.storage import leaves, manifest
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, not_installed, not_saved
+from jaxshard.checkpoint.storage.leaves import FlatTree, Leaf
+from jaxshard.checkpoint.storage.manifest import CheckpointInfo
 from jaxshard.checkpoint.template import check_fits, fits, part_of, unflatten
 from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
 try:
-    from jaxshard.checkpoint import orbax_store, reading
-    from jaxshard.checkpoint.plain_path import PlainPath
+    from jaxshard.checkpoint import reading
     from jaxshard.checkpoint.step_folders import StepFolders
+    from jaxshard.checkpoint.storage import orbax_store
+    from jaxshard.checkpoint.storage.plain_path import PlainPath
     from jaxshard.checkpoint.writer import Writer
 except ModuleNotFoundError as error:
     raise not_installed(error) from error

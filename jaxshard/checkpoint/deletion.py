@@ -5,7 +5,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from jaxshard.base import files
+from jaxshard.system import files
 
 
 class Deletion:

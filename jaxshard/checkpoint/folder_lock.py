@@ -10,7 +10,7 @@ from pathlib import Path
 
 import filelock
 
-from jaxshard.base import files, small_files
+from jaxshard.system import files, small_files
 
 _ID = re.compile("[0-9a-f]{32}")
 _MOST_BYTES = 2**16  # of `run.json`

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.checkpoint import leaves
 from jaxshard.checkpoint.arguments import whole_number
 from jaxshard.checkpoint.checkpointer import Checkpointer
-from jaxshard.checkpoint.leaves import Number
 from jaxshard.checkpoint.reading import newest_whole, read_index
 from jaxshard.checkpoint.step_folders import StepFolders, located
+from jaxshard.checkpoint.storage import leaves
+from jaxshard.checkpoint.storage.leaves import Number
 
 Nested: TypeAlias = "dict[str, np.ndarray | Number | Nested]"
 

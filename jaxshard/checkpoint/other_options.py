@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.base import eight_bits
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.checkpoint.leaves import NUMBERS, FlatTree, Index, Leaf
+from jaxshard.checkpoint.storage.leaves import NUMBERS, FlatTree, Index, Leaf
+from jaxshard.optimizer import eight_bits
 
 _EXTRA = re.compile(r"((?:.*/)?)extra/(?:(?:master|scale|loss_scale)/.*|rounding)")
 _CODES = ("int8", "uint8")

@@ -13,12 +13,13 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import leaves, manifest, orbax_store, sizes, template, trouble
+from jaxshard.checkpoint import template
 from jaxshard.checkpoint.agreed import agreed, of_first
-from jaxshard.checkpoint.errors import CorruptCheckpointError, first_line
-from jaxshard.checkpoint.leaves import Index, Leaf, Shaped
-from jaxshard.checkpoint.manifest import Manifest
 from jaxshard.checkpoint.step_folders import StepFolders
+from jaxshard.checkpoint.storage import leaves, manifest, orbax_store, sizes, trouble
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, first_line
+from jaxshard.checkpoint.storage.leaves import Index, Leaf, Shaped
+from jaxshard.checkpoint.storage.manifest import Manifest
 from jaxshard.digest import Fault, digests_and_faults
 
 _BYTES_AT_ONCE = 2**28  # of arrays that are verified or read one group after the other

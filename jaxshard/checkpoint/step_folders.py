@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from jaxshard.base import files
-from jaxshard.checkpoint import manifest, orbax_store
-from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError, first_line
-from jaxshard.checkpoint.manifest import Manifest
-from jaxshard.checkpoint.trouble import is_folder, patiently, system_error
+from jaxshard.checkpoint.storage import manifest, orbax_store
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError, first_line
+from jaxshard.checkpoint.storage.manifest import Manifest
+from jaxshard.checkpoint.storage.trouble import is_folder, patiently, system_error
+from jaxshard.system import files
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
 _LISTINGS = 100  # of a folder whose steps come and go while it is listed

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key
 from jaxshard.base.types import T
-from jaxshard.checkpoint.conversion import as_array, as_number, converted
-from jaxshard.checkpoint.errors import first_line
-from jaxshard.checkpoint.leaves import (
+from jaxshard.checkpoint.storage.conversion import as_array, as_number, converted
+from jaxshard.checkpoint.storage.errors import first_line
+from jaxshard.checkpoint.storage.leaves import (
     NUMBERS,
     Entry,
     FlatTree,

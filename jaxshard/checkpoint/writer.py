@@ -10,18 +10,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from jaxshard.base import files
 from jaxshard.base.source import warn
-from jaxshard.checkpoint import orbax_store
 from jaxshard.checkpoint.deletion import Deletion
-from jaxshard.checkpoint.errors import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.folder_lock import Lock
-from jaxshard.checkpoint.leaves import Index
-from jaxshard.checkpoint.manifest import HEALTHS, Manifest, health
-from jaxshard.checkpoint.plain_path import check_path
 from jaxshard.checkpoint.reading import check_saved
 from jaxshard.checkpoint.retention import Retention
 from jaxshard.checkpoint.step_folders import StepFolders
+from jaxshard.checkpoint.storage import orbax_store
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError
+from jaxshard.checkpoint.storage.leaves import Index
+from jaxshard.checkpoint.storage.manifest import HEALTHS, Manifest, health
+from jaxshard.checkpoint.storage.plain_path import check_path
+from jaxshard.system import files
 
 _PRUNING_SECONDS = 0.5  # after a save; what takes longer is done after the next ones
 _DELETION_SECONDS = 60  # waited for where the disk is full

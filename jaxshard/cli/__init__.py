@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from jaxshard.base.command import INTERRUPTED, is_command
-from jaxshard.base.text import printable, shortened
-from jaxshard.cli import streams
+from jaxshard.system import streams
+from jaxshard.system.command import INTERRUPTED, is_command
+from jaxshard.system.text import printable, shortened
 
 _HELP = """\
 jaxshard shards any optax optimizer over a JAX device mesh.
@@ -76,7 +76,12 @@ examples:
   jaxshard ckpt export runs/mine --safetensors model.safetensors
   jaxshard doctor --out /mnt/runs
 """
-_COMMANDS = ("train", "tokenize", "generate", "eval", "plan", "explain", "bench", "ckpt", "doctor")
+_COMMANDS = {
+    **{name: f"jaxshard.apps.commands.{name}" for name in ("train", "tokenize", "generate", "eval")},
+    **{name: f"jaxshard.cli.{name}.command" for name in ("plan", "explain")},
+    "bench": "jaxshard.apps.commands.bench",
+    **{name: f"jaxshard.cli.{name}.command" for name in ("ckpt", "doctor")},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,9 +115,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
     if command not in _COMMANDS:
-        return streams.fail("jaxshard", printable(f"{unknown_command(command, _COMMANDS)} (jaxshard --help)"), 2)
+        return streams.fail("jaxshard", printable(f"{unknown_command(command, [*_COMMANDS])} (jaxshard --help)"), 2)
     try:
-        module = importlib.import_module(f"jaxshard.cli.{command}")
+        module = importlib.import_module(_COMMANDS[command])
     except ModuleNotFoundError as error:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxshard.base.rings import ring_bytes
+from jaxshard.hardware.rings import ring_bytes
 from jaxshard.inspect import hlo
 
 

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.jaxprs import without_consts
+from jaxshard import collectives
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Jaxpr, Scalar, Tree
-from jaxshard.core import collectives, evaluation, unshard, uses
+from jaxshard.loss import evaluation, unshard, uses
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
 from jaxshard.pipelining.timetable import Info, Plan, Work
+from jaxshard.programs.jaxprs import without_consts
 
 
 class _Function(NamedTuple):

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Tree
-from jaxshard.core import collectives, unshard
+from jaxshard.loss import unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.one_f_one_b import Pipe
 from jaxshard.pipelining.stages import Parts

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of
 from jaxshard.base.types import Scalar, Tree
-from jaxshard.core import collectives
 from jaxshard.pipelining.timetable import Info, Plan
 
 

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.base.figures import by_own_settings
 from jaxshard.base.types import Scalar
+from jaxshard.system.figures import by_own_settings
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved")

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
-from jaxshard.base.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.base.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, pruned
 from jaxshard.plan.propagation import followed
+from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.programs.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
 
 
 def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform: str) -> Block:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxshard.base.primitives import FUSED, FUSED_INTO, MEMORYLESS, POINTWISE, REDUCTIONS, UPDATES
 from jaxshard.plan.program import Block, Op, Value
+from jaxshard.programs.primitives import FUSED, FUSED_INTO, MEMORYLESS, POINTWISE, REDUCTIONS, UPDATES
 
 
 def distinct(values: Sequence[Value]) -> list[Value]:

@@ -17,14 +17,15 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.axes import local_shape
 from jaxshard.base.tree import shape_of
 from jaxshard.base.types import Tree
-from jaxshard.core.layout import Layout
-from jaxshard.core.precision import like
-from jaxshard.core.step import TrainStep, loss_of
 from jaxshard.hardware.chips import Chip
+from jaxshard.layout.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
-from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
+from jaxshard.optimizer.precision import like
+from jaxshard.plan import from_jaxpr, program
 from jaxshard.plan.costs import Costs, costs_of
 from jaxshard.plan.roofline import Seconds, roofline
+from jaxshard.plan.xla import xla_gpu, xla_tpu
+from jaxshard.step.step import TrainStep, loss_of
 
 KINDS = ("params", "grads", "state", "batch", "activations")
 

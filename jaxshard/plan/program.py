@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxshard.base.primitives import ATTENTION_PRODUCTS
-from jaxshard.base.rings import ring_bytes
 from jaxshard.base.types import T
+from jaxshard.hardware.rings import ring_bytes
+from jaxshard.programs.primitives import ATTENTION_PRODUCTS
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
 

@@ -12,7 +12,7 @@ from test_checkpointer import assert_same_bits
 from test_fuzz_index import with_other_bytes
 
 from jaxshard.checkpoint import CorruptCheckpointError, from_bytes, to_bytes
-from jaxshard.checkpoint.manifest import DIGEST_BYTES, digest_of
+from jaxshard.checkpoint.storage.manifest import DIGEST_BYTES, digest_of
 
 SAVED = {"w": jnp.arange(6.0), "h": jnp.ones(3, jnp.bfloat16), "k": jax.random.key(1), "n": 3, "e": jnp.ones((2, 0))}
 DATA = to_bytes(SAVED)

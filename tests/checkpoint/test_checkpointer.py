@@ -348,7 +348,8 @@ def test_one_failed_read_condemns_no_checkpoint(tmp_path, monkeypatch):
             checkpoints.save(step, saved, blocking=True)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "jaxshard.checkpoint.orbax_store.read", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "hiccup"))
+                "jaxshard.checkpoint.storage.orbax_store.read",
+                lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "hiccup")),
             )
             with pytest.raises(OSError, match="checkpoint 2 cannot be read: Input/output error") as raised:
                 checkpoints.restore(saved)
@@ -367,7 +368,7 @@ def test_what_cannot_be_read_now_is_not_called_corrupt(tmp_path, monkeypatch, er
         for step in (1, 2):
             checkpoints.save(step, saved, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr("jaxshard.checkpoint.orbax_store.read", lambda *_: (_ for _ in ()).throw(error))
+            patch.setattr("jaxshard.checkpoint.storage.orbax_store.read", lambda *_: (_ for _ in ()).throw(error))
             with pytest.raises(OSError, match="checkpoint 2 cannot be read"):
                 checkpoints.restore(saved)
         checkpoints.save(2, saved)  # it is as good as it was

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from test_checkpointer import assert_same_bits, data_files
 
 import jaxshard.checkpoint
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError, from_bytes, manifest, to_bytes
-from jaxshard.checkpoint.quiet import quietly
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError, from_bytes, to_bytes
+from jaxshard.checkpoint.storage import manifest
+from jaxshard.checkpoint.storage.quiet import quietly
 from jaxshard.cli import main
 
 SAVED = {"w": jnp.arange(4096.0), "n": 3}

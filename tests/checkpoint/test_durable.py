@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from syncs import Recorder
 
-from jaxshard.checkpoint import Best, Checkpointer, orbax_store
+from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.checkpoint.storage import orbax_store
 
 TREE = {"w": np.arange(3000.0, dtype="f"), "v": jnp.ones((5, 5)), "n": 3}
 

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.checkpoint import Best, Checkpointer, manifest
+from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.checkpoint.storage import manifest
 from jaxshard.cli import main
 
 GOOD = {"params": {"w": jnp.ones((16, 8))}, "state": {"mu": jnp.zeros((16, 8)), "best": jnp.float32(jnp.inf)}}

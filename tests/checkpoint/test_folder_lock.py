@@ -12,8 +12,9 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from jaxshard.checkpoint import Checkpointer, orbax_store
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.folder_lock import Lock
+from jaxshard.checkpoint.storage import orbax_store
 
 SAVED = {"w": jnp.arange(4.0)}
 

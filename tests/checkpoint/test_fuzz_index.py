@@ -14,7 +14,8 @@ import pytest
 from test_checkpointer import assert_same_bits
 
 import jaxshard.checkpoint
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError, manifest
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
+from jaxshard.checkpoint.storage import manifest
 
 SAVED = {"w": jnp.arange(6.0), "k": jax.random.key(1), "n": 3, "x": {"y": jnp.ones((2, 0))}, "z": 0.5}
 INDEX = "_CHECKPOINT_METADATA"

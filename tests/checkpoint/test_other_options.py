@@ -11,8 +11,8 @@ import pytest
 from test_checkpointer import assert_same_bits
 
 import jaxshard
-from jaxshard.base import eight_bits
 from jaxshard.checkpoint import Checkpointer
+from jaxshard.optimizer import eight_bits
 
 WIDE, NARROW = jnp.float32, jnp.bfloat16
 OPTIONS = {

@@ -14,7 +14,8 @@ import tensorstore
 from test_damage import edited
 
 import jaxshard.checkpoint
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, sizes
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint.storage import sizes
 
 SAVED = {"w": jnp.zeros((64, 128)), "n": 3}
 HUGE = 2**40

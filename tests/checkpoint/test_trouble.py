@@ -16,9 +16,10 @@ import pytest
 from test_checkpointer import data_files
 
 import jaxshard.checkpoint
-from jaxshard.base import small_files
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, orbax_store, trouble
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxshard.checkpoint.storage import orbax_store, trouble
 from jaxshard.cli import main
+from jaxshard.system import small_files
 
 SAVED = {"w": jnp.arange(4096.0), "n": 3}
 READ = ("_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt")

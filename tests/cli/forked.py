@@ -68,7 +68,7 @@ def _serve():
 
     for name in MODULES:
         importlib.import_module(f"jaxshard.cli.{name}")
-    for name in ("tokenizers", "jaxshard.plan.drawing", "jaxshard.bench.nnx_peer"):
+    for name in ("tokenizers", "jaxshard.plan.pages.drawing", "jaxshard.apps.bench.nnx_peer"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in sys.argv[1:]:

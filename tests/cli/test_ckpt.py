@@ -18,9 +18,11 @@ import pytest
 from safetensors import SafetensorError, flax, safe_open
 from safetensors import numpy as safetensors_numpy
 
-from jaxshard.base import files
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.cli import ckpt_diff, ckpt_export, main
+from jaxshard.cli import main
+from jaxshard.cli.ckpt import diff as ckpt_diff
+from jaxshard.cli.ckpt import export as ckpt_export
+from jaxshard.system import files
 
 
 def tree(scale=1.0):

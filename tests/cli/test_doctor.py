@@ -11,13 +11,17 @@ import jax
 import pytest
 from jax import lax
 
-from jaxshard.base import files
 from jaxshard.checkpoint.folder_lock import Lock
-from jaxshard.cli import apart, doctor, doctor_devices, doctor_probe, doctor_sections, main
-from jaxshard.cli.apart import Told
-from jaxshard.cli.doctor_devices import Machine
-from jaxshard.inspect import folder, links, machine, setting_rules, settings
-from jaxshard.inspect.findings import Here
+from jaxshard.cli import main
+from jaxshard.cli.doctor import command as doctor
+from jaxshard.cli.doctor import devices as doctor_devices
+from jaxshard.cli.doctor import folder, links, machine, setting_rules, settings
+from jaxshard.cli.doctor import probe as doctor_probe
+from jaxshard.cli.doctor import sections as doctor_sections
+from jaxshard.cli.doctor.devices import Machine
+from jaxshard.cli.doctor.findings import Here
+from jaxshard.system import apart, files
+from jaxshard.system.apart import Told
 
 ROOT = Path(__file__).parents[2]
 GPUS, TPUS, SIMULATED = Here("gpu", 8, 64, ["gpu"], ["eth0", "lo"]), Here("tpu", 4), Here("cpu", 8, 2)
@@ -266,7 +270,7 @@ def test_it_needs_no_extra(tmp_path):
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({missing}))
-import jaxshard.cli.doctor as doctor, jaxshard.cli.doctor_probe as probe
+import jaxshard.cli.doctor.command as doctor, jaxshard.cli.doctor.probe as probe
 print([line for line in probe._folder(probe.Path({str(tmp_path)!r})) if "trial" not in line][1])
 print(doctor.doctor_sections.packages({{"python": "3"}}, ["jax<0"]).findings)
 """

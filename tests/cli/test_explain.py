@@ -11,9 +11,10 @@ import pytest
 
 from jaxshard import aot, inspect
 from jaxshard.base.source import place_of
-from jaxshard.cli import explanation, main, users_step
-from jaxshard.core.step import loss_of
+from jaxshard.cli import main
+from jaxshard.cli.explain import explanation, users_step
 from jaxshard.inspect.sources import Frame, frames
+from jaxshard.step.step import loss_of
 
 USERS = """
 import jax, jax.numpy as jnp, optax
@@ -282,7 +283,7 @@ def test_a_configuration(users, capsys, tmp_path, monkeypatch):
     found, _ = told(capsys, tmp_path, *words)
     gathered = [each for each in found["sent"] if each["kind"] == "all-gather"]
     assert gathered
-    assert all(re.search(r"trainer/model.py:\d+$", each["line"]) for each in gathered)
+    assert all(re.search(r"apps/model/model.py:\d+$", each["line"]) for each in gathered)
     assert {each["code"] for each in gathered} == {"return params if early else jaxshard.unshard(params)"}
     head = by_path(found)["head/kernel"]
     assert head["gathered"] == "gathered where unshard is"
@@ -432,9 +433,9 @@ def test_stacks_are_read_from_the_head(parents):
 
 
 def test_the_innermost_line_of_the_users_is_taken():
-    ours, jaxs = users_step.__file__.replace("cli/users_step", "core/unshard"), jax.__file__
+    ours, jaxs = users_step.__file__.replace("cli/explain/users_step", "loss/unshard"), jax.__file__
     optax = sys.modules["optax"].__file__
-    entrance = users_step.__file__.replace("cli/users_step", "core/loss_program")
+    entrance = users_step.__file__.replace("cli/explain/users_step", "loss/loss_program")
     own, library = ("/home/me/a.py", 3), (optax, 9)
     assert place_of([(jaxs, 1), (ours, 2), own, ("/home/me/b.py", 4)]) == ("/home/me/a.py:3", "")
     assert place_of([library, own]) == ("/home/me/a.py:3", "optax/__init__.py:9")

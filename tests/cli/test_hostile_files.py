@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from forked import Commands, listing
 
+from jaxshard.apps.config import seal
 from jaxshard.cli import main
-from jaxshard.trainer import seal
 
 SECONDS, BYTES = 30, 2 * 2**30
 SMALL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.hidden", "32"]

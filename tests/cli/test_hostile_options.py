@@ -9,10 +9,13 @@ import typing
 import pytest
 from forked import Commands, listing
 
-from jaxshard.cli import bench, ckpt, explain, generate, plan, tokenize
-from jaxshard.cli import eval as evaluate
-from jaxshard.cli.arguments import options_of
-from jaxshard.trainer.config import Arguments
+from jaxshard.apps.commands import bench, generate, tokenize
+from jaxshard.apps.commands import eval as evaluate
+from jaxshard.apps.commands.arguments import options_of
+from jaxshard.apps.config.config import Arguments
+from jaxshard.cli.ckpt import command as ckpt
+from jaxshard.cli.explain import command as explain
+from jaxshard.cli.plan import command as plan
 
 SECONDS = 5.0
 HUGE = "9" * 400

@@ -6,13 +6,15 @@ import os
 import jax.numpy as jnp
 import pytest
 
+from jaxshard.apps.config import toml
+from jaxshard.apps.config.config import Config
+from jaxshard.apps.huggingface import hf_folder
+from jaxshard.apps.records import trackers
+from jaxshard.apps.records.profile import Profile
+from jaxshard.apps.records.record import Lines, Recorder
+from jaxshard.apps.runs.run_folder import RunFolder
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
-from jaxshard.trainer import hf_folder, toml, trackers
-from jaxshard.trainer.config import Config
-from jaxshard.trainer.profile import Profile
-from jaxshard.trainer.record import Lines, Recorder
-from jaxshard.trainer.run_folder import RunFolder
 
 
 @pytest.fixture

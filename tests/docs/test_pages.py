@@ -10,8 +10,8 @@ import sys
 import pytest
 from pages import AFTER, BEFORE, PAGES, ROOT, blocks_of
 
+from jaxshard.apps.config.config import Config
 from jaxshard.pipelining.timetable import Plan, chart
-from jaxshard.trainer.config import Config
 
 RUNNER = ROOT / "tests" / "docs" / "pages.py"
 WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name != "docs/recipes.md"]  # tests/habits

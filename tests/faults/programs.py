@@ -19,11 +19,12 @@ import optax
 
 import jaxshard
 from jaxshard import guards
-from jaxshard.base import files
-from jaxshard.checkpoint import Checkpointer, trouble
-from jaxshard.cli import train
+from jaxshard.apps.commands import train
+from jaxshard.apps.records.record import Recorder
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint.storage import trouble
 from jaxshard.processes import agreement
-from jaxshard.trainer.record import Recorder
+from jaxshard.system import files
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 

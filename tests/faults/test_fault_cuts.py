@@ -19,10 +19,10 @@ from syncs import Recorder
 from test_fault_train import TINY
 
 import jaxshard
-from jaxshard.base import files
+from jaxshard.apps.data import tokenizing
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
-from jaxshard.trainer import tokenizing
+from jaxshard.system import files
 
 
 def told(*words):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxshard import NonFiniteError
+from jaxshard.apps.trainer.build import Run
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
 from jaxshard.digest import ReplicaError
-from jaxshard.trainer.build import Run
 
 TINY = """
 [model]

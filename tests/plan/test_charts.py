@@ -13,10 +13,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from jaxshard import plan
-from jaxshard.base import units
 from jaxshard.hardware import chips
-from jaxshard.plan import charts, drawing
-from jaxshard.plan import html as pages
+from jaxshard.plan.pages import charts, drawing
+from jaxshard.plan.pages import html as pages
+from jaxshard.system import units
 
 MB = 1e6
 NEAR = 30 * MB  # of memory: ddp does not fit, the others do

@@ -16,19 +16,21 @@ from test_costs import BLOCK, LAYERS, PARAMS, TABLES, VOCABULARY, batch, loss, p
 
 import jaxshard
 from jaxshard import inspect, plan
-from jaxshard.base.units import seconds_in_words, size_in_words
-from jaxshard.bench import models
-from jaxshard.cli import main, plan_rows, plan_tables
-from jaxshard.cli import plan as command
-from jaxshard.core.state import init
-from jaxshard.core.step import loss_of
+from jaxshard.apps.bench import models
+from jaxshard.apps.config.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.cli import main
+from jaxshard.cli.plan import command
+from jaxshard.cli.plan import rows as plan_rows
+from jaxshard.cli.plan import tables as plan_tables
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
+from jaxshard.optimizer.state import init
 from jaxshard.plan import Candidate, Target, from_jaxpr
 from jaxshard.plan.costs import costs_of
 from jaxshard.plan.program import Moved
 from jaxshard.plan.roofline import bandwidth_along
-from jaxshard.trainer.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
+from jaxshard.step.step import loss_of
+from jaxshard.system.units import seconds_in_words, size_in_words
 
 H100 = Target(chips.chip("h100"), 8, 80e9)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import jaxshard
-from jaxshard.cli.train import parse
+from jaxshard.apps.commands.train import parse
 from jaxshard.processes import start
 
 ROOT = Path(__file__).parents[2]

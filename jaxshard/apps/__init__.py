@@ -1,0 +1,1 @@
+"""Applications of jaxshard: the reference trainer, the benchmarks, and their commands."""

@@ -1,0 +1,1 @@
+"""The applications' commands: `train`, `tokenize`, `generate`, `eval`, `bench`."""

@@ -1,0 +1,186 @@
+"""The words of a command line, checked before tyro parses them: what is wrong is told in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import tyro
+
+from jaxshard.apps.config import toml
+from jaxshard.base.types import T
+from jaxshard.system.text import printable, shortened
+
+_LONGEST = 60  # characters of a value that are shown
+
+
+def options_of(kind: type) -> dict[str, object]:
+    """The options of a command line, as `section.name` or `name`, each with its type; of `X | None` it is X.
+
+    Args:
+      kind: a dataclass, its sections dataclasses too.
+    """
+    found: dict[str, object] = {}
+    marked = typing.get_type_hints(kind, include_extras=True)
+    for name, hint in typing.get_type_hints(kind).items():
+        if tyro.conf.Positional in getattr(marked[name], "__metadata__", ()):
+            continue
+        if dataclasses.is_dataclass(hint):
+            found |= {f"{name}.{option}": inner for option, inner in options_of(typing.cast(type, hint)).items()}
+        else:
+            found[name] = _without_none(hint)
+    return found
+
+
+def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, object] | None = None) -> None:
+    """Checks that every option is known and that its value is of its type.
+
+    Args:
+      words: of the command line.
+      kind: the dataclass that tyro makes of it.
+      command: as the user types it.
+      further: other names of options, each with its type.
+
+    Raises:
+      SystemExit: with status 2, after one line on standard error that names the option, and what it needs.
+    """
+    options = {**(further or {}), **options_of(kind), "help": bool}
+    for option, values in _options_in(words, options, command):
+        _check_values(option, values, options[_key(option)], command)
+    if "" in words and _positional(words, options):
+        refuse(command, "an argument is empty: leave it out, or name a file")
+
+
+def parsed(
+    words: Sequence[str], kind: type[T], command: str, description: str, further: Mapping[str, object] | None = None
+) -> T:
+    """The command line as `kind`, a dataclass; `check` says what is refused, and what `further` is."""
+    check(words, kind, command, further)
+    return by_tyro(words, kind, command, description)
+
+
+def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str, default: T | None = None) -> T:
+    """What tyro makes of a command line that `check` has seen.
+
+    Args:
+      words, kind, command: as for `check`.
+      description: what `--help` says first.
+      default: what the words change; None: the dataclass's own defaults.
+
+    Raises:
+      SystemExit: with status 2, after one line on standard error, where words are left.
+    """
+    how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
+    how |= {} if default is None else {"default": default}
+    with one_line(command):
+        given, unknown = tyro.cli(kind, args=list(words), **how)
+    if unknown:
+        refuse(command, _not_understood(unknown[0], options_of(kind), command))
+    return given
+
+
+@contextlib.contextmanager
+def one_line(command: str) -> Iterator[None]:
+    """While entered, what tyro prints in a box before it ends the command is told in one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()]
+        kept = [line for line in lines if line]
+        if end.code:
+            refuse(command, f"{kept[0]}: {' '.join(kept[1:])}" if kept else f"exit status {end.code}")
+        raise
+
+
+_FRAME = " -\u2500\u2502\u256d\u256e\u256f\u2570"  # lines and corners of a box
+
+
+def is_given(words: Sequence[str], name: str) -> bool:
+    """Whether the option `section.name` is among the words."""
+    return any(word.startswith("--") and _key(word) == name for word in words)
+
+
+def refuse(command: str, reason: str) -> NoReturn:
+    """Ends the command with status 2, after one line on standard error."""
+    print(f"{command}: {printable(shortened(reason))}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _options_in(
+    words: Sequence[str], options: Mapping[str, object], command: str
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Each option with its values."""
+    for place, word in enumerate(words):
+        if not word.startswith("--") or word.startswith("--tyro-"):
+            continue
+        option, equals, value = word.partition("=")
+        positive = _key(option).removeprefix("no_").replace(".no_", ".")
+        if bool in (options.get(positive), options.get(_key(option))) and not equals:
+            continue
+        if _key(option) not in options:
+            refuse(command, _not_understood(option, options, command))
+        following = [value] if equals else words[place + 1 :]
+        ends = (number for number, each in enumerate(following) if each.startswith("--") and not equals)
+        yield option, following[: next(ends, len(following))]
+
+
+def _check_values(option: str, values: Sequence[str], kind: object, command: str) -> None:
+    several = typing.get_origin(kind) is tuple
+    if kind is bool:
+        refuse(command, f"{option} takes no value")
+    if not values and not several:
+        refuse(command, f"{option} lacks its value")
+    for value in values if several else values[:1]:
+        needed = _needed(value, typing.get_args(kind)[0] if several else kind)
+        if needed:
+            shown = repr(value) if len(value) <= _LONGEST else f"{value[:_LONGEST]!r}..."
+            refuse(command, f"{option} {shown}: it must be {needed}")
+
+
+def _needed(value: str, kind: object) -> str:
+    """What the value must be, "" if it is that."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return "" if value in choices else f"one of {', '.join(map(repr, choices))}"
+    if kind in (int, float):
+        try:
+            typing.cast(type, kind)(value)
+        except ValueError:
+            return "a whole number" if kind is int else "a number"
+    if kind in (str, Path) and not value:
+        return "some text; leave the option out for its default"
+    return ""
+
+
+def _positional(words: Sequence[str], options: Mapping[str, object]) -> bool:
+    """Whether an empty word is no option's value."""
+    pairs = zip(["", *words], words, strict=False)
+    return any(not word and not options.get(_key(before)) for before, word in pairs)
+
+
+def _not_understood(word: str, options: Mapping[str, object], command: str) -> str:
+    if not word.startswith("-"):
+        config = "" if command.endswith("bench") else "give one CONFIG.toml, and "
+        return f"unknown argument {word!r}: {config}the name of an option stands before its value"
+    name = word.lstrip("-").partition("=")[0]
+    nearest = toml.nearest(_key(word), list(options)).replace("_", "-")
+    return f"unknown option --{name}; the nearest known one is --{nearest} ({command} --help lists all)"
+
+
+def _key(option: str) -> str:
+    return option.lstrip("-").partition("=")[0].replace("-", "_")
+
+
+def _without_none(hint: object) -> object:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    return hint

@@ -1,0 +1,251 @@
+"""`jaxshard bench`: steps of jaxshard beside those by other means, by compilers and on simulated devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+
+from jaxshard import aot
+from jaxshard.apps.bench import models, ours, processes, steps
+from jaxshard.apps.bench.measure import Row, Running, compiled, timed
+from jaxshard.apps.bench.step import Step, Task, UnfitError
+from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.commands import bench_tables
+from jaxshard.apps.config.devices import devices_of
+from jaxshard.apps.records.display import make_console, say
+from jaxshard.system import files
+from jaxshard.system.about import about
+from jaxshard.system.command import INTERRUPTED
+from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.files import check_file, check_room
+from jaxshard.system.streams import fail
+from jaxshard.system.units import nearest
+
+_DESCRIPTION = """Steps of jaxshard beside those by other means: memory, traffic and overlap as the machines' own
+compilers schedule them, and times on simulated devices.
+
+Nothing runs on TPU or GPU machines, which need not be here; on cpu:N the steps run, of a smaller model. What cannot be
+done is a row that says why. Exit status: 0 done, 1 no row has figures, 2 bad input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The command line of `jaxshard bench`."""
+
+    machines: tuple[str, ...] = ("h100:8", "v5e:2x4", "cpu:8")
+    """What to compile for. On cpu:N, which are simulated devices, steps are timed too."""
+    models: tuple[str, ...] = ("decoder",)
+    """decoder (12 x 1024), llama (1 G parameters), unrolled (the decoder's layers in a list), conv (convolutional)."""
+    steps: tuple[str, ...] = steps.NAMES
+    """ddp, zero1, zero2, zero3 are jaxshard's; the others are peers. By default all."""
+    microbatches: int = 1
+    """Parts whose gradients are summed before one update."""
+    masters: tyro.conf.FlagCreatePairsOff[bool] = False
+    """bfloat16 parameters and computation, with float32 masters in the state."""
+    rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Rows of a microbatch, of all devices."""
+    against: Annotated[str, tyro.conf.arg(metavar="STEP")] = "optax"
+    """The step whose time the others' are divided by."""
+    rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 10
+    """How often two steps are timed by turns; 0: not at all."""
+    processes: tuple[int, ...] = ()
+    """Measure too what this many devices cost over one, of jaxshard's --steps and of PyTorch's DDP,
+    ZeroRedundancyOptimizer and FSDP2 over gloo, in processes of their own: 2 8."""
+    torch: Annotated[Path | None, tyro.conf.arg(metavar="PYTHON")] = None
+    """The Python that has PyTorch; by default this one."""
+    options: Annotated[str, tyro.conf.arg(metavar="JSON")] = "{}"
+    """Compiler options, for all machines but cpu:N."""
+    toy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Models so small that figures mean nothing: to try the command."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all figures to this file, with versions, date and machine."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write bench.json and a plot for each machine and model to this folder."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard bench`; returns the exit status."""
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")  # no accelerator is started or taken from others
+    try:
+        with ended_at_once(lambda: "jaxshard bench: interrupted"):
+            return _run(parse(arguments))
+    except (ValueError, OSError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+_fail = functools.partial(fail, "jaxshard bench")
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line.
+
+    Raises:
+      ValueError: a name is not known, or a number out of range.
+    """
+    given = words.parsed(arguments, Arguments, "jaxshard bench", _DESCRIPTION)
+    _check_names("--models", given.models, models.MODELS)
+    _check_names("--steps", given.steps, steps.NAMES)
+    _check_names("--against", [given.against], steps.NAMES)
+    if not given.machines:
+        raise ValueError("--machines names none: give some, as h100:8, v5e:2x4 or cpu:8")
+    for machine in given.machines:
+        aot.machine(machine)
+    for name, value, least in (("microbatches", given.microbatches, 1), ("rows", given.rows, 1)):
+        if not least <= value <= 2**20:
+            raise ValueError(f"--{name} {value} must be from {least} to {2**20}")
+    if not 0 <= given.rounds <= 10**6:
+        raise ValueError(f"--rounds {given.rounds} must be from 0 to {10**6}")
+    for count in given.processes:
+        if not 2 <= count <= 64 or given.rows % count:
+            raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {given.rows}")
+    if given.processes and not given.rounds:
+        raise ValueError("--processes are only timed, and --rounds 0 times nothing: leave one of them out")
+    if given.torch is not None and not given.processes:
+        raise ValueError(f"--torch {given.torch} is for --processes: give 2 or 8 of these, too")
+    if given.torch is not None and not processes.is_python(given.torch):
+        raise ValueError(f"--torch {given.torch} is no Python that runs: name one that has PyTorch, as venv/bin/python")
+    _compiler_options(given)
+    _check_files(given)
+    return given
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
+    if not names:
+        raise ValueError(f"{option} names none: there is {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} {name!r} is not known{nearest(name, known)}; there is {', '.join(known)}")
+
+
+def _compiler_options(given: Arguments) -> dict[str, Any]:
+    try:
+        options = json.loads(given.options)
+    except ValueError as error:
+        raise ValueError(f"--options {given.options}: it must be JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--options {given.options}: it must be a JSON object of names and values")
+    return options
+
+
+def _check_files(given: Arguments) -> None:
+    if given.json is not None:
+        check_file("--json", given.json)
+    if given.out is not None:
+        check_room("--out", given.out)
+
+
+def _simulate(given: Arguments) -> None:
+    """Makes the simulated devices, before JAX starts."""
+    machines = [aot.machine(name) for name in given.machines if name.startswith("cpu:")]
+    if machines:
+        devices_of(max(machines, key=lambda machine: machine.num_devices))
+
+
+def _run(given: Arguments) -> int:
+    _simulate(given)
+    console, found = make_console(), []
+    start = about()
+    say(console, bench_tables.made_in_words(start))
+    for machine in given.machines:
+        for model in given.models:
+            rows = []
+            for row in _rows(given, machine, model):
+                rows.append(row)
+                say(console, bench_tables.line(row))
+            bench_tables.show(console, rows, given.against)
+            found += rows
+    for count in given.processes:
+        found += _beside_one_device(console, given, count)
+    _write(given, start, found)
+    return 0 if any(row.figures for row in found) else 1
+
+
+def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
+    """What `count` devices cost over one, shown."""
+    names = [name for name in given.steps if name in ours.NAMES] + list(processes.TORCH)
+    setting = processes.setting("toy" if given.toy else "small", given.rows, given.rounds, given.torch)
+    found = []
+    for row in processes.rows(names, count, setting):
+        found.append(row)
+        say(console, bench_tables.line(row))
+    bench_tables.show_beside_one(console, found)
+    return found
+
+
+def _rows(given: Arguments, machine: str, model: str) -> Iterator[Row]:
+    """The rows of one machine and model, one after the other."""
+    is_here = machine.startswith("cpu:")
+    try:
+        task = _task(given, machine, model)
+    except (aot.CompilerMissingError, UnfitError) as error:
+        yield from (Row(machine, model, step, {}, str(error)) for step in given.steps)
+        return
+    other = _Once(lambda: Running(steps.build(given.against, task), task))
+    for name in given.steps:
+        try:
+            step, figures = compiled(_building(name, task), {} if is_here else _compiler_options(given))
+        except UnfitError as error:
+            yield Row(machine, model, name, {}, str(error))
+            continue
+        except jax.errors.JaxRuntimeError as error:
+            yield Row(machine, model, name, {}, f"the compiler refuses it: {str(error).splitlines()[0]}")
+            continue
+        if is_here and given.rounds:
+            figures |= timed(other() if name == given.against else Running(step, task), other(), given.rounds)
+        yield Row(machine, model, name, figures)
+
+
+def _building(name: str, task: Task) -> Callable[[], Step]:
+    return lambda: steps.build(name, task)
+
+
+class _Once:
+    """What is made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], Running]):
+        self._make, self._made = make, None
+
+    def __call__(self) -> Running:
+        self._made = self._made or self._make()
+        return self._made
+
+
+def _task(given: Arguments, machine: str, model: str) -> Task:
+    """What the steps of a machine and a model do.
+
+    Raises:
+      UnfitError: the rows cannot be dealt to the devices.
+    """
+    described = aot.machine(machine)
+    mesh = jax.sharding.Mesh(devices_of(described), ("data",))
+    if given.rows % mesh.size:
+        raise UnfitError(f"{given.rows} rows cannot be dealt to {mesh.size} devices: give --rows a multiple of it")
+    size = "toy" if given.toy else "small" if described.chip.platform == "cpu" else "full"
+    dtype = "bfloat16" if given.masters else "float32"
+    rows = given.rows * given.microbatches
+    return Task(models.model(model, size, dtype=dtype), mesh, rows, given.microbatches, given.masters)
+
+
+def _write(given: Arguments, start: dict[str, object], rows: Sequence[Row]) -> None:
+    asked = {"microbatches": given.microbatches, "masters": given.masters, "rows": given.rows, "toy": given.toy}
+    asked |= {"against": given.against, "rounds": given.rounds, "options": _compiler_options(given)}
+    text = json.dumps({**start, "asked": asked, "rows": [row.to_dict() for row in rows]}, indent=1)
+    if given.json is not None:
+        files.overwrite(given.json, text + "\n")
+    if given.out is not None:
+        files.make_folder(given.out)
+        files.replace(given.out / "bench.json", text + "\n")
+        bench_tables.draw(rows, given.out)

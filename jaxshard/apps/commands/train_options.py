@@ -1,0 +1,230 @@
+"""The command line of `jaxshard train`: its options over those of a TOML file, and whether its folder fits them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.config import toml
+from jaxshard.apps.config.config import Arguments, Config, ModelConfig, OptimizerConfig, check
+from jaxshard.apps.huggingface import hf_config, hf_folder
+from jaxshard.apps.records import profile
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.apps.trainer import finished_run
+from jaxshard.apps.trainer.vocabulary import check_tokenizer
+
+_DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
+_COMMAND = "jaxshard train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(Arguments):
+    """The command line, and what there is to say about it.
+
+    Attributes:
+      notes: a line for each thing.
+      typed: what stands on the command line itself as text to read, which may be functions.
+    """
+
+    notes: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
+
+
+def parse(arguments: Sequence[str]) -> Given:
+    """The command line over the TOML file (given, or of the run to resume) over the defaults.
+
+    Raises:
+      ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
+    """
+    words.check(arguments, Arguments, _COMMAND, {"data": str})
+    given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments())
+    file, notes, goes_on_by_itself = given.config, [], False
+    typed = tuple(path for path in (given.data.path, given.data.heldout_path) if path is not None)
+    if (given.resume or given.resume_if_saved) and given.out is None:
+        raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
+    if given.out is not None:
+        folder = RunFolder(given.out)
+        if given.resume:
+            folder.check_saved(configured=file is not None)
+        goes_on_by_itself = _goes_on(given) and file is None
+        if goes_on_by_itself:
+            file, notes = folder.config, _check_own(folder)
+    in_file: frozenset[str] = frozenset()
+    if file is not None:
+        config, in_file = toml.parsed(file, pipes=not goes_on_by_itself)
+        given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
+    if given.profile is not None:
+        profile.steps_in(given.profile)
+    _check_encodable("--data", given.data.path)
+    _check_encodable("--out", given.out)
+    _check_encodable("--train.start", given.train.start)
+    if given.train.start is not None and not _goes_on(given) and not hf_folder.is_one(Path(given.train.start)):
+        finished_run.opened(Path(given.train.start), "train.start =")
+    model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
+    warmup = "optimizer.warmup_steps"
+    optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
+    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *told, *note), "typed": typed}
+    given = Given(**(vars(given) | changed))
+    check(given)
+    return given
+
+
+def model_of_start(config: Config, arguments: Sequence[str], in_file: Collection[str]) -> tuple[ModelConfig, list[str]]:
+    """The options of the model, those that nobody gave from the Hugging Face folder that `train.start` names.
+
+    Args:
+      config: as given.
+      arguments: the command line.
+      in_file: the keys that CONFIG.toml has.
+
+    Returns:
+      the options, and what there is to say.
+
+    Raises:
+      ValueError: the folder's model is none of ours, or an option that was given is another there.
+    """
+    start, model = config.train.start, config.model
+    if start is None or not hf_folder.is_one(Path(start)):
+        return model, []
+    before, found = finished_run.opened(Path(start), "train.start =")
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - set(finished_run.FREE[1:])
+    unnamed = [name for name in names if not _is_named(f"model.{name}", arguments, in_file)]
+    model = dataclasses.replace(model, **{name: getattr(before.model, name) for name in unnamed})
+    finished_run.check_same_model(found, before.model, model)
+    return model, [f"the model is that of {start}: {hf_config.in_words(model)}"] if unnamed else []
+
+
+def _is_named(key: str, arguments: Sequence[str], in_file: Collection[str]) -> bool:
+    return key in in_file or any(words.is_given(arguments, each) for each in (key, key.replace(".", ".no_")))
+
+
+def fitting_warmup(config: Config, is_given: bool) -> tuple[OptimizerConfig, list[str]]:
+    """The optimizer's options, with fewer steps of warm-up where the default leaves no step and the user gave none.
+
+    Returns:
+      the options, and what there is to say.
+
+    >>> from jaxshard.apps.config.config import TrainConfig
+    >>> _, (note,) = fitting_warmup(Config(train=TrainConfig(steps=30)), is_given=False)
+    >>> note
+    'optimizer.warmup_steps = 3, since the default, 50, leaves no step of train.steps = 30'
+    """
+    given, steps = config.optimizer, config.train.steps
+    if is_given or given.warmup_steps < steps or steps < 1:
+        return given, []
+    shorter = dataclasses.replace(given, warmup_steps=steps // _STEPS_PER_WARMUP_STEP)
+    default = f"the default, {given.warmup_steps}, leaves no step of train.steps = {steps}"
+    return shorter, [f"optimizer.warmup_steps = {shorter.warmup_steps}, since {default}"]
+
+
+_STEPS_PER_WARMUP_STEP = 8  # as in the defaults
+
+
+def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[bool, list[str]]:
+    """(whether the run goes on with what is saved there, what there is to say).
+
+    Raises:
+      ValueError: the folder cannot be that of this run.
+    """
+    goes_on = _goes_on(given)
+    if given.profile is not None:
+        taken = folder.latest_step() if goes_on else 0
+        profile.check(profile.steps_in(given.profile), config.train.steps - (taken or 0))
+    if goes_on:
+        check_tokenizer(config, folder.path, f"--out {folder.path}")
+        notes = _compared(folder, config)
+        finished_run.check_saved_sizes(folder, config.model, f"--out {folder.path}")
+        return True, notes
+    if given.resume_if_saved:
+        folder.check_unsaved()
+    else:
+        folder.check_free()
+    return False, []
+
+
+def _goes_on(given: Arguments) -> bool:
+    """Whether the run is to go on with what is saved: it was asked for, and something is saved."""
+    return given.resume or (given.resume_if_saved and given.out is not None and RunFolder(given.out).is_saved())
+
+
+def _check_encodable(name: str, path: str | Path | None) -> None:
+    """Raises ValueError for a path that cannot be written to config.toml or shown."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} {str(path)!r}: this name is not UTF-8: rename it") from None
+
+
+def _check_own(folder: RunFolder) -> list[str]:
+    """Checks that a run's own configuration is as the run wrote it; returns what there is to say.
+
+    A user may have edited it, and means it. But an edit looks like a bad disk; so the user says it once more, by naming
+    the file.
+    """
+    try:
+        state, lacking = toml.looked_at(folder.config)
+    except ValueError as error:
+        raise ValueError(f"--resume: {error}; {folder.cure()}") from None
+    if state == "changed":
+        cure = folder.cure(folder.config)
+        raise ValueError(f"--resume: {folder.config} is not what the run wrote; if you changed it yourself, {cure}")
+    if not lacking:
+        return []
+    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+    names = ", ".join(lacking[:5]) + more
+    return [f"{folder.config} lacks {names}: an older jaxshard wrote it, or it was cut short; the defaults are taken"]
+
+
+def _compared(folder: RunFolder, config: Config) -> list[str]:
+    """Compares the run's options with what is saved; returns what there is to say.
+
+    In which type sums are made (precision.reduce) may change.
+
+    Raises:
+      ValueError: an option would change the saved arrays or the random numbers, or leave no step.
+    """
+    taken = folder.latest_step() or 0
+    if config.train.steps < taken:
+        raise ValueError(
+            f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: give more"
+        )
+    try:
+        before, (state, _) = toml.load(folder.config), toml.looked_at(folder.config)
+    except ValueError as error:
+        return [f"{error}; so the options are not compared with those of the saved run"]
+    saved, given = _saved_as(before), _saved_as(config)
+    changes = ", ".join(
+        f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
+    )
+    if changes and state == "changed":
+        return [f"{folder.config} is not what the run wrote, and has other options: {changes}"]
+    if changes:
+        raise ValueError(f"--resume: the run saved in {folder.path} is another one: {changes}; leave these as saved")
+    return _other_heldout(before, config)
+
+
+def _other_heldout(before: Config, now: Config) -> list[str]:
+    """What there is to say where other text is held out than before."""
+    changes = [
+        f"data.{name} = {getattr(now.data, name)}, saved {getattr(before.data, name)}"
+        for name in ("heldout", "heldout_bytes")
+        if getattr(now.data, name) != getattr(before.data, name)
+    ]
+    if not changes:
+        return []
+    seen = "the model has seen some of it in training, and " if now.data.heldout > before.data.heldout else ""
+    return [f"{', '.join(changes)}: other text is held out: {seen}earlier evaluations do not compare"]
+
+
+def _saved_as(config: Config) -> dict[str, Any]:
+    """The options that decide which arrays are saved, how they are read, and which random numbers come."""
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "lora", "precision")}
+    sections |= {
+        "optimizer": {"name": config.optimizer.name},
+        "train": {"seed": config.train.seed, "start": config.train.start},
+    }
+    del sections["precision"]["reduce"]
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""A configuration: its options, its file, what each value may be."""

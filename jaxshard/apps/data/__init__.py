@@ -1,0 +1,1 @@
+"""Text and tokens, and the batches made of them."""

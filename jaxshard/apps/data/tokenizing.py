@@ -1,0 +1,266 @@
+"""Text made into files of tokens, in pieces, so that it may be larger than memory; and what makes the tokens."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxshard.apps.data.token_files import COUNTED, HEADERS, MOST_TOKENIZER_BYTES, TOKENIZER
+from jaxshard.system import small_files
+from jaxshard.system.files import make_folder, rename, sync_tree, workplace
+
+END = "<|endoftext|>"
+_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_PIECE = 2**18  # bytes that are read at once
+_CUTS = (r"(?<=\S)\n(?=\S)", r"(?<=[^\W_])(?=\r\n\S)", r"(?<=\S)(?= \S)")
+"""Where GPT-2's and its heirs' regular expressions end one word and begin another, whatever else is there."""
+_LONGEST = 2**24  # characters without a place to cut at
+_PIECES = 16  # that are encoded at once
+_FILES = ("train.bin", "val.bin", TOKENIZER)
+_MODELS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_CURE = "fetch its vocab.json and merges.txt, or tokenizer.json, where there is a network, and name their folder"
+
+
+def tokenizers(who: str = "this") -> Any:
+    """The package, which `who` needs.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError(f'{who} needs the package tokenizers: pip install "jaxshard[tokens]"') from None
+    return tokenizers
+
+
+def pieces(file: Path) -> Iterator[str]:
+    """The text of a file in pieces, cut where byte-level tokenizers cut, too, so that tokens stay the same.
+
+    Raises:
+      ValueError: it is no UTF-8.
+      OSError: it cannot be read.
+    """
+    decode, rest, read = codecs.getincrementaldecoder("utf-8")(), "", 0
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size  # what is added meanwhile is not read
+        while block := stream.read(min(_PIECE, size - read)):
+            try:
+                rest += decode.decode(block)
+            except UnicodeDecodeError as error:
+                place = read - (len(error.object) - len(block)) + error.start
+                raise ValueError(f"{file}: byte {place:,} is no UTF-8: convert it (iconv), or leave it out") from None
+            read += len(block)
+            cut = _cut(rest)
+            if cut:
+                yield rest[:cut]
+            rest = rest[cut:]
+    try:
+        rest += decode.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: it ends within a character of UTF-8: it was cut short") from None
+    if rest:
+        yield rest
+
+
+def _cut(text: str) -> int:
+    """The last place to cut at, 0 if there is none yet."""
+    for pattern in _CUTS:
+        tail = text[-2 * _PIECE :]
+        found = [match.end() for match in re.finditer(pattern, tail)]
+        if found:
+            return len(text) - len(tail) + found[-1]
+    return len(text) if len(text) > _LONGEST else 0
+
+
+def learned(files: Sequence[Path], vocabulary: int) -> Any:
+    """A byte-level BPE (Radford et al. 2019) of at most `vocabulary` tokens, the end of a text among them."""
+    package = tokenizers()
+    made = _byte_level(package.models.BPE())
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": vocabulary, "special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    text = itertools.chain.from_iterable(map(pieces, files))
+    in_words = made.pre_tokenizer
+    made.pre_tokenizer = package.pre_tokenizers.Sequence([in_words, package.pre_tokenizers.FixedLength(_WORD)])
+    made.train_from_iterator(text, package.trainers.BpeTrainer(**how))
+    made.pre_tokenizer = in_words
+    return made
+
+
+_WORD = 1000  # the most characters of a word that is learned from: the time grows with their square
+
+
+def _byte_level(model: Any) -> Any:
+    package = tokenizers()
+    made = package.Tokenizer(model)
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    return made
+
+
+def opened(name: str) -> Any:
+    """A tokenizer that is there.
+
+    Args:
+      name: a tokenizer.json, a folder with one or with GPT-2's two files, or "gpt2", which is fetched.
+
+    Raises:
+      ValueError: it cannot be had.
+    """
+    path = Path(name)
+    try:
+        found = _opened(name, path)
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raises no other
+        cure = f": {_CURE}" if name == "gpt2" and not path.exists() else ""
+        raise ValueError(f"--tokenizer {name} cannot be read: {error}{cure}") from error
+    largest = max(found.get_vocab().items(), key=lambda each: each[1], default=("", 0))
+    if largest[1] >= _MOST_IDS:  # tokenizers writes with memory for all ids up to the largest
+        raise ValueError(
+            f"--tokenizer {name}: token {largest[0]!r} has id {largest[1]:,}: below {_MOST_IDS:,} is needed"
+        )
+    return found
+
+
+_MOST_IDS = 2**24
+
+
+def _opened(name: str, path: Path) -> Any:
+    if path.is_dir():
+        return _of_folder(path)
+    if path.exists():
+        return _of_file(path)
+    if name == "gpt2":
+        return tokenizers().Tokenizer.from_pretrained(name)
+    raise ValueError(f"--tokenizer {name} does not exist: name a tokenizer.json, a folder with one, or gpt2")
+
+
+def _of_file(path: Path) -> Any:
+    content = small_files.read(path, MOST_TOKENIZER_BYTES)
+    try:
+        return tokenizers().Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
+
+
+def _of_folder(path: Path) -> Any:
+    package = tokenizers()
+    if (path / TOKENIZER).exists():
+        return _of_file(path / TOKENIZER)
+    for names in _MODELS:
+        vocabulary, merges = (path / name for name in names)
+        if vocabulary.exists() and merges.exists():
+            for file in (vocabulary, merges):
+                small_files.check(file, MOST_TOKENIZER_BYTES)
+            made = _byte_level(package.models.BPE.from_file(str(vocabulary), str(merges)))
+            if made.token_to_id(END) is not None:
+                made.add_special_tokens([END])
+            return made
+    pairs = ", or ".join(" and ".join(names) for names in _MODELS)
+    raise ValueError(f"--tokenizer {path}: it has no {TOKENIZER}, nor {pairs}")
+
+
+def end_of(token_of: Callable[[str], int | None]) -> tuple[str, int] | None:
+    """The token that ends a text, by what gives a token's number; None where there is none."""
+    return next(((text, token) for text in _ENDS if (token := token_of(text)) is not None), None)
+
+
+def check_folder(path: Path, overwrite: bool) -> None:
+    """Raises ValueError where tokens cannot be written to `path` without loss of what is there."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise ValueError(f"--out {path} is a file: name a folder")
+    others = sorted({entry.name for entry in path.iterdir()} - set(_FILES))
+    if others:
+        raise ValueError(f"--out {path} has {others[0]}, which is no file of tokens: name another folder")
+    if any(path.iterdir()) and not overwrite:
+        raise ValueError(f"--out {path} is there already: name another folder, or add --overwrite")
+
+
+def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> tuple[int, int]:
+    """Writes train.bin, val.bin and tokenizer.json, which appear together, once they are whole.
+
+    Tokens are uint16 or, where the vocabulary is larger, uint32 behind llm.c's header.
+
+    Args:
+      files: documents; the end of a text follows each.
+      tokenizer: makes the tokens.
+      path: the folder, which `check_folder` has seen.
+      heldout: part of the tokens that val.bin has, the last ones; 0: there is none.
+
+    Returns:
+      How many tokens train.bin and val.bin have.
+    """
+    path = path.resolve()
+    make_folder(path.parent)
+    with workplace(path.parent) as place:
+        new = place / "new"
+        new.mkdir()
+        counts = _write_tokens(files, tokenizer, new, heldout)
+        tokenizer.save(str(new / TOKENIZER))
+        sync_tree(new)
+        if path.exists():
+            path.rename(place / "old")
+        rename(new, path)
+    return counts
+
+
+def _write_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, heldout: float) -> tuple[int, int]:
+    """Writes all tokens to one file, and then moves the last of them to another."""
+    dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values(), default=0) < 2**16 else "<u4")  # ids may have holes
+    everything = folder / "all"
+    with everything.open("wb") as stream:
+        for tokens in _tokens(files, tokenizer):
+            stream.write(np.asarray(tokens, dtype).tobytes())
+    total = everything.stat().st_size // dtype.itemsize
+    held = int(total * heldout)
+    with everything.open("rb") as stream:
+        for name, count in (("train.bin", total - held), ("val.bin", held)):
+            if count:
+                _copy(stream, folder / name, count, dtype)
+    everything.unlink()
+    return total - held, held
+
+
+def _copy(stream: Any, file: Path, count: int, dtype: np.dtype) -> None:
+    with file.open("wb") as out:
+        if dtype.itemsize == 4:
+            magic = next(magic for magic, name in HEADERS.items() if name == "uint32")
+            out.write(np.asarray([magic, _LLAMA3, count % COUNTED, *[0] * 253], "<u4").tobytes())
+        left = count * dtype.itemsize
+        while block := stream.read(min(left, 2**24)):
+            out.write(block)
+            left -= len(block)
+
+
+_LLAMA3 = 7  # the version that llm.c writes
+
+
+def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
+    end = end_of(tokenizer.token_to_id)
+    tokenizer.encode_special_tokens = True  # those that stand in the text are text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for file in files:
+        text = pieces(file)
+        while batch := list(itertools.islice(text, _PIECES)):
+            for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield encoded.ids
+        if end is not None:
+            yield [end[1]]
+
+
+def is_lossless(file: Path, tokenizer: Any) -> bool:
+    """Whether the file's first piece is what its tokens say."""
+    piece = next(pieces(file), "")
+    tokenizer.encode_special_tokens = True
+    return tokenizer.decode(tokenizer.encode(piece, add_special_tokens=False).ids, skip_special_tokens=False) == piece

@@ -1,0 +1,1 @@
+"""The reference model: a decoder-only transformer."""

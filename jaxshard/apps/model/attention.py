@@ -1,0 +1,98 @@
+"""Which kernel attention runs in, and why it does not where it does not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.model.fused_attention import fused_attention, plain
+from jaxshard.base.types import AnyMesh, DType
+from jaxshard.mesh import platform_of
+
+_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+_DTYPES = {"gpu": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
+_OLD_GPUS = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")  # before Ampere; drivers name later ones otherwise
+_OTHER_GPUS = ("AMD", "gfx", "Radeon")
+
+
+def attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, how: str) -> jax.Array:
+    """Causal attention on the platform of the mesh that is set, as it is inside `jax.shard_map`.
+
+    Args:
+      q_BxLxHxK: queries.
+      k_BxLxGxK: keys, and
+      v_BxLxGxK: values, each head shared by H / G queries.
+      how: as `ModelConfig.attention`.
+
+    Raises:
+      ValueError: `how` is "fused", and no kernel takes these arrays.
+    """
+    mesh, (_, length, _, features) = jax.sharding.get_abstract_mesh(), q_BxLxHxK.shape
+    if how == "xla" or _refused(how, _why_not(length, features, q_BxLxHxK.dtype, mesh)):
+        return plain(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK)
+    return fused_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, _KERNELS[platform_of(mesh)])
+
+
+def attention_to_cached(
+    q_BxLxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array, start: jax.Array | int
+) -> jax.Array:
+    """(B, L, H, K): causal attention of the positions from `start` on to all T that there is room for."""
+    seen_LxT = jnp.arange(k_BxTxGxK.shape[1]) <= start + jnp.arange(q_BxLxHxK.shape[1])[:, None]
+    return jax.nn.dot_product_attention(q_BxLxHxK, k_BxTxGxK, v_BxTxGxK, mask=seen_LxT[None, None])
+
+
+def why_not_fused(model: ModelConfig, mesh: AnyMesh) -> str | None:
+    """Why the model's attention does not run in one kernel on a mesh; None if it does, or need not.
+
+    Raises:
+      ValueError: `model.attention` is "fused", and it cannot.
+    """
+    if model.attention == "xla":
+        return None
+    reason = _why_not(model.sequence_length, model.width // model.heads, jnp.dtype(model.dtype), mesh)
+    return reason if _refused(model.attention, reason) and platform_of(mesh) in _KERNELS else None
+
+
+def _refused(how: str, reason: str | None) -> bool:
+    """Whether there is a reason; raises a ValueError for it where `how` is strict."""
+    if reason is not None and how == "fused":
+        raise ValueError(
+            f"model.attention = fused: {reason}; change that, or let model.attention = auto fall back to plain "
+            "operations"
+        )
+    return reason is not None
+
+
+def _why_not(length: int, features: int, dtype: DType, mesh: AnyMesh) -> str | None:
+    """Why no kernel runs attention of these sizes on the devices of a mesh; None if one does."""
+    platform = platform_of(mesh)
+    if platform not in _KERNELS:
+        return f"there is no kernel for the platform {platform}, only for GPU and TPU"
+    if jnp.dtype(dtype).name not in _DTYPES[platform]:
+        return f"the kernel for {platform} takes {' and '.join(_DTYPES[platform])}, and model.dtype = {dtype}"
+    return _why_not_on_gpu(length, features, _kind_of(mesh)) if platform == "gpu" else _why_not_on_tpu(length)
+
+
+def _why_not_on_gpu(length: int, features: int, kind: str) -> str | None:
+    if length % 2:
+        return f"cuDNN takes an even number of positions, and model.sequence_length = {length}"
+    if features % 8 or features > 128:
+        return f"cuDNN's heads have at most 128 features, a multiple of 8, and model.width / model.heads = {features}"
+    if any(name in kind for name in _OLD_GPUS):
+        return f"cuDNN needs a GPU of Ampere's generation (2020) or later, and this is a {kind}"
+    return f"cuDNN is for NVIDIA's GPUs, and this is a {kind}" if kind.startswith(_OTHER_GPUS) else None
+
+
+def _why_not_on_tpu(length: int) -> str | None:
+    if length % 128:
+        return f"splash attention takes positions in multiples of 128, and model.sequence_length = {length}"
+    return None
+
+
+def _kind_of(mesh: AnyMesh) -> str:
+    """The devices' kind, as their driver names it; "" where it is not known."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh.abstract_device.device_kind if mesh.abstract_device else ""
+    return mesh.devices.flat[0].device_kind

@@ -1,0 +1,153 @@
+"""Causal attention in one kernel, which never writes the (L, L) matrix of weights to memory (Dao et al. 2022).
+
+Two primitives, `fused_attention` and `fused_attention_backward`, stand in the traced program, so that it can be planned
+where no such kernel is installed. What they are is decided when they are compiled: cuDNN's flash attention for NVIDIA
+GPUs, Pallas's splash attention for TPUs, and plain operations elsewhere.
+
+The backward pass keeps queries, keys and values alone, and runs the forward kernel for the rest. Under `jax.checkpoint`
+the compilers see that it is the one that runs there already.
+
+Names of arrays end in their dims: B rows, L positions, H heads, G heads of keys and values, K features of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from jaxshard.base.axes import varying
+from jaxshard.base.types import Jaxpr
+from jaxshard.collectives import vary
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(B, L, H, K) queries, (B, L, G, K) keys and values -> (B, L, H, K)."""
+
+_BLOCKS = (1024, 512, 256, 128)  # positions that splash attention takes at a time
+
+
+def fused_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, kernel: str) -> jax.Array:
+    """Causal attention, each head of keys and values shared by H / G queries.
+
+    Args:
+      q_BxLxHxK: queries.
+      k_BxLxGxK: keys, and
+      v_BxLxGxK: values.
+      kernel: "cudnn" or "splash", whichever the platform has: `jaxshard.plan` asks what it costs.
+
+    Returns:
+      (B, L, H, K), in the dtype of the queries.
+    """
+    given = (q_BxLxHxK, k_BxLxGxK, v_BxLxGxK)
+    axes = tuple(frozenset[str]().union(*(varying(x) for x in given)))
+    return _attention(kernel, *(vary(x, axes) for x in given))
+
+
+_forward = Primitive("fused_attention")
+_backward = Primitive("fused_attention_backward")
+_backward.multiple_results = True
+_forward.def_abstract_eval(lambda q, k, v, *, kernel: q)
+_backward.def_abstract_eval(lambda q, k, v, cotangent, *, kernel: (q, k, v))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(kernel: str, *qkv: jax.Array) -> jax.Array:
+    return _forward.bind(*qkv, kernel=kernel)
+
+
+_attention.defvjp(
+    lambda kernel, *qkv: (_forward.bind(*qkv, kernel=kernel), qkv),
+    lambda kernel, qkv, cotangent: tuple(_backward.bind(*qkv, cotangent, kernel=kernel)),
+)
+
+
+# The kernels.
+
+
+def plain(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array) -> jax.Array:
+    """Causal attention by plain operations, which write the weights of all pairs of positions to memory."""
+    return jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
+
+
+def _cudnn(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True, implementation="cudnn")
+
+
+def splash(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, interpret: bool = False) -> jax.Array:
+    """Causal attention by the Pallas kernel for TPUs.
+
+    Args:
+      q_BxLxHxK, k_BxLxGxK, v_BxLxGxK: L a multiple of 128.
+      interpret: run it by plain operations, on any platform.
+    """
+    (rows, length, heads, features), groups = q_BxLxHxK.shape, k_BxLxGxK.shape[2]
+    q_BxLxHxK = (q_BxLxHxK / features**0.5).astype(q_BxLxHxK.dtype)
+    q_BxHxLxK, k_BxGxLxK, v_BxGxLxK = (jnp.swapaxes(x, 1, 2) for x in (q_BxLxHxK, k_BxLxGxK, v_BxLxGxK))
+    q_BxGxPxLxK = q_BxHxLxK.reshape(rows, groups, heads // groups, length, features)
+    kernel = _splash_kernel(length, heads // groups, interpret)
+    y_BxGxPxLxK = jax.vmap(jax.vmap(kernel))(q_BxGxPxLxK, k_BxGxLxK, v_BxGxLxK)
+    return jnp.swapaxes(y_BxGxPxLxK.reshape(rows, heads, length, features), 1, 2)
+
+
+def _splash_kernel(length: int, queries: int, interpret: bool) -> Callable[..., Any]:
+    """Attention of `queries` heads that share keys and values: (P, L, K), (L, K), (L, K) -> (P, L, K).
+
+    Its backward pass is two kernels. As one it would hold a (L, K) gradient of the queries for each block of keys.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # importing it takes a second
+
+    size = next(block for block in _BLOCKS if length % block == 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    at_once: dict[str, Any] = dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(size, 512))
+    blocks = pallas.BlockSizes(**dict.fromkeys(names, size), **at_once)
+    mask = pallas.MultiHeadMask([pallas.CausalMask((length, length))] * queries)
+    return pallas.make_splash_mqa_single_device(mask, block_sizes=blocks, interpret=interpret)
+
+
+# What the primitives are compiled to.
+
+
+def _value(attention: Attention, *qkv: jax.Array) -> list[jax.Array]:
+    """The result, as the forward pass of a gradient makes it: so compilers see that both are one."""
+    return [jax.vjp(attention, *qkv)[0]]
+
+
+def _gradients(attention: Attention, *given: jax.Array) -> Sequence[jax.Array]:
+    *qkv, cotangent = given
+    return jax.vjp(attention, *qkv)[1](cotangent)
+
+
+@functools.cache
+def _traced(fn: Callable[..., Any], attention: Attention, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Jaxpr:
+    """The program of a kernel on one device.
+
+    It is traced in a thread of its own, where no mesh is set: Pallas refuses to be traced under
+    `shard_map(check_vma=True)`, and the types have been checked before.
+    """
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(lambda: jax.make_jaxpr(functools.partial(fn, attention))(*shapes)).result()
+
+
+def _compiled_as(primitive: Primitive, fn: Callable[..., Any], attention: Attention, platform: str | None) -> None:
+    """On a platform (None: on all others) the primitive is compiled as `fn(attention, *operands)`."""
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, kernel: str) -> Any:
+        del kernel
+        avals: Sequence[Any] = ctx.avals_in
+        closed = _traced(fn, attention, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+        lowered = mlir.lower_fun(jaxpr_as_fun(closed))
+        return lowered(ctx.replace(avals_in=closed.in_avals), *operands)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+for _primitive, _fn in ((_forward, _value), (_backward, _gradients)):
+    _compiled_as(_primitive, _fn, plain, None)
+    _compiled_as(_primitive, _fn, _cudnn, "cuda")
+    _compiled_as(_primitive, _fn, splash, "tpu")

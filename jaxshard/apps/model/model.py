@@ -1,0 +1,405 @@
+"""The reference model: a decoder-only transformer over bytes, its layers stacked on a leading dim and scanned.
+
+Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, G heads of
+keys and values, P a group's queries, key and value, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxshard
+from jaxshard.apps.config.config import NO_LORA, LoraConfig, ModelConfig
+from jaxshard.apps.model.attention import attention, attention_to_cached
+from jaxshard.apps.model.linear import Linear
+from jaxshard.base.types import T, Tree
+from jaxshard.pipelining.timetable import Info
+
+Params = dict[str, Any]
+Batch = dict[str, jax.Array]
+Cache = tuple[jax.Array, jax.Array]  # keys and values, (B, T, G, K); of all layers (layers, B, T, G, K)
+
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions: those between are slowed down by a part
+_MOST_LOGITS = 2**27  # of a row, in float32 512 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """How the layers go through the stages of `jaxshard.pipeline`.
+
+    Attributes:
+      schedule: in which order the stages take the microbatches.
+      num_microbatches: parts of each device's rows that go from stage to stage.
+      virtual: stages on each device.
+      gather: when a stage asks for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
+      remat: what gpipe computes again in the backward pass: the whole "tick", or each "stage".
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    virtual: int = 1
+    gather: str = "step"
+    remat: str = "tick"
+
+
+class LanguageModel:
+    """`Transformer` as pure functions of a plain nested dict of float32 arrays.
+
+    Its layers are built of `jaxshard.tensor`'s blocks, so that they can be cut over the tensor axis, as `specs` say.
+
+    Args:
+      config: sizes and choices of the model.
+      pipelined: run the layers as the stages of a pipeline; None: one after the other.
+      sequence_parallel: activations between the layers are cut along the sequence, over the tensor axis.
+      lora: adapters of the blocks' matrices.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pipelined: Pipelined | None = None,
+        sequence_parallel: bool = False,
+        lora: LoraConfig = NO_LORA,
+    ):
+        self.config, self.pipelined, self.lora = config, pipelined, lora
+        self._sequence = 1 if sequence_parallel else None
+        model = nnx.eval_shape(lambda: Transformer(config, lora, nnx.Rngs(0)))
+        self._graphdefs = {name: nnx.split(part)[0] for name, part in model.parts().items()}
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.lora, nnx.Rngs(key)), nnx.Param))
+        if self.virtual > 1:
+            params["blocks"] = jax.tree.map(lambda x: x.reshape(self.virtual, -1, *x.shape[1:]), params["blocks"])
+        return params
+
+    @property
+    def specs(self) -> list[tuple[str, P]]:
+        """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
+        stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
+        scales = [(r"^blocks/.*(qkv|up)/kernel_scale$", P(*stage, "tensor"))] if self.lora.base == "int8" else []
+        biases = [(r"^blocks/.*(qkv|up)/bias$", P(*stage, "tensor"))] if self.config.bias else []
+        rules = [
+            (r"^blocks/.*(qkv|up)/(kernel|lora_b)$", P(*stage, None, "tensor")),
+            (r"^blocks/.*(out|down)/(kernel|lora_a)$", P(*stage, "tensor")),
+            *scales,
+            *biases,
+            (r"^blocks/", P(*stage)),
+            (r"^embedding/", P("tensor")),
+        ]
+        return rules if self.config.tied else [*rules, (r"^head/kernel$", P(None, "tensor"))]
+
+    @property
+    def virtual(self) -> int:
+        """Rounds that the layers are cut into; above 1, their arrays are (virtual, layers / virtual, ...)."""
+        return self.pipelined.virtual if self.pipelined else 1
+
+    def loss(self, params: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Mean loss in nats per byte.
+
+        Args:
+          params: as `init` makes them.
+          batch: `{"tokens": (B, L + 1) int32}`; each position predicts the next.
+          key: for dropout; without it nothing is dropped.
+        """
+        return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
+
+    def empty_cache(self, rows: int) -> Cache:
+        """For `extended`: no position of any row."""
+        config = self.config
+        shape = (
+            config.layers,
+            rows,
+            config.sequence_length,
+            config.kv_heads or config.heads,
+            config.width // config.heads,
+        )
+        return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+    def extended(
+        self, params: Params, tokens_BxL: jax.Array, cache: Cache, start: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Reads more of each row, in the global view; the layers are in one stack.
+
+        Args:
+          params: as `init` makes them, whole or cut over devices.
+          tokens_BxL: the next L tokens.
+          cache: keys and values of the `start` positions before these.
+          start: with L at most `sequence_length`.
+
+        Returns:
+          (logits of what comes next, (B, V) float32; the cache with these positions).
+        """
+        dtype, (_, length) = jnp.dtype(self.config.dtype), tokens_BxL.shape
+        x_BxLxD = params["embedding"]["embedding"][tokens_BxL].astype(dtype)
+        if self.config.positions == "learned":
+            x_BxLxD += params["positions"]["embedding"][start + jnp.arange(length)].astype(dtype)
+
+        def body(x_BxLxD: jax.Array, layer: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
+            state, cached = layer
+            return self._part("blocks", state).extended(x_BxLxD, cached, start)
+
+        x_BxLxD, cache = jax.lax.scan(body, x_BxLxD, (params["blocks"], cache))
+        x_BxD = self._part("norm", params["norm"])(x_BxLxD[:, -1])
+        head_DxV = params["embedding"]["embedding"].T if self.config.tied else params["head"]["kernel"]
+        return (x_BxD.astype(dtype) @ head_DxV.astype(dtype)).astype(jnp.float32), cache
+
+    def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sum of `weights * loss` in nats, and the sum of `weights`, where `batch["weights"]` is `(B, L)` float32."""
+
+        def total(losses_BxL: jax.Array, batch: Batch) -> jax.Array:
+            return jnp.sum(losses_BxL * batch["weights"])
+
+        count = self.pipelined.num_microbatches if self.pipelined else 1
+        return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
+
+    def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
+        """The mean over microbatches of `reduce(losses, batch)`, whose losses are (B, L)."""
+        shared = {name: part for name, part in params.items() if name != "blocks"}
+
+        def stage(blocks: Tree, x_BxLxD: jax.Array, info: Info) -> jax.Array:
+            return self._layers(blocks, x_BxLxD, info, key)
+
+        def last(shared: Params, x_BxLxD: jax.Array, batch: Batch, info: Info) -> jax.Array:
+            return reduce(self._losses(shared, x_BxLxD, batch), batch)
+
+        if self.pipelined is None:
+            alone = Info(0, 0)
+            x_BxLxD = stage(params["blocks"], self._embedded(shared, batch, alone), alone)
+            return last(shared, x_BxLxD, batch, alone)
+        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual", "remat")}
+        return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
+
+    def _part(self, name: str, params: Tree) -> Any:
+        """A part of the model with whole parameters."""
+        return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
+
+    def _asked(self, params: T) -> T:
+        early = self.pipelined is not None and self.pipelined.gather == "step"
+        return params if early else jaxshard.unshard(params)
+
+    def _embedded(self, shared: Params, batch: Batch, info: Info) -> jax.Array:
+        del info
+        tokens_BxL, dtype = batch["tokens"][:, :-1], jnp.dtype(self.config.dtype)
+        table_VxD = self._part("embedding", shared["embedding"]).embedding[...].astype(dtype)
+        x_BxLxD = jaxshard.tensor.vocab_parallel_embedding(tokens_BxL, table_VxD, sequence=self._sequence)
+        if self.config.positions == "rotary":
+            return x_BxLxD
+        positions_LxD = self._part("positions", shared["positions"])(jnp.arange(tokens_BxL.shape[1]))
+        return x_BxLxD + (positions_LxD if self._sequence is None else jaxshard.tensor.split_sequence(positions_LxD, 0))
+
+    def _layers(self, blocks: Tree, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
+        """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
+        count = jax.tree.leaves(blocks)[0].shape[0]
+        numbers = info.chunk * count + jnp.arange(count)
+
+        def body(x_BxLxD: jax.Array, layer: tuple[Tree, jax.Array]) -> tuple[jax.Array, None]:
+            state, number = layer
+            block = self._part("blocks", state)  # one layer is whole, inside what is recomputed
+            own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), info.microbatch)
+            return block(x_BxLxD, own, self._sequence), None
+
+        if self.config.remat:
+            body = jax.checkpoint(body, prevent_cse=False)
+        return jax.lax.scan(body, x_BxLxD, (blocks, numbers))[0]
+
+    def _losses(self, shared: Params, x_BxLxD: jax.Array, batch: Batch) -> jax.Array:
+        """(B, L) nats."""
+        dtype = jnp.dtype(self.config.dtype)
+        x_BxLxD = self._part("norm", shared["norm"])(x_BxLxD)
+        if self.config.tied:
+            head_DxV = self._part("embedding", shared["embedding"]).embedding[...].T
+        else:
+            head_DxV = self._part("head", shared["head"]).kernel[...]
+        return jaxshard.tensor.vocab_parallel_linear_cross_entropy(
+            x_BxLxD.astype(dtype),
+            head_DxV.astype(dtype),
+            batch["tokens"][:, 1:],
+            chunk=self._loss_chunk(batch["tokens"].shape[1] - 1, head_DxV.shape[1]),
+            sequence=self._sequence,
+        )
+
+    def _loss_chunk(self, length: int, columns: int) -> int:
+        """Of `length` positions, those whose logits over `columns` of the vocabulary exist at once; 0: all."""
+        if self.config.loss_chunk >= 0:
+            return self.config.loss_chunk
+        return next(n for n in range(length, 0, -1) if length % n == 0 and n * columns <= max(_MOST_LOGITS, columns))
+
+
+class Transformer(nnx.Module):
+    """Embedding, blocks, norm, head: the parameters, and their initial values."""
+
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
+        self.config = config
+        embed = functools.partial(nnx.Embed, features=config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.embedding = embed(config.vocabulary, embedding_init=nnx.initializers.normal(0.02))
+        if config.positions == "learned":
+            self.positions = embed(config.sequence_length, embedding_init=nnx.initializers.normal(0.02))
+        self.blocks = _stacked_blocks(config, lora, rngs)
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            self.head = _linear(config, config.width, config.vocabulary, NO_LORA, rngs, bias=False)
+
+    def parts(self) -> dict[str, nnx.Module]:
+        """Its parts by name, those that this configuration has."""
+        names = ("embedding", "positions", "blocks", "norm", "head")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to its input. `sequence`: the dim along which activations are cut."""
+
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, lora, rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = MLP(config, lora, rngs)
+
+    def __call__(self, x_BxLxD: jax.Array, key: jax.Array | None = None, sequence: int | None = None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        attended_BxLxD = self.attention(self.attention_norm(x_BxLxD), sequence)
+        x_BxLxD += _dropped(attended_BxLxD, self.dropout, keys[0], sequence)
+        return x_BxLxD + _dropped(self.mlp(self.mlp_norm(x_BxLxD), sequence), self.dropout, keys[1], sequence)
+
+    def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
+        """The same without dropout, for positions from `start` on; the cache has those before, and then these too."""
+        attended_BxLxD, cache = self.attention.extended(self.attention_norm(x_BxLxD), cache, start)
+        x_BxLxD += attended_BxLxD
+        return x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD), None), cache
+
+
+class Attention(nnx.Module):
+    """Causal attention, its heads shared out over the tensor axis.
+
+    Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
+    group, then its queries, its key and its value, so that a cut leaves groups whole.
+    """
+
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
+        self.kv_heads = config.kv_heads or config.heads
+        self.queries = config.heads // self.kv_heads
+        self.config, self.how = config, config.attention
+        features = config.width // config.heads
+        self.qkv = _linear(config, config.width, self.kv_heads * (self.queries + 2) * features, lora, rngs)
+        self.out = _linear(config, config.width, config.width, lora, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = self._heads(x_BxLxD, None, sequence)
+        y_BxLxHxK = attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, self.how)
+        return self.out.row_parallel(y_BxLxHxK.reshape(*y_BxLxHxK.shape[:2], -1), sequence)
+
+    def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
+        """Attention of positions from `start` on to those in the cache and to these."""
+        q_BxLxHxK, *new = self._heads(x_BxLxD, start, None)
+        at = (0, start, 0, 0)
+        k_BxTxGxK, v_BxTxGxK = (jax.lax.dynamic_update_slice(c, n, at) for c, n in zip(cache, new, strict=True))
+        y_BxLxHxK = attention_to_cached(q_BxLxHxK, k_BxTxGxK, v_BxTxGxK, start)
+        return self.out.row_parallel(y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), None), (k_BxTxGxK, v_BxTxGxK)
+
+    def _heads(
+        self, x_BxLxD: jax.Array, start: jax.Array | int | None, sequence: int | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries (B, L, H, K), keys and values (B, L, G, K), of positions from `start` on; None: from 0."""
+        qkv_BxLxF = self.qkv.column_parallel(x_BxLxD, sequence)
+        rows, length, _ = qkv_BxLxF.shape
+        positions_L = jnp.arange(length, dtype=jnp.float32)
+        positions_L = positions_L if start is None else positions_L + start
+        groups = jaxshard.tensor.per_device("model.kv_heads" if self.queries > 1 else "model.heads", self.kv_heads)
+        qkv_BxLxGxPxK = qkv_BxLxF.reshape(rows, length, groups, self.queries + 2, -1)
+        q_BxLxHxK = qkv_BxLxGxPxK[:, :, :, :-2].reshape(rows, length, groups * self.queries, -1)
+        k_BxLxGxK, v_BxLxGxK = qkv_BxLxGxPxK[:, :, :, -2], qkv_BxLxGxPxK[:, :, :, -1]
+        if self.config.positions == "rotary":
+            q_BxLxHxK, k_BxLxGxK = (_rotate(x, positions_L, self.config) for x in (q_BxLxHxK, k_BxLxGxK))
+        return q_BxLxHxK, k_BxLxGxK, v_BxLxGxK
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features between, shared out over the tensor axis.
+
+    The columns of a gated `up` go by feature, then gate and value, so that a cut leaves both together.
+    """
+
+    def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
+        self.gated = config.mlp == "swiglu"
+        self.up = _linear(config, config.width, config.hidden * (2 if self.gated else 1), lora, rngs)
+        self.down = _linear(config, config.hidden, config.width, lora, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x_BxLxD: jax.Array, sequence: int | None = None) -> jax.Array:
+        h_BxLxF = self.up.column_parallel(x_BxLxD, sequence)
+        if self.gated:
+            both_BxLxFx2 = h_BxLxF.reshape(*h_BxLxF.shape[:2], -1, 2)
+            h_BxLxF = jax.nn.silu(both_BxLxFx2[..., 0]) * both_BxLxFx2[..., 1]
+        else:
+            h_BxLxF = jax.nn.gelu(h_BxLxF)
+        return self.down.row_parallel(h_BxLxF, sequence)
+
+
+def _stacked_blocks(config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs) -> Block:
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, lora, rngs)
+
+    return make(rngs)
+
+
+def _linear(
+    config: ModelConfig,
+    inputs: int,
+    outputs: int,
+    lora: LoraConfig,
+    rngs: nnx.Rngs,
+    scale: float = 1.0,
+    bias: bool | None = None,
+) -> Linear:
+    """`bias`: by default as the configuration has it."""
+    init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
+    return Linear(inputs, outputs, config.dtype, init, lora, rngs, config.bias if bias is None else bias)
+
+
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+    how: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": jnp.dtype(config.dtype), "rngs": rngs}
+    if config.norm == "rms":
+        return nnx.RMSNorm(config.width, **how)
+    return nnx.LayerNorm(config.width, use_bias=config.bias, use_fast_variance=False, **how)
+
+
+def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
+    """Dropout. Devices that hold parts of a sequence drop the same elements as one device that holds all of it."""
+    if key is None or rate == 0.0:
+        return x_BxLxD
+    shape = list(x_BxLxD.shape)
+    if sequence is None:
+        kept = jax.random.bernoulli(key, 1.0 - rate, shape)
+    else:
+        shape[sequence] *= jaxshard.tensor.axis_size()
+        kept = jaxshard.tensor.split_sequence(jax.random.bernoulli(key, 1.0 - rate, shape), sequence)
+    return jnp.where(kept, x_BxLxD / (1.0 - rate), 0.0)
+
+
+def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array, config: ModelConfig) -> jax.Array:
+    """Rotary positions (Su et al. 2021): the two halves of each head turned by an angle that grows with position."""
+    frequencies_K2 = _frequencies(x_BxLxHxK.shape[-1] // 2, config)
+    angles_Lx1xK2 = (positions_L[:, None] * frequencies_K2)[:, None, :]
+    cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
+    left, right = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BxLxHxK.dtype)
+
+
+def _frequencies(half: int, config: ModelConfig) -> jax.Array:
+    """The angles, in radians, from one position to the next; slow ones made slower (Grattafiori et al. 2024)."""
+    frequencies_K2 = config.rotary_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rotary_factor == 1:
+        return frequencies_K2
+    turns_K2 = config.rotary_length * frequencies_K2 / (2 * jnp.pi)
+    kept_K2 = jnp.clip((turns_K2 - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS), 0, 1)
+    return frequencies_K2 * (kept_K2 + (1 - kept_K2) / config.rotary_factor)

@@ -1,0 +1,205 @@
+"""What the user sees: tables at the start, then a progress bar, or plain lines where no terminal is.
+
+No table cuts a number off: where a terminal is too narrow, cells take several lines.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+import jaxshard
+from jaxshard.system.units import size_in_words
+
+_PLAIN_WIDTH = 120
+
+
+def make_console() -> Console:
+    """Standard output of the first process; the others are silent. Text is shown as it is: brackets are no markup.
+
+    It is as wide as the terminal, or as COLUMNS says, or 120 wide.
+    """
+    quiet, columns = jax.process_index() != 0, os.environ.get("COLUMNS", "")
+    is_given = int(columns) > 0 if columns.isdecimal() else Console().is_terminal  # whose width rich follows
+    width = None if is_given else _PLAIN_WIDTH
+    return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints lines whole, however long, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True)
+
+
+def bits(nats: float) -> float:
+    """Nats to bits.
+
+    >>> round(bits(math.log(256)), 6)
+    8.0
+    """
+    return nats / math.log(2)
+
+
+def loss_in_words(nats: float, is_bytes: bool) -> str:
+    """A loss of text, whose bytes are counted, or of tokens.
+
+    >>> loss_in_words(math.log(4), is_bytes=True), loss_in_words(3.28, is_bytes=False)
+    ('2.000 bits/byte', '3.280 nats/token')
+    """
+    return f"{bits(nats):.3f} bits/byte" if is_bytes else f"{nats:.3f} nats/token"
+
+
+def _loss(scalars: Mapping[str, float], of: str) -> str:
+    return loss_in_words(scalars[f"{of}loss"], f"{of}bits_per_byte" in scalars)
+
+
+def _status(scalars: Mapping[str, float]) -> list[str]:
+    """A record of training in short lines, which stand beside a bar in 80 columns."""
+    loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
+    optimizer = [f"{1000 * scalars['step_seconds']:.0f} ms/step", f"lr {scalars['learning_rate']:.1e}"]
+    optimizer += [f"norm {scalars['grad_norm']:.2g}"] if "grad_norm" in scalars else []
+    devices = [f"MFU {scalars['mfu']:.0%}"] if "mfu" in scalars else []
+    devices += [f"{size_in_words(scalars['peak_memory_bytes'])} peak"] if "peak_memory_bytes" in scalars else []
+    devices += [f"{scalars['skipped_steps']} skipped"] if scalars["skipped_steps"] else []
+    lines = [loss, f"{scalars['tokens_per_second']:,.0f} tokens/s"], optimizer, devices
+    return ["  ".join(line) for line in lines if line]
+
+
+def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
+    """Memory of each device, beside what DDP holds.
+
+    Args:
+      strategy: its name.
+      held: bytes per device of each kind (params, grads, state) under the strategy.
+      whole: the same under DDP.
+    """
+    table = _table("bytes per device", [""], [strategy, "ddp", "ratio"])
+    for kind in held:
+        table.add_row(kind, *_cells(held[kind], whole[kind]))
+    table.add_section()
+    table.add_row("all", *_cells(sum(held.values()), sum(whole.values())))
+    return table
+
+
+def step_table(report: jaxshard.inspect.Report) -> Table:
+    """The collectives of a compiled step: a row for all of one kind, group size and dtype.
+
+    Columns: devices in a group, dtype, instructions, executions, bytes of their payloads, and bytes that each device
+    sends.
+    """
+    heads = ["group", "dtype", "count", "runs", "payload", "sent"]
+    table = _table("collectives in the compiled step", ["collective"], heads)
+    groups: dict[tuple[str, int, str], list[jaxshard.inspect.Collective]] = {}
+    for each in report.collectives:
+        groups.setdefault((each.kind, each.group_size, each.dtype), []).append(each)
+    for (kind, size, dtype), members in sorted(groups.items()):
+        runs, payload = sum(each.trips for each in members), sum(each.trips * each.bytes for each in members)
+        counts = (str(size), dtype, f"{len(members):,}", f"{runs:,}")
+        table.add_row(kind, *counts, size_in_words(payload), size_in_words(sum(each.wire_bytes for each in members)))
+    return table
+
+
+def step_totals(report: jaxshard.inspect.Report) -> str:
+    """What a compiled step sends and holds on each device, a line for each."""
+    sizes = {
+        "wire bytes sent per device and step": report.wire_bytes,
+        "peak memory per device": report.peak_bytes,
+        "  arguments": report.argument_bytes,
+        "  outputs": report.output_bytes,
+        "  outputs that reuse arguments": report.alias_bytes,
+        "  scratch": report.temp_bytes,
+    }
+    lines = [f"{what:<35}  {'unknown' if size is None else size_in_words(size)}" for what, size in sizes.items()]
+    overlapped = sum(bool(each.overlapped) for each in report.collectives)
+    lines.append(f"{'overlapped with compute':<35}  {overlapped} of {len(report.collectives)} collectives")
+    if not report.trips_known:
+        lines.append("some loops have no trip count that can be read: they count once, so less is shown than is sent")
+    return "\n".join(lines)
+
+
+def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float]], sent: Mapping[str, float]) -> Table:
+    """For each mesh axis, the part of the bytes that is cut over it, and the bytes that are sent along it.
+
+    Args:
+      sizes: devices along each axis.
+      shares: by axis and kind (params, grads, state), the part of the bytes that is cut over it, 0 to 1.
+      sent: bytes that each device sends per step, by axis; "data x tensor": along both at once.
+    """
+    kinds = list(next(iter(shares.values())))
+    heads = ["devices", *(f"{kind}\ncut" for kind in kinds), "sent per\nstep"]
+    table = _table("each axis's share", ["axis"], heads)
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    for axis in axes:
+        parts = (f"{shares[axis][kind]:.0%}" for kind in kinds)
+        table.add_row(axis, str(sizes[axis]), *parts, size_in_words(sent.get(axis, 0)))
+    for several in sorted(set(sent) - set(axes)):
+        table.add_row(several, *[""] * (1 + len(kinds)), size_in_words(sent[several]))
+    return table
+
+
+def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table with columns of words and of numbers; in a narrow terminal a cell takes several lines."""
+    table = Table(title=title)
+    for head in words:
+        table.add_column(head, overflow="fold")
+    for head in numbers:
+        table.add_column(head, justify="right", overflow="fold")
+    return table
+
+
+def _cells(ours: int, theirs: int) -> tuple[str, str, str]:
+    return size_in_words(ours), size_in_words(theirs), f"{ours / theirs:.3f}"
+
+
+class Display:
+    """A progress bar where `console` is a terminal, else a line for each record.
+
+    Args:
+      console: where to print.
+      first: the number of steps already taken.
+      last: the number of steps in all.
+    """
+
+    def __init__(self, console: Console, first: int, last: int):
+        self._console, self._last = console, last
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24 if console.width >= 100 else 10),
+            TextColumn("{task.fields[status]}", markup=False, table_column=Column(overflow="fold")),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal or console.quiet,
+        )
+        self._task = self._bar.add_task("", total=last, completed=first, status="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar."""
+        self._bar.update(self._task, completed=step)
+
+    def training(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Shows a record of training."""
+        lines = _status(scalars)
+        self._bar.update(self._task, status="\n".join(lines))
+        if self._bar.disable:
+            self._console.print("  ".join([self._at(step), *lines]))
+
+    def heldout(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Shows an evaluation, above the bar."""
+        self._console.print(f"{self._at(step)}  held out: {_loss(scalars, 'heldout_')}")
+
+    def _at(self, step: int) -> str:
+        return f"step {step:>{len(str(self._last))}}/{self._last}"

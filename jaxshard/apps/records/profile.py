@@ -1,0 +1,112 @@
+"""A trace of a few steps, by JAX's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import jax
+
+from jaxshard.base.types import Tree
+from jaxshard.system import files
+from jaxshard.system.text import printable, shell_command
+
+
+def steps_in(words: str) -> range:
+    """The steps that `--profile FROM:TO` asks for, counted from 0 in this process.
+
+    Raises:
+      ValueError: it is no range, or an empty one.
+
+    >>> steps_in("10:15")
+    range(10, 15)
+    """
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", words)
+    if not found:
+        raise ValueError(f"--profile {words!r}: it must be FROM:TO, as in --profile 10:15")
+    steps = range(int(found[1]), int(found[2]))
+    if not steps:
+        raise ValueError(f"--profile {words} has no step: TO must be above FROM, as in {steps.start}:{steps.start + 5}")
+    return steps
+
+
+def check(steps: range, left: int) -> None:
+    """Raises ValueError for steps that a process with `left` steps to take does not reach, or cannot trace."""
+    given = f"--profile {steps.start}:{steps.stop}"
+    if steps.stop > left:
+        raise ValueError(f"{given}: this process takes {left} steps: name steps below {left + 1}")
+    if steps and _would_crash():
+        backend = jax.default_backend()
+        raise ValueError(
+            f"{given}: JAX's profiler crashes where libtpu has looked for a TPU and there is none: set "
+            f"JAX_PLATFORMS={'cuda' if backend == 'gpu' else backend}"
+        )
+
+
+def _would_crash() -> bool:
+    """Whether libtpu is loaded, not only installed, in a process without a TPU (seen with jax 0.10.2)."""
+    maps = Path("/proc/self/maps")
+    return jax.default_backend() != "tpu" and maps.is_file() and "/libtpu.so" in maps.read_text(errors="replace")
+
+
+class Profile:
+    """Writes a trace of some of this process's steps, from when all before are done to when these are done.
+
+    Args:
+      steps: counted from 0; empty: nothing is traced.
+      folder: where the trace goes, of each process its own.
+      tell: shows the user a line.
+    """
+
+    def __init__(self, steps: range, folder: Path, tell: Callable[[str], None]):
+        several = jax.process_count() > 1
+        self._steps, self._tell = steps, tell
+        self._folder = folder / f"process_{jax.process_index()}" if several else folder
+        self._taken, self._is_on = 0, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_on:
+            self._stop()
+        elif self._taken < self._steps.start:
+            self._tell(f"no profile: the run ended after {self._taken} steps of this process")
+
+    def before(self, tree: Tree) -> None:
+        """Begins the trace, where the next step is the first of it and what the step reads is there."""
+        if self._steps and self._taken == self._steps.start and not self._is_on:
+            jax.block_until_ready(tree)
+            with self._kept_going():
+                files.check_no_links(self._folder)
+                jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+                self._is_on = True
+
+    def after(self, tree: Tree) -> None:
+        """Counts a step; ends the trace, where it was the last of it and what the step made is there."""
+        self._taken += 1
+        if self._is_on and self._taken == self._steps.stop:
+            jax.block_until_ready(tree)
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_on = False
+        with self._kept_going():
+            jax.profiler.stop_trace()
+            files.sync_tree(self._folder)
+            show = shell_command("xprof", "--logdir", str(self._folder))
+            self._tell(
+                f"a profile of {self._taken - self._steps.start} steps: {show} (pip install xprof) shows it, or "
+                f"ui.perfetto.dev its perfetto_trace.json.gz"
+            )
+
+    @contextlib.contextmanager
+    def _kept_going(self) -> Iterator[None]:
+        """A profile that cannot be written is told, and does not stop the run."""
+        try:
+            yield
+        except Exception as error:  # of any type, by platform
+            self._tell(printable(f"{self._folder}: no profile was written: {error}"))

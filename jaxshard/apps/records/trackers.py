@@ -1,0 +1,156 @@
+"""A run's metrics in wandb or trackio: a resumed run goes on there, and one that goes back becomes another."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxshard.apps.config import toml
+from jaxshard.apps.config.config import Config
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.system import small_files
+from jaxshard.system.files import replace
+
+_FINISH_SECONDS = 60  # in which wandb sends what is left
+_PROJECT = "jaxshard"
+_MOST_BYTES = 2**16  # of the file of two names
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises ValueError where a tracker is not installed, or wandb has no key to send by."""
+    for name in names:
+        if name != "tensorboard":
+            module = _imported(name)
+            if name == "wandb" and module.setup().settings.mode in ("online", "shared"):
+                _check_key(module)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # of any type, where its own dependencies are broken
+        raise ValueError(
+            f'train.log_to has {name}, which cannot be imported ({error}): pip install "jaxshard[{name}]"'
+        ) from error
+
+
+def _check_key(wandb: Any) -> None:
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "train.log_to has wandb, which has no API key: run `wandb login`, or set WANDB_MODE=offline and send the "
+            "run later by `wandb sync`"
+        )
+
+
+_Kind = tuple[int, frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a run's folder holds before the run goes on from step `first`.
+
+    Attributes:
+      first: the steps already taken.
+      beyond: the records of later steps, each by its step and names: a killed process took these.
+      same: whether all options are as they were, so that these steps come again as they were.
+    """
+
+    first: int
+    beyond: frozenset[_Kind] = frozenset()
+    same: bool = True
+
+
+def before(folder: RunFolder, config: Config, first: int) -> Before:
+    """Looks at a run's folder; to be called before `folder.begin`."""
+    try:
+        beyond = frozenset(_kind(record) for record in folder.records() if record["step"] > first)
+    except OSError:  # `folder.begin` tells it
+        beyond = frozenset()
+    return Before(first, beyond, not beyond or folder.is_configured(toml.dump(config)))
+
+
+def _kind(record: Mapping[str, Any]) -> _Kind:
+    return record["step"], frozenset(record) - {"step"}
+
+
+class Tracker:
+    """A run of wandb, or of trackio, whose functions are the same.
+
+    Neither can take a record back. So where steps are taken again in another way, another run begins, with all records
+    before these steps.
+
+    Args:
+      name: "wandb" or "trackio".
+      folder: of the run; it keeps the tracker's name of the run.
+      config: goes with the run.
+      found: what the folder held.
+    """
+
+    def __init__(self, name: str, folder: RunFolder, config: Config, found: Before):
+        self._name, self._folder, self._config = name, folder, config
+        self._seen = found.beyond if found.same else frozenset[_Kind]()
+        self._begin(self._ids().get(name) if found.same else None, found.first)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records the values of `scalars` after `step` steps, once."""
+        if (step, frozenset(scalars)) not in self._seen:
+            self._run.log(dict(scalars), step=step)
+
+    def rewind(self, step: int) -> None:
+        """Begins another run, with the records up to `step`."""
+        self.close()
+        self._seen = frozenset()
+        self._begin(None, step)
+
+    def close(self) -> None:
+        """Sends what is left, for a while."""
+        self._run.finish()
+
+    def _begin(self, id: str | None, step: int) -> None:
+        """Goes on with the run `id`, or begins one with the records up to `step`."""
+        is_new, id = id is None, id or secrets.token_hex(4)
+        begin = _wandb_run if self._name == "wandb" else _trackio_run
+        self._run = begin(_imported(self._name), self._folder, dataclasses.asdict(self._config), id)
+        if is_new:
+            self._keep(id)
+            for record in self._folder.records():
+                if record["step"] <= step:
+                    self.write(record["step"], {name: value for name, value in record.items() if name != "step"})
+
+    def _ids(self) -> dict[str, str]:
+        """The trackers' names of the run; what is no such name is none."""
+        try:
+            found = small_files.read_json(self._folder.trackers, _MOST_BYTES)
+        except (OSError, ValueError):
+            return {}
+        pairs = found.items() if isinstance(found, dict) else ()
+        return {name: id for name, id in pairs if isinstance(id, str) and re.fullmatch("[0-9a-f]{8}", id)}
+
+    def _keep(self, id: str) -> None:
+        text = json.dumps(self._ids() | {self._name: id}) + "\n"
+        replace(self._folder.trackers, text)
+
+
+def _wandb_run(wandb: Any, folder: RunFolder, config: dict[str, Any], id: str) -> Any:
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+        name=folder.path.absolute().name,
+        id=id,
+        dir=str(folder.path),
+        config=config,
+        allow_val_change=True,
+        resume="allow",
+        settings=wandb.Settings(console="off", finish_timeout=_FINISH_SECONDS, finish_timeout_raises=True),
+    )
+
+
+def _trackio_run(trackio: Any, folder: RunFolder, config: dict[str, Any], id: str) -> Any:
+    """trackio finds a run by its name."""
+    name = f"{folder.path.absolute().name}-{id}"
+    return trackio.init(project=_PROJECT, name=name, config=config, resume="allow", embed=False)

@@ -1,0 +1,99 @@
+"""The place of a run while it trains: its folder may be moved, deleted or replaced, and so may what is in it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from jaxshard.apps.runs.folder_watch import FolderWatch
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
+from jaxshard.system.text import printable
+
+
+class Place:
+    """A run's folder, held open while the run writes there. Process 0 alone asks it.
+
+    Args:
+      folder: of the run; its `model` must be there.
+      run: the id that its saves have.
+      complete: writes those files of the run that are missing in a folder, but saves and metrics, and returns what
+        there is to say.
+    """
+
+    def __init__(self, folder: RunFolder, run: str, complete: Callable[[RunFolder], list[str]]):
+        self._folder, self._run, self._complete = folder, run, complete
+        self._watch, self._model = FolderWatch(folder.path), FolderWatch(folder.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.close()
+        self._model.close()
+
+    def moved(self) -> tuple[str, str | None] | None:
+        """None, or why the run can no longer be saved at its place, and where its folder is now, if that is known."""
+        path, where = self._folder.path, self._watch.where()
+        if where != path:
+            now = f"it is now {where}" if where else "it was deleted or unmounted"
+            why = f"--out {path} is no longer the folder that the run began in: {now}"
+            return printable(why), str(where) if where else None
+        if self._model.where() != self._folder.model and self._has_others():
+            return printable(f"{self._folder.model} was replaced, and is not this run's"), None
+        return None
+
+    def made_elsewhere(self, where: str | None) -> str:
+        """Completes the folder `where` the run's is now; otherwise makes another, at --out if nothing is there, or
+        beside it. Returns its path.
+
+        Raises:
+          OSError: that cannot be written to.
+        """
+        path = Path(where) if where else self._made()
+        self._complete(RunFolder(path))
+        return str(path)
+
+    def _made(self) -> Path:
+        path = self._folder.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        others = (path.with_name(f"{path.name}.rescued{number or ''}") for number in itertools.count())
+        for each in itertools.chain([path], others):
+            if not os.path.lexists(each):
+                each.mkdir()
+                return each
+        raise AssertionError("there are names without end")
+
+    def completed(self) -> list[str]:
+        """Writes what is missing in the folder, where it is still at its place; returns what there is to say."""
+        notes = [] if self._model.where() == self._folder.model else self._made_anew()
+        try:
+            notes += self._complete(self._folder)
+        except OSError as error:
+            notes.append(f"{self._folder.path} is not whole, and cannot be completed: {error}")
+        return [printable(note) for note in notes]
+
+    def _has_others(self) -> bool:
+        """Whether there is another thing than a folder at `model`, or one with another run's saves."""
+        model = self._folder.model
+        if os.path.lexists(model) and not model.is_dir():
+            return True
+        saves = Checkpointer(model)
+        try:
+            return any(saves.info(step)["run"] != self._run for step in saves.steps())
+        except (CorruptCheckpointError, NewerFormatError, OSError):
+            return True
+
+    def _made_anew(self) -> list[str]:
+        model = self._folder.model
+        try:
+            model.mkdir(exist_ok=True)
+            watch = FolderWatch(model)
+        except OSError:  # the save tells it
+            return []
+        self._model.close()
+        self._model = watch
+        return [f"{model} was moved, deleted or replaced: earlier saves may be gone"]

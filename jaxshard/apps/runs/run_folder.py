@@ -1,0 +1,304 @@
+"""The folder of a run: `config.toml`, `metrics.jsonl`, `tensorboard/`, `loss.png`, `model/<step>/`.
+
+Files are replaced whole or appended to by the line, and the model's folder appears in one move, so a reader never
+meets half of anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxshard.apps.config import seal
+from jaxshard.apps.config.config import TrainConfig
+from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
+from jaxshard.apps.runs import metrics
+from jaxshard.apps.runs.early_stopping import EarlyStopping
+from jaxshard.apps.runs.metrics import Record
+from jaxshard.base.types import Tree
+from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.system import files, small_files
+from jaxshard.system.files import check_room, replace
+from jaxshard.system.text import shell_command
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """All that a run needs to go on: what is saved.
+
+    Attributes:
+      params: arrays, or shapes with shardings.
+      state: the optimizer's, in the same way.
+      step: how many steps were taken.
+      stopping: the rule of early stopping, and where it stands.
+      position: how far the text is read.
+    """
+
+    params: Tree
+    state: Tree
+    step: int
+    stopping: EarlyStopping
+    position: Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far the text is read, and all that decides the rows of a batch.
+
+    Attributes:
+      drawn: the number of batches drawn so far.
+      rows: the rows of each batch.
+      seed: of their order, and of dropout.
+      text: the CRC-32 of the text, as a signed number.
+    """
+
+    drawn: int
+    rows: int
+    seed: int
+    text: int
+
+    def carried_over(self, to: Position) -> Position:
+        """The position in a run with other `rows`: no row comes twice. Another text is read from its beginning."""
+        if self.text != to.text:
+            return to
+        return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's files, and the checks that keep runs apart."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The options of the run, in TOML."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics, a JSON object on each line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's events."""
+        return self.path / "tensorboard"
+
+    @property
+    def huggingface(self) -> Path:
+        """What the run keeps of the Hugging Face folder that it started from: its configuration, its tokenizer."""
+        return self.path / "huggingface"
+
+    @property
+    def trackers(self) -> Path:
+        """The names that wandb and trackio have for the run, in JSON."""
+        return self.path / "trackers.json"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of a trace of some steps."""
+        return self.path / "profile"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What made the run's tokens, a copy."""
+        return self.path / TOKENIZER
+
+    @property
+    def figure(self) -> Path:
+        """The curves of loss, a PNG."""
+        return self.path / "loss.png"
+
+    @property
+    def model(self) -> Path:
+        """The folder of the saved models."""
+        return self.path / "model"
+
+    def check_free(self) -> None:
+        """Raises ValueError if a new run would meet something that is already here."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--out {self.path} is a file: name a folder")
+        if self.latest_step() is not None:
+            raise ValueError(
+                f"--out {self.path} holds a run saved at step {self.latest_step()}: "
+                f"go on with it by --resume, or name another folder"
+            )
+        if self.path.exists() and any(self.path.iterdir()) and not self._is_begun():
+            raise ValueError(f"--out {self.path} is not empty: name a new folder")
+        check_room("--out", self.path)
+
+    def check_unsaved(self) -> None:
+        """Raises ValueError if there is more here than a run leaves that ended before its first save."""
+        self._check_restorable()
+        if self.config.is_file() and not self.model.is_dir():  # which is made first
+            raise ValueError(
+                f"--out {self.path}: {self.config.name} is there and {self.model.name}/ is gone: bring it back, or "
+                "name another folder to start anew"
+            )
+        if not self.config.is_file() and not self._is_begun():
+            self.check_free()
+
+    def _is_begun(self) -> bool:
+        """Whether there is only the lock of the saves, which comes first, and at most a file that was not finished."""
+        if not self.path.is_dir() or self.latest_step() is not None:
+            return False
+        names = {entry.name for entry in self.path.iterdir() if not files.is_temporary(entry.name)}
+        return names == {self.model.name}
+
+    def is_saved(self) -> bool:
+        """Whether there is a saved run here."""
+        return self.config.is_file() and self.latest_step() is not None
+
+    def check_saved(self, configured: bool) -> None:
+        """Raises ValueError if there is no saved run here, or its options are nowhere: not `configured` otherwise."""
+        self._check_restorable()
+        if self.latest_step() is None:
+            raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
+        if not configured and not self.config.is_file():
+            raise ValueError(f"--resume: {self.config} is gone; {self.cure()}")
+
+    def cure(self, config: str | Path = "CONFIG.toml") -> str:
+        """What to do where the run's own configuration is not to be had, or not to be trusted."""
+        command = shell_command("jaxshard", "train", str(config), "--resume", "--out", str(self.path))
+        return f"name the file that has its options: {command}"
+
+    def _check_restorable(self) -> None:
+        """Raises ValueError if there are saved models and none is whole."""
+        saves = Checkpointer(self.model)
+        if (damaged := saves.damaged()) and not saves.steps():
+            step, missing = max(damaged.items())
+            raise ValueError(
+                f"--out {self.path}: no saved model is whole: {missing} is missing in {self.model / str(step)}: "
+                "bring it back, or name another folder to start anew"
+            )
+
+    def latest_step(self) -> int | None:
+        """The step of the newest saved model."""
+        return max(Checkpointer(self.model).steps(), default=None)
+
+    def keep_tokenizer(self, tokenizer: Path | None) -> None:
+        """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
+        if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
+            replace(self.tokenizer, small_files.read(tokenizer, MOST_TOKENIZER_BYTES))
+
+    def complete(self, config: str, tokenizer: Path | None) -> list[str]:
+        """Writes the options and the tokenizer where they are missing; returns what there is to say."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        missing = [path for path in (self.config, self.tokenizer) if not os.path.lexists(path)]
+        if self.config in missing:
+            replace(self.config, seal.sealed(config))
+        if self.tokenizer in missing and tokenizer is not None and tokenizer.is_file():
+            self.keep_tokenizer(tokenizer)
+        return [f"{path} was gone: it is written anew" for path in missing if path.exists()]
+
+    def is_configured(self, config: str) -> bool:
+        """Whether the run's options were these, and nobody has changed them since."""
+        wanted = seal.sealed(config).encode()
+        try:
+            return small_files.read(self.config, len(wanted)) == wanted
+        except OSError:
+            return False
+
+    def records(self) -> list[Record]:
+        """The metrics so far, of what can be read."""
+        return metrics.read(self.metrics).records
+
+    def begin(self, config: str, step: int) -> list[str]:
+        """Makes the folder of a run, new or resumed, that has taken `step` steps; returns what there is to say.
+
+        What is in the way of a file that is no part of the model's state is moved aside.
+        """
+        files.make_folder(self.path)
+        notes = [
+            self._cleared(path, Path.is_file)
+            for path in (self.config, self.metrics, self.trackers, self.tokenizer, self.figure)
+        ]
+        folders = (self.tensorboard, self.huggingface, self.profile, self.path / "wandb")
+        notes += [self._cleared(path, lambda path: path.is_dir() and not path.is_symlink()) for path in folders]
+        if self.model.is_symlink():
+            notes.append(f"{self.model} is a link: models are saved in {self.model.resolve()}")
+        replace(self.config, seal.sealed(config))
+        notes.append(self.forget_after(step))
+        return [note for note in notes if note]
+
+    def forget_after(self, step: int) -> str:
+        """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again.
+
+        Returns:
+          What there is to say: lines that are no metrics are moved to another file.
+        """
+        try:
+            found = metrics.read(self.metrics)
+        except OSError as error:
+            return self._moved_aside(self.metrics, f"cannot be read ({error.strerror})")
+        kept = [json.dumps(record) + "\n" for record in found.records if record["step"] <= step]
+        replace(self.metrics, "".join(kept))
+        if not found.others:
+            return ""
+        others = self.metrics.with_name(f"{self.metrics.name}.others")
+        try:
+            with files.append(others) as file:
+                file.writelines(found.others)
+                files.sync_file(file)
+            where = f"are now in {others.name}"
+        except OSError as error:
+            where = f"are lost ({error.strerror})"
+        return f"{self.metrics}: {len(found.others)} of its lines are no metrics, and {where}"
+
+    def sync(self) -> None:
+        """Puts all that lies here on the disk; what saves the models has done so with them."""
+        files.sync_tree(self.path, but=[self.model.name])
+
+    def _cleared(self, path: Path, is_right: Callable[[Path], bool]) -> str:
+        """Moves aside what is no file (or folder) where one has to be; returns what there is to say."""
+        if not os.path.lexists(path) or is_right(path):
+            return ""
+        kind = "no file" if is_right is Path.is_file else "a link" if path.is_dir() else "no folder"
+        return self._moved_aside(path, f"is {kind}")
+
+    def _moved_aside(self, path: Path, why: str) -> str:
+        names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
+        aside = next(name for name in names if not os.path.lexists(name))
+        files.rename(path, aside)
+        return f"{path} {why}: it is now {aside.name}"
+
+
+def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:
+    """Where the run's models are saved, and which of them are kept."""
+    best = Best("heldout_loss", train.keep_best) if train.keep_best else None
+    return Checkpointer(folder.model, keep_last=train.keep_last, keep_every=train.keep_every or None, keep_best=best)
+
+
+def save(saves: Checkpointer, snapshot: Snapshot, heldout_loss: float | None = None) -> None:
+    """Saves the model for `restore`, while training goes on. Every process must call it."""
+    metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
+    saves.save(snapshot.step, _to_tree(snapshot), metrics=metrics)
+
+
+def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
+    """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
+
+    Args:
+      saves: the checkpoints of the run.
+      template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
+    """
+    _, tree = saves.restore(_to_tree(template))
+    stopping = dataclasses.replace(template.stopping, **tree["stopping"])
+    return Snapshot(tree["params"], tree["state"], tree["step"], stopping, Position(**tree["data"]))
+
+
+def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
+    """The snapshot as a checkpoint has it. The best loss is a number that float32 holds exactly."""
+    return {
+        "params": snapshot.params,
+        "state": snapshot.state,
+        "step": snapshot.step,
+        "stopping": {"best": snapshot.stopping.best, "misses": snapshot.stopping.misses},
+        "data": dataclasses.asdict(snapshot.position),
+    }

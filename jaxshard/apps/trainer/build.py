@@ -1,0 +1,369 @@
+"""A configuration made into what trains: devices, mesh, model, optimizer, batches, step. Nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+import jaxshard
+from jaxshard import ShardedOptimizer
+from jaxshard.apps.config import memory
+from jaxshard.apps.config.config import Config, PrecisionConfig
+from jaxshard.apps.config.devices import make_mesh, start_devices
+from jaxshard.apps.data import data
+from jaxshard.apps.data.data import Rows
+from jaxshard.apps.data.token_files import TextError, out_of_range
+from jaxshard.apps.model import linear
+from jaxshard.apps.model.attention import why_not_fused
+from jaxshard.apps.model.model import LanguageModel, Params, Pipelined
+from jaxshard.apps.runs.early_stopping import EarlyStopping
+from jaxshard.apps.runs.layer_stack import in_one_stack, reshaped
+from jaxshard.apps.runs.run_folder import Position, Snapshot
+from jaxshard.apps.trainer import finished_run, vocabulary
+from jaxshard.apps.trainer.optimizers import make_optimizer
+from jaxshard.base.axes import axes_of
+from jaxshard.base.tree import shape_of
+from jaxshard.base.types import AnyMesh, Tree
+from jaxshard.processes import agreement
+from jaxshard.step.step import TrainStep
+
+_WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
+_DROPOUT_STREAM = 1  # apart from the key of the parameters
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that the loop needs, made by `prepare`.
+
+    Attributes:
+      config: as given, but that `data.format` says what was found.
+      text: what it trains on, and what measures the model.
+      batches: the rows of each step.
+      model: the functions of parameters and batch.
+      schedule: learning rate at each step.
+      opt: the sharded optimizer.
+      template: parameters and state, abstract, each leaf with its sharding.
+    """
+
+    config: Config
+    text: data.Text
+    batches: data.TrainingBatches | data.ElementBatches
+    model: LanguageModel
+    schedule: optax.Schedule
+    opt: ShardedOptimizer
+    template: Snapshot
+
+    def start(self) -> Snapshot:
+        """Parameters, fresh or of `train.start`, and state; no device ever holds more than its share.
+
+        Raises:
+          ValueError: `train.start` cannot be the start; nothing was computed.
+        """
+        finished = finished_run.find(self.config)
+        if finished is None:
+            return self._begun(self._fresh(lambda path: True))
+        if not self.config.precision.masters or self.config.lora.rank:
+            found = finished.params(linear.by_path(self.saved_template.params))
+            return self._begun(self._fresh(linear.is_adapter) | found)
+        masters = finished.params(linear.by_path(self.saved_template.state.extra["master"]))
+        start = self._begun(self._narrowed(masters, finished.who))
+        state = start.state._replace(extra=start.state.extra | {"master": linear.nested(masters)})
+        return reshaped(dataclasses.replace(start, state=state), self.template)
+
+    def _begun(self, params: dict[str, jax.Array]) -> Snapshot:
+        """The first snapshot, from parameters by their paths, the layers in stages or in one stack."""
+        start = reshaped(dataclasses.replace(self.template, params=linear.nested(params)), self.template)
+        return dataclasses.replace(start, state=self.opt.init(start.params))
+
+    def _narrowed(self, masters: dict[str, jax.Array], who: str) -> dict[str, jax.Array]:
+        """Parameters with all digits, by their paths, in the type and place of this run's."""
+        like = linear.by_path(self.saved_template.params)
+
+        def narrow(wide: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {path: leaf.astype(like[path].dtype) for path, leaf in wide.items()}
+
+        shardings = {path: leaf.sharding for path, leaf in like.items()}
+        return linear.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
+
+    def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
+        """Those of the parameters whose path is wanted, by their paths."""
+        flat = linear.by_path(self.template.params)
+        shardings = {path: leaf.sharding for path, leaf in flat.items() if wanted(path)}
+        init = _initial(self.model, self.config.precision)
+
+        def made(key: jax.Array) -> dict[str, jax.Array]:
+            fresh = linear.by_path(init(key))
+            return {path: fresh[path] for path in shardings}
+
+        return jax.jit(made, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+
+    @property
+    def saved_template(self) -> Snapshot:
+        """As the model is saved: its layers in one stack, however a pipeline has them, so that any run can go on."""
+        return self.template if self.model.virtual == 1 else in_one_stack(self.template)
+
+    def batch(self, index: int) -> dict[str, jax.Array]:
+        """The rows of one batch, as global arrays; each process makes those of its own devices.
+
+        Raises:
+          TextError: the text has changed, or a token has no row in the model.
+          UsersError: a dataset's element cannot be had.
+        """
+        first, last = self._my_rows(self.batches.rows)
+        rows = self.batches(index, first, last)
+        columns = rows["tokens"].shape[1]
+
+        def place(token: int) -> str:
+            return self.batches.place(index, first + token // columns, token % columns)
+
+        if wrong := out_of_range(rows["tokens"], self.config.model.vocabulary, place):
+            raise TextError(wrong)
+        return self._global(rows, first, self.batches.rows)
+
+    @property
+    def _batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.opt.mesh, jax.P(("replica", "data")))
+
+    def _my_rows(self, rows: int) -> tuple[int, int]:
+        """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
+        places = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
+        parts = [index[0].indices(rows) for index in places if index is not None]
+        return min(part[0] for part in parts), max(part[1] for part in parts)
+
+    def _global(self, batch: Rows, first: int, rows: int) -> dict[str, jax.Array]:
+        """Global arrays of `rows` rows; `batch` has those that this process needs, from row `first` on."""
+
+        def made(x: np.ndarray) -> jax.Array:
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # this process asks for its own parts alone
+                start, stop, _ = index[0].indices(rows)
+                return x[start - first : stop - first]
+
+            return jax.make_array_from_callback((rows, *x.shape[1:]), self._batch_sharding, part)
+
+        return jax.tree.map(made, batch)
+
+    def keys(self, step: int) -> tuple[jax.Array, ...]:
+        """What the step takes besides the batch: a key, if anything is random."""
+        if self.config.model.dropout == 0:
+            return ()
+        stream = jax.random.fold_in(jax.random.key(self.config.train.seed), _DROPOUT_STREAM)
+        return (jax.random.fold_in(stream, step),)
+
+    def make_step(self) -> TrainStep:
+        """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+        return make_step(self.config, self.model, self.opt)
+
+    def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Params], float]:
+        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is called after each batch."""
+        evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
+        rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
+
+        def mean_loss(params: Params) -> float:
+            total = 0.0
+            first, last = self._my_rows(rows)
+            for batch, weight in data.heldout_batches(self.text.heldout, rows, length, first, last):
+                total += weight * float(evaluate(params, self._global(batch, first, rows)))
+                alive()
+            return float(np.float32(total / self.text.num_targets))  # what a save can keep to the last bit
+
+        return mean_loss
+
+    def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
+        kinds = self._kinds()
+        held = {kind: _num_bytes(tree, shardings) for kind, (tree, shardings) in kinds.items()}
+        return held, {kind: _num_bytes(tree) for kind, (tree, _) in kinds.items()}
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """For each mesh axis the part of the bytes of params, grads and state that is cut over it, 0 to 1."""
+        kinds = self._kinds()
+        return {
+            axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
+            for axis in self.opt.mesh.axis_names
+        }
+
+    def _kinds(self) -> dict[str, tuple[Tree, Tree]]:
+        """Params, grads (while they are summed) and state, each with its shardings."""
+        params, reduce = self.template.params, self.config.precision.reduce
+        shardings, trained = self.opt.shardings(params), self._trained(params)
+        return {
+            "params": (params, shardings.params),
+            "grads": (
+                _typed(trained, reduce) if reduce else trained,
+                self._trained(shardings.grads if self.opt.config.cuts.accumulators else shardings.params),
+            ),
+            "state": (self.template.state, shardings.state),
+        }
+
+    def _trained(self, params: Params) -> Params:
+        """What has gradients: all, or the adapters."""
+        if not self.config.lora.rank:
+            return params
+        return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
+
+
+def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True) -> Run:
+    """Finds the devices, reads the text and lays everything out, by shapes alone.
+
+    Args:
+      config: all options.
+      typed: the functions that the user asked for; one that only a file names is not called.
+      trains: whether it will; otherwise what is held out is measured, and no other token is read.
+
+    Raises:
+      ValueError: what was asked for cannot be; nothing was compiled or written.
+    """
+    start_devices(config)
+    agreement.check_same_settings("start", _settings(config), "start all processes by the same command")
+    return agreement.together("start", lambda: _prepared(config, typed, trains))
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """What all processes of a run must have the same of: options, and what else decides the compiled step."""
+    sections = {name: dataclasses.asdict(section) for name, section in vars(config).items()}
+    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+    versions = {package.__name__: package.__version__ for package in (jax, optax, np)}
+    return options | versions | {name: repr(getattr(jax.config, name)) for name in _OF_JAX}
+
+
+_OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
+
+
+def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
+    vocabulary.check_start(config)
+    config = vocabulary.chosen(config)
+    model = config.model
+    text = data.read(config.data, model.sequence_length, model.vocabulary, typed, heldout_alone=not trains)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, format=text.format))
+    mesh = make_mesh(config.sharding)
+    check_rows(config, mesh)
+    model, schedule, opt, params = make_parts(config, mesh)
+    stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
+    rows, seed = config.train.rows, config.train.seed
+    batches = data.batches_of(text, rows, config.model.sequence_length, seed)
+    start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
+    run = Run(config, text, batches, model, schedule, opt, start)
+    _check_memory(run, mesh)
+    return run
+
+
+_BATCH_BYTES = 12  # of each byte of text: its place, and its token
+
+
+def _check_memory(run: Run, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError where a batch, or what the devices hold from step to step, cannot fit; nothing is allocated."""
+    train, (held, _) = run.config.train, run.bytes_per_device()
+    first, last = run._my_rows(train.rows)
+    rows = (last - first) * (run.config.model.sequence_length + 1) * _BATCH_BYTES
+    memory.check(rows, f"train.rows = {train.rows}: a batch", "take fewer rows")
+    what, cure = "params, gradients and state", "make the model smaller, or cut more over more devices"
+    mine = mesh.local_devices
+    if mine[0].platform == "cpu":
+        memory.check(sum(held.values()) * len(mine), f"{what} on {len(mine)} CPU devices of this host", cure)
+    else:
+        limit = (mine[0].memory_stats() or {}).get("bytes_limit")
+        memory.check(sum(held.values()), f"{what} on each device", cure, limit or float("inf"))
+
+
+def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
+    """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
+    why_not_fused(config.model, mesh)  # raises where it must be and cannot
+    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
+    model = make_model(config)
+    opt = make_strategy(config, model, inner, mesh)
+    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
+    return model, schedule, opt, jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
+
+
+def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
+    """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
+    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
+
+
+def make_model(config: Config) -> LanguageModel:
+    """The model, its layers in stages where there is a pipeline."""
+    sharding = config.sharding
+    how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
+    pipelined = how if sharding.pipeline > 1 else None
+    return LanguageModel(config.model, pipelined, sharding.sequence_parallel, config.lora)
+
+
+def make_strategy(
+    config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: AnyMesh
+) -> ShardedOptimizer:
+    """The sharded optimizer that the configuration asks for."""
+    sharding = config.sharding
+    options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
+    options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
+    options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
+    options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
+    options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
+    options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
+    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
+    options |= {"regather": sharding.regather} if cuts_params else {}
+    return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
+
+
+def precision_options(config: PrecisionConfig) -> dict[str, Any]:
+    """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
+    return (
+        ({"master_dtype": jnp.float32} if config.masters else {})
+        | ({"moment_dtype": config.moments} if config.moments != "float32" else {})
+        | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
+        | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
+        | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})
+    )
+
+
+def num_updates(state: Tree) -> int:
+    """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
+    inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
+    return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
+
+
+def check_rows(config: Config, mesh: AnyMesh) -> None:
+    """Raises ValueError unless all devices, and so all processes, get the same number of rows in each microbatch."""
+    sharding = config.sharding
+    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
+    sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
+    parts = int(np.prod(list(sizes.values())))
+    if config.train.rows % parts:
+        equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
+            f"{config.train.rows // parts * parts + parts} would be"
+        )
+
+
+def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
+    """`init(key)`: fresh parameters in their type."""
+    return lambda key: linear.stored(model.init(key), model.lora, precision.params)
+
+
+def _typed(tree: Tree, dtype: str) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+
+def _num_bytes(tree: Tree, shardings: Tree = None) -> int:
+    """Bytes on one device; without shardings, of the whole."""
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape for leaf in leaves]
+    if shardings is not None:
+        shapes = [s.shard_shape(shape) for s, shape in zip(jax.tree.leaves(shardings), shapes, strict=True)]
+    return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+def _part_cut(tree: Tree, shardings: Tree, axis: str) -> float:
+    """The part of the bytes that lies in leaves cut over `axis`."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return _num_bytes([leaf for leaf, sharding in pairs if axis in axes_of(sharding.spec)]) / _num_bytes(tree)

@@ -1,0 +1,195 @@
+"""Saves of a run, checks that its copies agree, and its ways to go back and to end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+from rich.console import Console
+
+import jaxshard
+from jaxshard.apps.records.display import say
+from jaxshard.apps.runs import run_folder
+from jaxshard.apps.runs.layer_stack import reshaped
+from jaxshard.apps.runs.place import Place
+from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
+from jaxshard.apps.trainer.build import Run
+from jaxshard.checkpoint import Checkpointer
+from jaxshard.processes import agreement
+from jaxshard.system.text import printable, shell_command
+
+_TIMES_BACK = 3
+
+
+class MovedError(OSError):
+    """The run cannot be saved in the folder at --out, where it began. The message says where the model is saved."""
+
+
+def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
+    """The newest save that is whole, as this run has it."""
+    snapshot = reshaped(run_folder.restore(saves, run.saved_template), run.template)
+    position, now = snapshot.position, run.template.position
+    if position.text != now.text and run.text.older_fingerprint and position.text == run.text.older_fingerprint():
+        say(console, "an older jaxshard saved this run: its checksum of the text, made of samples, is the same")
+        position = dataclasses.replace(position, text=now.text)
+    if position.text != now.text:
+        say(console, "the text is another one: it is read from its beginning")
+    return dataclasses.replace(snapshot, position=position.carried_over(now))
+
+
+class Safekeeping:
+    """What the loop calls to save, to check, to go back and to end.
+
+    Args:
+      run, saves, console: of the run.
+      place: the run's folder; None in processes but the first.
+      preemption: says when the run is to end.
+      saved: the step that is saved already; None: nothing is.
+
+    Attributes:
+      was_ended: whether a signal has ended the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        saves: Checkpointer,
+        console: Console,
+        place: Place | None,
+        preemption: jaxshard.guards.Preemption,
+        saved: int | None,
+    ):
+        self._run, self._saves, self._console, self._preemption = run, saves, console, preemption
+        self._place, self._times_back, self._saved = place, 0, saved
+        self.was_ended = False
+
+    def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
+        """Begins to save, once for each step.
+
+        Raises:
+          MovedError: the run's folder is another one now; the snapshot is saved, if it can be.
+        """
+        if snapshot.step != self._saved:
+            self._attempt(snapshot, lambda: self._begin(snapshot, heldout_loss), heldout_loss)
+            self._saved = snapshot.step
+
+    def save_last(self, snapshot: Snapshot) -> None:
+        """Saves, and waits until it is written; first mends copies that differ, where the run does that.
+
+        Raises:
+          MovedError: as `save`.
+        """
+        if self._run.config.train.mend_copies and snapshot.step != self._saved:
+            snapshot = self.checked(snapshot)
+        self.save(snapshot, None)
+        self._attempt(snapshot, self._saves.wait)
+        if snapshot.step not in agreement.from_first("save", self._saves.steps):
+            self._again(snapshot, f"step {snapshot.step} is no longer in {self._saves.path}")
+        self._check_place(snapshot)
+
+    def save_alone(self, snapshot: Snapshot) -> None:
+        """`save_last` after an error that other processes may not have: with these nothing more can be saved."""
+        if jax.process_count() == 1:
+            self.save_last(snapshot)
+
+    def _begin(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
+        run_folder.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
+
+    def _attempt(self, snapshot: Snapshot, act: Callable[[], None], heldout_loss: float | None = None) -> None:
+        """Does a part of a save; if that fails, saves `snapshot` anew, once: its folder may have been moved away."""
+        self._check_place(snapshot)
+        try:
+            act()
+        except (OSError, agreement.ProcessError) as error:
+            self._again(snapshot, str(error), heldout_loss)
+
+    def _again(self, snapshot: Snapshot, why: str, heldout_loss: float | None = None) -> None:
+        self._check_place(snapshot)
+        say(self._console, f"{printable(why)}; step {snapshot.step} is saved once more")
+        try:
+            self._begin(snapshot, heldout_loss)
+            self._saves.wait()
+        except (OSError, agreement.ProcessError) as error:
+            self._save_elsewhere(snapshot, printable(str(error)), None)
+
+    def _check_place(self, snapshot: Snapshot) -> None:
+        """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
+        moved, notes = agreement.from_first("save", self._looked_at)
+        for note in notes:
+            say(self._console, note)
+        if moved:
+            self._save_elsewhere(snapshot, *moved)
+
+    def _looked_at(self) -> tuple[tuple[str, str | None] | None, list[str]]:
+        assert self._place is not None  # this is process 0
+        moved = self._place.moved()
+        return moved, [] if moved else self._place.completed()
+
+    def _save_elsewhere(self, snapshot: Snapshot, why: str, where: str | None) -> NoReturn:
+        """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
+        with contextlib.suppress(OSError, agreement.ProcessError):
+            self._saves.close()  # what it was saving may be lost with the folder
+        place = self._place
+        try:
+            path = agreement.from_first("save", lambda: place.made_elsewhere(where) if place else "")
+            with run_folder.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
+                run_folder.save(saves, reshaped(snapshot, self._run.saved_template))
+        except (OSError, ValueError, agreement.ProcessError) as error:
+            raise OSError(f"{why}; nor could step {snapshot.step} be saved elsewhere: {error}") from error
+        command = shell_command("jaxshard", "train", "--resume", "--out", path)
+        raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to go on: {command}")
+
+    def ended(self, step: int) -> bool:
+        """Whether a signal asks the run to end before this step."""
+        self.was_ended = self._preemption.reached(step)
+        return self.was_ended
+
+    def checked(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, once all its copies are the same; copies that differ are mended, where the run does that.
+
+        Raises:
+          ReplicaError: copies differ, and the run does not mend them.
+        """
+        try:
+            jaxshard.digest.digests((snapshot.params, snapshot.state))
+            return snapshot
+        except jaxshard.digest.ReplicaError as error:
+            if not self._run.config.train.mend_copies:
+                raise
+            say(self._console, f"step {snapshot.step}: {error}. All copies are now as the first")
+        params, state = (self._run.opt.synchronize(tree) for tree in (snapshot.params, snapshot.state))
+        return dataclasses.replace(snapshot, params=params, state=state)
+
+    def back(self, snapshot: Snapshot, why: str, is_finite: bool) -> Snapshot | None:
+        """The last save, to go on from with rows that were not tried yet; None where the run has to end.
+
+        Raises:
+          FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
+        """
+        self._saves.wait()
+        saved, finite = agreement.from_first("back", self._saves.steps), self._saves.latest_finite()
+        if not is_finite:
+            raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
+        ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK
+        if ends or not saved or finite not in (None, saved[-1]):  # no step is saved before a newer one
+            self.save_last(snapshot)
+            return None
+        self._times_back += 1
+        for leaf in jax.tree.leaves((snapshot.params, snapshot.state)):
+            leaf.delete()  # there may be no room for both
+        found = resumed(self._run, self._saves, self._console)
+        self._saved = found.step
+        say(self._console, f"{why}; back to step {found.step}, and on with other rows")
+        return dataclasses.replace(found, position=snapshot.position)
+
+
+def _way_back(saved: list[int], finite: int | None) -> str:
+    if finite is None:
+        return "no save is known to be finite: start a new run"
+    later = ", ".join(str(step) for step in saved if step > finite)
+    where = f"move {later} out of model/, and " if later else ""
+    return f"the newest finite save is step {finite}: {where}go on by --resume"

@@ -1,0 +1,99 @@
+"""Tells the user about a run before its first step and after its last one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Console
+
+import jaxshard
+from jaxshard.apps.data import standard_library
+from jaxshard.apps.data.data import zlib_bits_per_byte
+from jaxshard.apps.model import linear
+from jaxshard.apps.records.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
+from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
+from jaxshard.apps.trainer.build import Run
+from jaxshard.mesh import check_has_devices
+from jaxshard.system.text import printable, shell_command
+
+_ZLIB_BYTES = 2**24  # a second of work
+
+
+def introduce(console: Console, run: Run) -> None:
+    """Tells of model, devices and text, and shows how much memory each device needs."""
+    strategy, mesh = run.config.sharding.strategy, check_has_devices("jaxshard train", run.opt.mesh)
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    kind = mesh.devices.flat[0].device_kind
+    say(console, f"{_parameters(run)}, {strategy} on {mesh.size} x {kind} ({axes})")
+    say(console, "\n".join(_marks(run)) + "\n")
+    console.print(memory_table(strategy, *run.bytes_per_device()))
+
+
+def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> None:
+    """Shows what the compiled step sends and holds on each device."""
+    mesh = check_has_devices("jaxshard train", run.opt.mesh)
+    if report.collectives:
+        console.print(step_table(report))
+    say(console, step_totals(report) + "\n")
+    if any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
+        console.print(axis_table(mesh.shape, run.shares(), report.wire_bytes_by_axes(mesh)))
+
+
+def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> bool:
+    """Tells how the run ended, where its files are, and by which command it goes on; returns whether its model is
+    there."""
+    best = snapshot.stopping.best
+    if interrupted:
+        say(console, f"interrupted after step {snapshot.step}; the model is saved")
+    elif snapshot.stopping.stopped:
+        misses = snapshot.stopping.misses
+        say(console, f"stopped early after step {snapshot.step}: {misses} evaluations without improvement")
+    if math.isfinite(best):
+        mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
+        say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
+    files = [f"model/{snapshot.step}", "metrics.jsonl", "loss.png", "config.toml"]
+    files += [name for name in run.config.train.log_to if name != "trackio"]
+    there = [name for name in files if (folder.path / name).exists()]
+    missing = f"; missing: {', '.join(sorted(set(files) - set(there)))}" if len(there) < len(files) else ""
+    say(console, f"in {printable(str(folder.path))}: {', '.join(there) or 'nothing'}{missing}")
+    out = str(folder.path)
+    command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
+    if not interrupted:
+        enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
+        command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
+    say(console, f"to go on: {shell_command(*command)}")
+    return files[0] in there
+
+
+def _parameters(run: Run) -> str:
+    """How many parameters, and how many of them are trained."""
+    lora, dtype = run.config.lora, run.config.precision.params
+    sizes = {path: leaf.size for path, leaf in linear.by_path(run.template.params).items()}
+    if not lora.rank:
+        return f"{sum(sizes.values()):,} {dtype} parameters"
+    trained = sum(size for path, size in sizes.items() if linear.is_adapter(path))
+    frozen = sum(size for path, size in sizes.items() if path.rpartition("/")[2] not in linear.ADDED)
+    base = "matrices in int8" if lora.base == "int8" else lora.base or dtype
+    return f"{trained:,} {dtype} parameters of rank {lora.rank} beside {frozen:,} frozen ones ({base})"
+
+
+def _marks(run: Run) -> Iterator[str]:
+    source = _source(run.config.data.path)
+    train, heldout, whole = run.text.train, run.text.heldout, run.text.whole
+    counted = "bytes" if run.text.is_bytes else f"{train.dtype.name} tokens"
+    counted = "rows of tokens" if heldout.ndim == 2 else counted
+    if whole is None:
+        yield f"text: {source}: {len(train):,} {counted} to train on, {len(heldout):,} held out"
+    else:
+        yield f"text: {source}: {len(whole):,} bytes, {len(train):,} to train on, the next {len(heldout):,} held out"
+    if run.text.is_bytes:
+        yield f"zlib -9 on what is held out: {zlib_bits_per_byte(heldout):.2f} bits/byte"
+    if whole is not None and len(whole) <= _ZLIB_BYTES:
+        yield f"zlib -9 on the whole text: {zlib_bits_per_byte(whole):.2f} bits/byte"
+
+
+def _source(path: str | None) -> str:
+    if path is None:
+        return "pydoc_data.topics, the English text that every Python carries"
+    return f"{path}, the source of Python's standard library" if path == standard_library.NAME else printable(path)

@@ -1,0 +1,177 @@
+"""The manifest of a checkpoint: the index of its leaves, its step, run and metrics, and a digest of all of these.
+
+Format 1 is all that was written so far. Its manifests have their step since 0.2: an older jaxshard ignores it, so that
+what is new can still be read by what is old, and a manifest without it is read as before. The number grows only when
+an older jaxshard could no longer read what is written.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Literal, NotRequired, TypeAlias, TypedDict, cast, get_args
+
+import jax.numpy as jnp
+
+from jaxshard.checkpoint.storage.errors import NewerFormatError
+from jaxshard.checkpoint.storage.leaves import Entry, Index, number
+from jaxshard.digest import Fault
+
+FORMAT = 1
+DIGEST_BYTES = 32
+_FORMATS = 1000  # a larger number is none
+
+
+class Manifest(TypedDict):
+    """What is saved beside the arrays. `step`, `not_finite`: missing in what 0.1 wrote; `run`: the id of the run;
+    `not_finite`: path -> "nan" or "inf", of the leaves that have such elements; `digest`: SHA-256, in hex, of the rest
+    as JSON."""
+
+    format: int
+    step: NotRequired[int]
+    run: str
+    metrics: dict[str, float] | None
+    leaves: dict[str, Entry]
+    not_finite: NotRequired[dict[str, Fault]]
+    digest: NotRequired[str]
+
+
+class CheckpointInfo(TypedDict):
+    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number; `not_finite`: path ->
+    "nan" or "inf", of the leaves that have such elements; None: jaxshard 0.1 wrote it, so that nobody knows."""
+
+    step: int
+    metrics: dict[str, float] | None
+    run: str
+    leaves: dict[str, Entry]
+    not_finite: dict[str, Fault] | None
+
+
+def info(step: int, manifest: Manifest) -> CheckpointInfo:
+    """What the manifest of a step says of it."""
+    return {
+        "step": step,
+        "metrics": manifest["metrics"],
+        "run": manifest["run"],
+        "leaves": manifest["leaves"],
+        "not_finite": manifest.get("not_finite"),
+    }
+
+
+def digest_of(data: bytes) -> bytes:
+    """SHA-256: `DIGEST_BYTES` bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def check_format(found: object, step: int | None = None) -> None:
+    """Checks the number of a format; `step` is named in the error.
+
+    Raises:
+      NewerFormatError: only a newer jaxshard reads it.
+      ValueError: there is no such format.
+    """
+    _check_not_newer(found, step)
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"its format is {found!r:.40}, which no jaxshard writes")
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with its digest."""
+    return {**manifest, "digest": _digest(manifest)}
+
+
+def opened(found: object, step: int) -> Manifest:
+    """The manifest of a step without its digest, once everything in it was checked.
+
+    Raises:
+      NewerFormatError: only a newer jaxshard reads it.
+      ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed for this step.
+    """
+    rest = cast(Manifest, dict(cast(dict[str, object], found)))
+    digest = rest.pop("digest")
+    if digest != _digest(rest):
+        if digest != _digest({**rest, "format": FORMAT}):  # the number may be all that is wrong
+            _check_not_newer(rest["format"], step)
+        raise ValueError("its digest is another")
+    check_format(rest["format"], step)
+    if rest.get("step", step) != step:
+        raise ValueError(f"it is of step {rest.get('step')}, and its folder has another step's name")
+    check_entries(rest["leaves"])
+    if not isinstance(rest["run"], str) or not isinstance(rest["metrics"], dict | None):
+        raise ValueError("its run or its metrics are none")
+    for path, fault in rest.get("not_finite", {}).items():
+        if path not in rest["leaves"] or fault not in get_args(Fault):
+            raise ValueError(f"{path} is {fault!r:.40}, which no leaf is")
+    return rest
+
+
+def check_entries(index: Index) -> None:
+    """Checks that an index describes leaves.
+
+    Raises:
+      ValueError, KeyError, TypeError, AttributeError: it does not.
+    """
+    for path, entry in index.items():
+        if not isinstance(path, str) or not _is_entry(entry):
+            raise ValueError(f"{path!r:.200} is described by {entry!r:.200}")
+
+
+def _check_not_newer(found: object, step: int | None) -> None:
+    if type(found) is int and FORMAT < found < _FORMATS:
+        raise NewerFormatError(step, found, FORMAT)
+
+
+_MOST_DIMS = 64  # of NumPy's arrays
+
+
+def _is_entry(entry: Entry) -> bool:
+    """Whether this describes a leaf: only what an index was sealed with by hand does not."""
+    shape, dtype = entry["shape"], jnp.dtype(entry["dtype"])
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        return False
+    if str(dtype) != entry["dtype"] or not (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)):
+        return False
+    if "value" in entry:
+        return shape == [] and isinstance(entry["value"], str) and repr(number(entry)) == entry["value"]
+    if len(shape) > _MOST_DIMS or (0 in shape and entry["digest"] != 0):  # nothing is stored that could be compared
+        return False
+    return isinstance(entry.get("key", ""), str) and type(entry["digest"]) is int and 0 <= entry["digest"] < 2**32
+
+
+def _digest(manifest: Manifest) -> str:
+    return digest_of(json.dumps(manifest, sort_keys=True).encode()).hex()
+
+
+# Whether it is finite.
+
+Health: TypeAlias = Literal["finite", "unknown", "inf", "nan"]
+HEALTHS: tuple[Health, ...] = get_args(Health)  # the best first
+
+
+def health(index: Index, faults: Mapping[str, Fault] | None) -> Health:
+    """How good a checkpoint's numbers are, by its leaves that are not finite; None: they are not known.
+
+    A NaN in any array counts, infinity in any that has a dim: optimizers begin with an infinite scalar ("the best so
+    far").
+
+    >>> health({"best": {"shape": [], "dtype": "float32", "digest": 0}}, {"best": "inf"})
+    'finite'
+    """
+    if faults is None:
+        return "unknown"
+    counted = _counted(index, faults)
+    return "nan" if "nan" in counted.values() else "inf" if counted else "finite"
+
+
+def faults_in_words(index: Index, faults: Mapping[str, Fault]) -> str:
+    """Names the first leaf that is not finite, one with NaN before others: "params/w has NaN and 2 leaves more"; "" if
+    all are finite."""
+    counted = _counted(index, faults)
+    if not counted:
+        return ""
+    path = next((path for path, fault in counted.items() if fault == "nan"), next(iter(counted)))
+    more = f", and {len(counted) - 1} more leaves are not finite" if len(counted) > 1 else ""
+    return f"{path} has {'NaN' if counted[path] == 'nan' else 'infinite numbers'}{more}"
+
+
+def _counted(index: Index, faults: Mapping[str, Fault]) -> dict[str, Fault]:
+    return {path: fault for path, fault in faults.items() if fault == "nan" or index[path]["shape"]}

@@ -1,0 +1,338 @@
+"""What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module here knows its ways.
+
+Its barrier, which is another matter, is in `jaxshard.processes.barrier`.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self, cast
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxshard.checkpoint.storage import sizes, trouble
+from jaxshard.checkpoint.storage.durable_path import Written
+from jaxshard.checkpoint.storage.errors import first_line
+from jaxshard.checkpoint.storage.leaves import Shaped, small
+from jaxshard.checkpoint.storage.manifest import Manifest
+from jaxshard.checkpoint.storage.plain_path import PlainPath
+from jaxshard.checkpoint.storage.quiet import forgotten, quiet, quietly
+from jaxshard.checkpoint.storage.trouble import check_files_free, is_file, is_folder
+from jaxshard.processes import agreement
+from jaxshard.system import files
+from jaxshard.system.at_exit import ExitNotice
+
+_METADATA_FILE = "_CHECKPOINT_METADATA"
+_ARRAYS, _ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
+_ZARR = "/zarr.json"  # ends the name of what describes an array
+_LAST_FILES = ("commit_success.txt", _METADATA_FILE)  # written before the folder gets its name
+_TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
+_NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; `stored_name` makes no such name
+
+_READ_BYTES = 2**28  # in flight at once, from the disk to the devices
+_ABANDONED_SECONDS, _ENDING_SECONDS = 60, 5
+_SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing if each writes as much
+_ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
+_LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
+_NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
+
+
+# Folders.
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether orbax has written a folder to its end."""
+    return all(is_file(folder / name) for name in _LAST_FILES)
+
+
+def lacks(folder: Path) -> str | None:
+    """What keeps a folder from being a whole step, although it has a part of one; None: it is whole, or has no part.
+
+    Orbax gives a folder its step's name once it is whole: what is missing was lost later.
+    """
+    missing = [name for name in _LAST_FILES if not is_file(folder / name)]
+    if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / _ARRAYS)):
+        return None
+    return " and ".join(missing)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a folder of this name is one that orbax is writing, or that it did not write to its end.
+
+    >>> is_temporary("7.orbax-checkpoint-tmp"), is_temporary("7")
+    (True, False)
+    """
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def read_manifest(folder: Path) -> object:
+    """What was saved beside the arrays, unchecked.
+
+    Raises:
+      OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
+    """
+    path = folder / _METADATA_FILE
+    return json.loads(trouble.read(path))["custom_metadata"]
+
+
+def replace_manifest(folder: Path, manifest: Manifest) -> None:
+    """Puts another manifest in the place of the one that was saved, in one move."""
+    path = folder / _METADATA_FILE
+    found = json.loads(trouble.read(path))
+    text = json.dumps({**found, "custom_metadata": manifest})
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and no metrics are written through it", str(folder))
+    files.replace(path, text)
+
+
+def stored_name(path: str) -> str:
+    """A leaf's path as orbax stores it: letters, digits, _ and - as they are, other bytes as ~ and two hex digits.
+
+    Nothing takes such a name for a way out of the folder.
+
+    >>> stored_name("../a")
+    '~2E~2E~2Fa'
+    """
+    return re.sub(rb"[^A-Za-z0-9_-]", lambda byte: b"~%02X" % byte[0][0], path.encode(errors="surrogatepass")).decode()
+
+
+# Writing.
+
+
+class Save:
+    """A step that orbax is writing, or has written."""
+
+    def __init__(
+        self,
+        path: Path,
+        response: ocp.AsyncResponse[None],
+        place: PlainPath,
+        written: Written,
+        unheard: ExitStack,
+        check: Callable[[], None],
+    ):
+        self._response, self._place, self._unheard, self._check = response, place, unheard, check
+        self._path, self._written = path, written
+        self._over = threading.Event()
+        self._failed: list[BaseException] = []
+        self._notice = ExitNotice(lambda: self._cut_off(path), "jaxshard tells of a save that is cut off")
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @classmethod
+    def begin(
+        cls,
+        place: PlainPath,
+        name: str,
+        arrays: Mapping[str, Shaped],
+        manifest: Manifest,
+        check: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """Starts to write arrays, by path, in the sub-folder `name`; returns once they are copied off the devices.
+
+        They are not compressed: zstd would save a tenth of the bytes of float32 numbers, take two to three times the
+        processor's time, and hold as much more memory as is written.
+
+        Args:
+          place: the folder, by the same path on all processes; it is closed when all is written.
+          name: of the step.
+          arrays: of all processes.
+          manifest: what is saved beside them.
+          check: process 0 calls it once all is written; the save failed if it raises.
+        """
+        stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
+        path, tree, notes, written = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest), Written()
+        with ExitStack() as unheard:
+            unheard.enter_context(quiet(path))
+            with _ONE_AT_A_TIME, _writing(written), _while_python_runs(place.folder / name):
+                response = quietly(
+                    lambda: ocp.save_async(str(path), tree, checkpointable_name=_ARRAYS, custom_metadata=notes), path
+                )
+            return cls(place.folder / name, response, place, written, unheard.pop_all(), check)
+
+    def wait(self) -> dict[int, BaseException]:
+        """Waits until all processes have written their parts, or one has failed; returns the errors by process.
+
+        The processes ask each other again and again, because where one has failed, orbax in the others may wait for
+        it without end.
+        """
+        pause = 0.05
+        while True:
+            self._over.wait(None if jax.process_count() == 1 else pause)
+            pause = min(2.0, 1.5 * pause)  # each round is an exchange between all processes
+            over, errors = self._exchanged()
+            if errors and jax.process_count() > 1:
+                _leave_at_exit()
+            if errors or over:
+                self._notice.off()
+                return errors
+
+    def _exchanged(self) -> tuple[bool, dict[int, BaseException]]:
+        """(whether all processes have ended, process -> its error), as all of them say."""
+        mine = f"{type(self._failed[0]).__name__}: {self._failed[0]}" if self._failed else ""
+        said = [json.loads(each) for each in agreement.gathered("wait", json.dumps([self._over.is_set(), mine]))]
+        errors: dict[int, BaseException] = {
+            process: agreement.ProcessError(process, text) for process, (_, text) in enumerate(said) if text
+        }
+        if errors and self._failed:  # not where it failed only now: the others do not know it yet
+            errors[jax.process_index()] = self._failed[0]
+        return all(over for over, _ in said), errors
+
+    def abandon(self) -> str | None:
+        """Waits for 60 s at most and asks no other process; returns why it was not written, or None if it was."""
+        over = self._over.wait(_ABANDONED_SECONDS)
+        self._notice.off()
+        if over and not self._failed:
+            return None
+        _leave_at_exit()
+        return first_line(self._failed[0]) if self._failed else "it was not written in time"
+
+    def _listen(self) -> None:
+        """Hears from orbax, in a thread, when this process's part has ended, and of its error; then has it checked."""
+        try:
+            self._response.result()
+            self._place.close()  # not after an error: other threads of orbax may still write there
+            self._sync()
+            if jax.process_index() == 0:
+                self._check()
+        except BaseException as error:
+            first = next(iter(self._written.failed), error)
+            self._failed.append(self._place.named_in(forgotten(first, self._place.path / self._path.name)))
+        self._unheard.close()
+        self._over.set()
+        if not self._failed:
+            self._notice.off()
+
+    def _sync(self) -> None:
+        """Puts on the disk what this process wrote, and what orbax did not rename by its path."""
+        if jax.process_index() == 0:
+            if self._path.name not in self._written.named:
+                files.sync_tree(self._path)
+                files.sync_folder(self._path.parent)
+            return
+        for folder in self._path.glob(f"*/*process_{jax.process_index()}"):
+            files.sync_tree(folder)
+
+    def _cut_off(self, path: Path) -> None:
+        """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
+        wait for others for minutes."""
+        failed = self._failed and _NO_MORE_WORK not in str(self._failed[0])
+        why = first_line(self._failed[0]) if failed else "Python ended first"
+        if self._over.wait(_ENDING_SECONDS) and not self._failed:
+            return
+        print(
+            f"jaxshard: {path} was NOT saved: {why}. Call close() before the end of your program, or use "
+            "`with Checkpointer(...)`",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _while_python_runs(path: Path) -> Generator[None]:
+    """Turns Python's error that it takes no more work into one that names the cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_MORE_WORK not in str(error):
+            raise
+        why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
+        raise OSError(errno.ECANCELED, why, str(path)) from None
+
+
+def _writing(written: Written) -> ocp.Context:
+    made = ocp.Context()
+    made.file.path_class = written.paths()
+    saving = made.array.saving
+    saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
+    saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES
+    saving.use_compression = saving.enable_post_merge_validation = saving.enable_write_sharding_file = False
+    return made
+
+
+def _on_host_if_small(arrays: Mapping[str, Shaped]) -> dict[str, Any]:
+    """The same arrays, small ones in host memory: orbax then writes each in one piece, not one for each device. With
+    several processes no process may have the whole."""
+    fetched = small(arrays) if jax.process_count() == 1 else []
+    return {**arrays, **jax.device_get({path: arrays[path] for path in fetched})}
+
+
+def _leave_at_exit() -> None:
+    """Lets Python end although orbax may be waiting for another process: it gives up when this one leaves
+    `jax.distributed`."""
+    if not any(thread.name == _LEAVES for thread in threading.enumerate()):
+        ExitNotice(jax.distributed.shutdown, _LEAVES)
+
+
+# Reading.
+
+
+def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
+    """The arrays of a step by path, laid out as `targets` are; a target that is not stored comes back as it is.
+
+    Each process reads its parts and waits for no other, so that one that fails can tell the others. What is read at a
+    time is limited: where an array was saved in other parts than are asked for, more is read than kept.
+    """
+    wanted = {stored_name(path): x for path, x in targets.items()}
+    if not wanted:
+        return {}
+    alone = ocp.Context()
+    alone.multiprocessing.active_processes = {jax.process_index()}
+    alone.multiprocessing.primary_host = jax.process_index()
+    alone.pytree.loading.partial_load = True
+    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
+    alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
+    check_files_free()
+    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
+        path = plain.path / folder.name
+        try:
+            trouble.read(path / _ARRAYS / _ARRAY_NAMES)  # orbax would take one of any size, or wait for it
+            sizes.check_arrays(path / _ARRAYS, wanted)
+            found: Any = quietly(lambda: _load(alone, path, wanted), path)
+        except Exception as error:
+            raise plain.named_in(error) from None
+    return {path: found[stored_name(path)] for path in targets}
+
+
+def _load(context: ocp.Context, folder: Path, wanted: Mapping[str, Shaped]) -> object:
+    with _ONE_AT_A_TIME, context:
+        return ocp.load(str(folder), cast(Any, wanted), checkpointable_name=_ARRAYS)
+
+
+def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of a step whose pieces are all listed, by its stored name; no piece is read.
+
+    Raises:
+      Exception: as `read` would, where a list cannot be read.
+    """
+    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
+        arrays = plain.path / folder.name / _ARRAYS
+        json.loads(trouble.read(arrays / _ARRAY_NAMES))
+        store = sizes.open_store(arrays)
+        keys = [key.decode() for key in store.list().result()]
+        asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
+        described = {name: json.loads(answer.result().value) for name, answer in asked.items()}
+    num_pieces = Counter(key.partition("/c")[0] for key in keys)
+    return {
+        name: (tuple(said["shape"]), said["data_type"])
+        for name, said in described.items()
+        if num_pieces[name] == _num_pieces(said)
+    }
+
+
+def _num_pieces(said: Mapping[str, Any]) -> int:
+    """How many pieces zarr's description of an array gives it."""
+    piece = said["chunk_grid"]["configuration"]["chunk_shape"]
+    return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))

@@ -1,0 +1,175 @@
+"""Parts of what `jaxshard doctor` says: devices, the links between them, compilers for machines that are not here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxshard.cli.doctor.findings import Finding
+from jaxshard.cli.doctor.sections import Section, ended_early, of
+from jaxshard.hardware.chips import chip_of
+from jaxshard.system.apart import Told
+from jaxshard.system.text import printable
+from jaxshard.system.units import seconds_in_words, size_in_words
+
+_LEAST_SHARED = 10**9  # bytes
+_LEAST_LINK = 0.1  # of the links' bandwidth by the data sheet
+_INSTALL = {"gpu": 'pip install "jaxshard[cuda]"', "tpu": 'pip install "jaxshard[tpu]"'}
+JAX_NAMES = {"gpu": "cuda", "tpu": "tpu"}
+
+
+class Machine(NamedTuple):
+    """The machine, as it is seen without JAX.
+
+    Attributes:
+      accelerators: "gpu", "tpu".
+      gpu_without_driver: whether there is a GPU that no program can use.
+      memory_bytes, shared_bytes: of the host's memory, and of /dev/shm; None where that is not known.
+      cores: of the processor.
+    """
+
+    accelerators: Sequence[str] = ()
+    gpu_without_driver: bool = False
+    memory_bytes: int | None = None
+    shared_bytes: int | None = None
+    cores: int = 1
+
+
+def seen(told: Told) -> list[dict[str, Any]]:
+    """The devices that JAX has found."""
+    return [device for devices in of(told, "devices") for device in devices]
+
+
+def devices(told: Told, machine: Machine, environment: Mapping[str, str], seconds: float) -> Section:
+    """The devices that JAX sees, or why it sees none, or not those that are there."""
+    found, lines = seen(told), []
+    if found:
+        processes, taken = of(told, "num_processes")[0], of(told, "seconds")[0]
+        where = f", of {processes} processes" if processes > 1 else ""
+        lines = [*_kinds(found, machine), f"found in {seconds_in_words(taken)}{where}"]
+    else:
+        lines = ["JAX finds none"]
+    findings = [*_none(told, environment, seconds), *_unused(told, machine, environment), *_around(found, machine)]
+    return Section("Devices", lines, findings)
+
+
+def _kinds(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[str]:
+    """A line for all devices of one kind and size."""
+    if found[0]["platform"] == "cpu":
+        kind = "CPU device" if len(found) == 1 else "simulated CPU devices"
+        memory = "" if machine.memory_bytes is None else f" and {size_in_words(machine.memory_bytes)} of memory"
+        yield f"{len(found)} {kind}, on {machine.cores} core{'s' if machine.cores > 1 else ''}{memory}"
+        return
+    for (kind, platform, size), count in Counter((x["kind"], x["platform"], x["memory_bytes"]) for x in found).items():
+        memory = f", {size_in_words(size)} of memory for JAX on each" if size else ""
+        yield f"{count} x {printable(kind)} ({platform}){memory}"
+
+
+def _none(told: Told, environment: Mapping[str, str], seconds: float) -> Iterator[Finding]:
+    """Why JAX finds no devices, or does not come to the end of what it is asked for."""
+    stage = (of(told, "stage") or ["devices"])[-1]
+    others = "another process may hold the devices (end it), or hosts are missing; --seconds waits longer"
+    flags = "correct or unset what it names; XLA_FLAGS and LIBTPU_INIT_ARGS may have unknown flags"
+    fails = "see that no other process holds them"
+    if platforms := environment.get("JAX_PLATFORMS"):
+        installs = [_INSTALL[kind] for kind, name in JAX_NAMES.items() if name in platforms]
+        fails = " or ".join([f"unset JAX_PLATFORMS={platforms}", *installs])
+    yield from ended_early(told, stage, seconds, (others, flags, fails))
+
+
+def _unused(told: Told, machine: Machine, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Accelerators that are here, and JAX does not use, though it is free to."""
+    found = seen(told)
+    if not found or environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME"):
+        return
+    reasons = {line["platform"]: line["why"] for line in told.lines if "why" in line}
+    for kind in machine.accelerators:
+        if found[0]["platform"] != kind:
+            why = reasons.get(JAX_NAMES[kind], "")
+            what = f"the {kind.upper()} that is here"
+            yield Finding(what, True, f"JAX does not use it ({why}): {_INSTALL[kind]}", "docs.jax.dev, installation")
+
+
+def _around(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Finding]:
+    """What the operating system does not give."""
+    is_gpu = bool(found) and found[0]["platform"] == "gpu"
+    if machine.gpu_without_driver and not is_gpu:
+        advice = "programs cannot use it: install its driver, or start the container with it (docker run --gpus all)"
+        yield Finding("a GPU of NVIDIA's", True, advice)
+    shared = machine.shared_bytes
+    if is_gpu and len(found) > 1 and shared is not None and shared < _LEAST_SHARED:
+        advice = "NCCL wants 1 GB there where a host has several processes: docker run --shm-size=1g"
+        yield Finding(f"/dev/shm of {size_in_words(shared)}", True, advice, "docs/multihost.md")
+
+
+# Links.
+
+
+def links(told: Told) -> Section:
+    """Collectives over all devices."""
+    found, devices = of(told, "exchange"), seen(told)
+    if len(devices) < 2:
+        return Section("Collectives", ["none: they need two devices"])
+    lines = [_line(each) for each in found]
+    if devices[0]["platform"] == "cpu":
+        lines.append("these are no real links: simulated devices send through memory")
+    wrong = [
+        Finding(f"{each['kind']} of {size_in_words(each['bytes'])}", True, f"{each['wrong']}: {_DISTRUST}")
+        for each in found
+        if each["wrong"]
+    ]
+    return Section(f"Collectives over all {len(devices)} devices", lines, [*wrong, *_slow(found, devices)])
+
+
+_DISTRUST = "do not train on it; run it again without XLA_FLAGS, then have the devices looked at"
+
+
+def _line(each: Mapping[str, Any]) -> str:
+    right = "WRONG" if each["wrong"] else "right"
+    size, rate = size_in_words(each["bytes"]), f"{size_in_words(each['bytes_per_second'])}/s"
+    return f"{each['kind']:<15}{size:>9}{right:>8}{seconds_in_words(each['seconds']):>12}{rate:>13} from each device"
+
+
+def _slow(found: Sequence[Mapping[str, Any]], devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Links that carry much less than they should, within one fast domain."""
+    known = chip_of(devices[0]["kind"])
+    best = max((each["bytes_per_second"] for each in found), default=0.0)
+    if known is None or not found or len({each["process"] for each in devices}) > 1:
+        return
+    if len(devices) <= known.domain_size and best < _LEAST_LINK * known.link_bandwidth:
+        rates = (
+            f"{size_in_words(best)}/s at best, and {known.name}'s links carry {size_in_words(known.link_bandwidth)}/s"
+        )
+        cure = "NCCL_DEBUG=INFO and nvidia-smi topo -m show the way it takes" if known.platform == "gpu" else _BUSY
+        yield Finding("slow links", True, f"{rates}: {cure}", "jaxshard/hardware/chips.py")
+
+
+_BUSY = "see whether another program uses the chips"
+
+
+# Compilers.
+
+
+def compilers(told: Told, installed: Mapping[str, str], seconds: float) -> Section:
+    """Which compilers for machines that are not here are installed, and answer."""
+    lines: list[str] = []
+    findings: list[Finding] = []
+    for each in (line for line in told.lines if "compiler" in line):
+        platform = each["compiler"]
+        versions = [f"{name} {installed[name]}" for name in _PACKAGES[platform] if name in installed]
+        if each["wrong"]:
+            advice = f'it is installed, and fails: {each["wrong"]}: pip install --upgrade "jaxshard[aot-{platform}]"'
+            findings.append(Finding(f"the {platform.upper()} compiler", True, advice))
+        elif each["installed"]:
+            lines.append(f"{platform.upper()}: {', '.join(versions) or 'it'} answers")
+        else:
+            lines.append(f'{platform.upper()}: not installed (pip install "jaxshard[aot-{platform}]")')
+    if "compilers" in of(told, "stage"):
+        early = told._replace(lines=[line for line in told.lines if "error" not in line])
+        cures = ("--seconds waits longer", "unset XLA_FLAGS, or install them anew", "")
+        findings += ended_early(early, "compilers", seconds, cures)
+    return Section("Compilers for machines that are not here", lines or ["not asked"], findings)
+
+
+_PACKAGES = {"gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}

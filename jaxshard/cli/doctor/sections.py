@@ -1,0 +1,153 @@
+"""Parts of what `jaxshard doctor` says: packages, a folder, settings. Each has lines to show, and findings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxshard.cli.doctor.findings import Finding, Here
+from jaxshard.cli.doctor.settings import judged, others
+from jaxshard.system.apart import Told, last_words
+from jaxshard.system.units import size_in_words
+
+_LEAST_FREE = 10**9  # bytes
+
+
+class Section(NamedTuple):
+    """A part of what is said."""
+
+    title: str
+    lines: Sequence[str]
+    findings: Sequence[Finding] = ()
+
+
+def of(told: Told, key: str) -> list[Any]:
+    """What was told under a key, in its order."""
+    return [line[key] for line in told.lines if key in line]
+
+
+def ended_early(told: Told, what: str, seconds: float, cures: tuple[str, str, str]) -> Iterator[Finding]:
+    """That a process was killed, crashed or had an error.
+
+    Args:
+      told: what it told.
+      what: what it looked at.
+      seconds: that it had.
+      cures: for each of the three, what to do.
+    """
+    late, crashed, failed = cures
+    if not of(told, "stage"):
+        what, late = "the start of Python and JAX", "the machine is busy, or its disk slow; --seconds waits longer"
+    if told.status is None:
+        yield Finding(what, True, f"no answer within {seconds:g} s: {late}")
+    elif told.status != 0:
+        how = f"exit status {told.status}" if told.status > 0 else f"signal {-told.status}"
+        words = last_words(told.errors)
+        said = f", and the last words {words!r}" if words else ""
+        yield Finding(what, True, f"the process ended with {how}{said}: {crashed}")
+    for error in of(told, "error"):
+        yield Finding(what, True, f"{error}: {failed}")
+
+
+# Packages.
+
+
+def packages(installed: Mapping[str, str], requirements: Iterable[str]) -> Section:
+    """The versions of Python and of packages.
+
+    Args:
+      installed: by name, "python" too.
+      requirements: of jaxshard, as its metadata have them.
+    """
+    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return Section("Packages", [listed], [*_unmet(requirements), *_plugins(installed)])
+
+
+def _unmet(requirements: Iterable[str]) -> Iterator[Finding]:
+    """Packages that are there in another version than jaxshard needs."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # nothing that jaxshard needs brings it, though nearly all environments have it
+        return
+    told: set[str] = set()
+    for needed in map(Requirement, requirements):
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if needed.name not in told and not needed.specifier.contains(version, prereleases=True):
+            told.add(needed.name)
+            advice = f'jaxshard needs another: pip install "{needed.name}{needed.specifier}"'
+            yield Finding(f"{needed.name} {version}", True, advice, "pyproject.toml")
+
+
+def _plugins(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """What keeps JAX from its plugins for CUDA."""
+    found = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in installed]
+    for name in found:
+        if _number(installed[name]) != _number(installed.get("jaxlib", "")):
+            advice = "JAX takes a plugin only of jaxlib's own version: install both in one version"
+            yield Finding(f"{name} {installed[name]}", True, advice, "jaxlib/plugin_support.py")
+    if len(found) > 1:
+        yield Finding(
+            " and ".join(found), True, "JAX takes one of them: pip uninstall that of the CUDA you do not have"
+        )
+
+
+def _number(version: str) -> str:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return found[0] if found else ""
+
+
+# The folder.
+
+_OF_TRIALS = {
+    "make a folder": "give the user who trains the right to write there, or name another folder (--out)",
+    "write": "files cannot be written there: see whether the disk or a quota is full, or name another folder",
+    "rename": "checkpoints get their names by a rename: a bucket needs a hierarchical namespace",
+    "read back": "what is read is not what was written: name another folder, and have the disk looked at",
+    "lock": "two runs could write there at once: mount it with locks, and give each run a folder of its own",
+}
+
+
+def folder(path: str, told: Told, seconds: float) -> Section:
+    """What a trial of a folder found."""
+    (place, free), trials = _first(told), of(told, "trial")
+    lines = [f"it is not there yet; this is of {place}"] if place and Path(place) != Path(path) else []
+    findings = [
+        Finding(f"{each['what']} in {place}", True, f"{each['wrong']}: {_OF_TRIALS[each['what']]}", "docs/multihost.md")
+        for each in trials
+        if each["wrong"]
+    ]
+    done = [each["what"] for each in trials if not each["wrong"]]
+    if done:
+        lines.append(f"{', '.join(done)}: done; there is {size_in_words(free)} free")
+    if done and free < _LEAST_FREE:
+        advice = "a float32 parameter and Adam's state take 12 bytes in a checkpoint: make room, or name another folder"
+        findings.append(Finding(f"{size_in_words(free)} free in {place}", True, advice))
+    for reason in of(told, "no_checkpoints"):
+        advice = f'{reason}; checkpoints need it, and no lock was tried: pip install "jaxshard[checkpoint]"'
+        findings.append(Finding("checkpoints", False, advice))
+    hangs = "the file system hangs: see whether its server answers, or name another folder"
+    cures = (hangs, "run it again, and report it if it stays so", "name another folder (--out)")
+    early = told._replace(status=0) if "compilers" in of(told, "stage") else told
+    return Section(f"Folder {path}", lines or ["not tried"], [*findings, *ended_early(early, path, seconds, cures)])
+
+
+def _first(told: Told) -> tuple[str, int]:
+    """The folder that was tried, and its free bytes."""
+    places, free = of(told, "tried"), of(told, "free_bytes")
+    return (places[0], free[0]) if places else ("", 0)
+
+
+# Settings.
+
+
+def settings(environment: Mapping[str, str], here: Here) -> Section:
+    """What there is to say of the environment's variables."""
+    found = judged(environment, here)
+    rest = others(environment, found)
+    return Section("Settings", [f"also set: {', '.join(rest)}"] if rest else [], found)

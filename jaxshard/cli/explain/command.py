@@ -1,0 +1,180 @@
+"""`jaxshard explain`: where a step's parameters lie and are gathered, and which line each of its collectives is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxshard import aot
+from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
+from jaxshard.apps.config import toml
+from jaxshard.apps.config.config import Config, check
+from jaxshard.apps.config.devices import devices_of, simulate_cpus
+from jaxshard.apps.records.display import make_console
+from jaxshard.base.types import AnyMesh
+from jaxshard.cli.explain import tables as explain_tables
+from jaxshard.cli.explain import users_step
+from jaxshard.cli.explain.explanation import Explanation, Subject, explained, with_compiled
+from jaxshard.cli.plan.rows import building, own
+from jaxshard.mesh import make_mesh
+from jaxshard.plan import Target
+from jaxshard.step.step import loss_of
+from jaxshard.system.command import INTERRUPTED
+from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.files import check_file, overwrite
+from jaxshard.system.streams import fail
+
+_COMMAND = "jaxshard explain"
+_DESCRIPTION = """Explains a training step: where each parameter lies and why, its bytes on each device, the line that
+gathers it, and the collectives of the compiled step by line of your source.
+
+MODULE:FUNCTION is yours: a function without arguments that returns (step, params, batch, *more): the step that
+jaxshard.train_step made, and arrays or ShapeDtypeStructs as a call of it takes them. A CONFIG.toml stands for the
+reference model, as for `jaxshard train`, and takes the same options. Exit status: 0 done, 1 the compiler refuses the
+step, 2 bad input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The command line of `jaxshard explain`."""
+
+    what: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml | MODULE:FUNCTION]")] = None
+    """The step; without it, that of the default configuration."""
+    compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Compile for this machine, which need not be here: h100:8, v5e:2x4 (`jaxshard plan --help` names more); by default
+    for simulated devices."""
+    no_compile: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile nothing: show where parameters lie and are gathered."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all of it to this file."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard explain`; returns the exit status."""
+    options = {"jax_platforms": "cpu", "jax_traceback_in_locations_limit": -1}  # no accelerator is taken from others
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    try:
+        with ended_at_once(lambda: f"{_COMMAND}: interrupted"):
+            return _run(parse(arguments))
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+_fail = functools.partial(fail, _COMMAND)
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line over the TOML file over the defaults.
+
+    Raises:
+      ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
+    """
+    words.check(arguments, Arguments, _COMMAND, {"data": str})
+    given, in_file = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments()), frozenset()
+    if given.compile and given.no_compile:
+        raise ValueError(f"--compile {given.compile} and --no-compile exclude each other: give one of them")
+    if given.compile:
+        aot.machine(given.compile)  # a name that is not known is told first
+    if given.json is not None:
+        check_file("--json", given.json)
+    if given.what is not None and users_step.names_function(given.what):
+        for name in (*words.options_of(Config), "data"):
+            if words.is_given(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {given.what} makes its own")
+        return given
+    if given.what is not None:
+        if not given.what.endswith(".toml") and not Path(given.what).exists():
+            raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION")
+        config, in_file = toml.parsed(Path(given.what), pipes=True)
+        given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
+    model, _ = model_of_start(given, arguments, in_file)
+    warmup = "optimizer.warmup_steps"
+    optimizer, _ = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
+    given = dataclasses.replace(given, model=model, optimizer=optimizer)
+    check(given)
+    return given
+
+
+def _run(given: Arguments) -> int:
+    what = given.what or "the default configuration"
+    subject = _of_function(what, given) if users_step.names_function(what) else _of_config(what, given)
+    with users_step.blamed(what):
+        found = explained(subject)
+    console = make_console()  # not earlier: JAX starts here
+    explain_tables.show_params(console, what, found)
+    if given.no_compile:
+        _write(given, what, found)
+        return 0
+    compiled = _compiled(console, what, subject, _machine(given))
+    if compiled is not None:
+        mesh = loss_of(subject.step).setup.mesh
+        assert isinstance(mesh, Mesh)
+        found = with_compiled(found, compiled, mesh)
+        explain_tables.show_sent(console, found, given.compile or f"{mesh.size} simulated devices")
+    _write(given, what, found)
+    return int(compiled is None)
+
+
+def _machine(given: Arguments) -> aot.Machine:
+    return aot.machine(given.compile or f"cpu:{given.sharding.devices or 8}")
+
+
+def _of_config(what: str, given: Arguments) -> Subject:
+    """The reference model's step."""
+    machine = _machine(given)
+    torus = machine.shape if machine.chip.platform == "tpu" else ()
+    target = Target(machine.chip, machine.num_devices, machine.chip.memory_bytes, torus)
+    candidate = own(given, target)
+    mesh: AnyMesh = candidate.mesh(target)
+    if not given.no_compile:
+        mesh = make_mesh(**candidate.sizes, devices=devices_of(machine))
+    with users_step.blamed(what):
+        return Subject.of(*building(given)(candidate, mesh))
+
+
+def _of_function(what: str, given: Arguments) -> Subject:
+    """The user's own step, on the devices of the machine, if one is named, or on those that it was made for."""
+    machine = aot.machine(given.compile) if given.compile else None
+    simulate_cpus(None if machine is None else machine.num_devices)
+    devices = None if machine is None else devices_of(machine)  # a machine that cannot be is told at once
+    subject = users_step.made_by(what)
+    mesh = loss_of(subject.step).setup.mesh
+    if given.no_compile or (devices is None and isinstance(mesh, Mesh)):
+        return subject
+    return users_step.on_devices(what, subject, jax.devices("cpu") if devices is None else devices)
+
+
+def _compiled(console: Console, what: str, subject: Subject, machine: aot.Machine) -> jax.stages.Compiled | None:
+    """The compiled step; None if the compiler refuses it, which is printed."""
+    with users_step.blamed(what):
+        lowered = subject.step.lower(subject.params, subject.state, subject.batch, *subject.more)
+    try:
+        return aot.compiled(lowered, machine)
+    except jax.errors.JaxRuntimeError as error:
+        console.print(f"The compiler refuses the step: {str(error).splitlines()[0]}", soft_wrap=True)
+        return None
+
+
+def _write(given: Arguments, what: str, found: Explanation) -> None:
+    if given.json is not None:
+        compiled = None if found.sent is None else given.compile or f"cpu:{math.prod(found.sizes.values())}"
+        text = json.dumps({"step": what, "compiled_for": compiled, **found.to_dict()}, indent=1)
+        overwrite(given.json, text + "\n")

@@ -1,0 +1,236 @@
+"""What `jaxshard explain` says of a step: each parameter's place, bytes and line; each collective's line and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.base.source import place_of
+from jaxshard.base.tree import Names, owner_of, parent_of, shape_of
+from jaxshard.base.types import AxisSizes, Tree
+from jaxshard.inspect.sources import Frame, frames
+from jaxshard.inspect.traffic import Collective, collectives
+from jaxshard.layout.cutting import Leaf
+from jaxshard.layout.layout import Layout
+from jaxshard.loss import gathers
+from jaxshard.step.step import TrainStep, loss_of
+
+
+class Subject(NamedTuple):
+    """A step, and the shapes of what a call of it takes."""
+
+    step: TrainStep
+    params: Tree
+    state: Tree
+    batch: Tree
+    more: Sequence[Tree] = ()
+
+    @classmethod
+    def of(cls, step: TrainStep, params: Tree, batch: Tree, *more: Tree) -> Subject:
+        """Of arrays or shapes. (An optimizer's init may have to read the values of its params.)"""
+        state = loss_of(step).setup.abstract_state(params)
+        return cls(step, *(jax.tree.map(_shape, tree) for tree in (params, state, batch, more)))
+
+
+def _shape(x: Any) -> Any:
+    """Its shape, if it is an array; what it should not be, the step itself says best."""
+    return shape_of(x) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter, and what belongs to it.
+
+    Attributes:
+      path: its names, joined by slashes.
+      shape, dtype: of the whole.
+      spec: the PartitionSpec at rest, an entry for each dim that it names: None, an axis, or several.
+      why: why it lies so.
+      state_why: why its gradient and state lie as they do; "" where it has none, or they lie as the parameter.
+      bytes: on each device: of "params", of "gradient" as the optimizer gets it, of "state", and of the part of the
+        state that is "state on host".
+      gathered: how it comes to be whole, or its gradient reduced.
+      lines: where in the source that is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Any, ...]
+    why: str
+    state_why: str
+    bytes: Mapping[str, int]
+    gathered: str
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective of the compiled step.
+
+    Attributes:
+      line: the line of the source that it belongs to; "" where none is known.
+      code: what stands in that line, if the file is there.
+      part: the part of the step that it belongs to, where no line is known.
+      joined: further lines and parts, whose collectives the compiler has joined to it.
+      kind, axes, dtype: "all-gather", "data", "f32"; several axes are joined by " x ", several types by "+".
+      bytes: payload of one execution on each device, as in `jaxshard.inspect.Collective`.
+      times: executions in each step.
+      wire_bytes: bytes that each device sends in each step.
+      name: in the compiled program.
+    """
+
+    line: str
+    code: str
+    part: str
+    joined: tuple[str, ...]
+    kind: str
+    axes: str
+    dtype: str
+    bytes: int
+    times: int
+    wire_bytes: float
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What there is to say of a step. `sent` is None where nothing was compiled."""
+
+    strategy: str
+    sizes: AxisSizes
+    platform: str
+    microbatches: int
+    params: tuple[Param, ...]
+    totals: Mapping[str, int]
+    loss_rows: str
+    sent: tuple[Sent, ...] | None = None
+    trips_known: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers."""
+        return dataclasses.asdict(self)
+
+
+def explained(subject: Subject) -> Explanation:
+    """What the layout and a trace of the loss say."""
+    loss = loss_of(subject.step)
+    notes = loss.notes(subject.params, subject.batch, *subject.more)
+    layout = loss.noted_layout(subject.params, notes, subject.state)
+    states = _states(layout)
+    found = [
+        _param(layout, leaf, states.get(leaf.names, []), lines)
+        for leaf, lines in zip(layout.params, gathers.lines(notes), strict=True)
+    ]
+    return Explanation(
+        strategy=layout.config.strategy,
+        sizes=dict(layout.sizes),
+        platform=layout.platform,
+        microbatches=loss.options.microbatches,
+        params=tuple(found),
+        totals=layout.bytes_per_device,
+        loss_rows=layout.loss_rows,
+    )
+
+
+def _states(layout: Layout) -> dict[Names, list[Leaf]]:
+    """The leaves of the state by the parameter that they belong to."""
+    owners = {leaf.names: leaf for leaf in layout.params if not leaf.frozen}
+    found: dict[Names, list[Leaf]] = {}
+    for leaf in layout.state:
+        owner = owner_of(leaf.names, owners) or parent_of(leaf.names, owners)
+        if owner is not None:
+            found.setdefault(owner.names, []).append(leaf)
+    return found
+
+
+def _param(layout: Layout, leaf: Leaf, states: Sequence[Leaf], lines: tuple[str, ...]) -> Param:
+    def of_state(memory: str) -> int:
+        return sum(each.bytes(each.cut, layout.sizes) for each in states if each.memory == memory)
+
+    gradient = 0 if leaf.frozen else leaf.bytes(leaf.cut, layout.sizes)
+    held = {"params": leaf.bytes(leaf.params.spec, layout.sizes), "gradient": gradient, "state": of_state("device")}
+    held |= {"state on host": on_host} if (on_host := of_state("host")) else {}
+    return Param(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=str(leaf.dtype),
+        spec=tuple(leaf.params.spec),
+        why=layout.why("params", leaf),
+        state_why="" if leaf.frozen or not layout.config.cuts.state else layout.why("state", leaf),
+        bytes=held,
+        gathered=(layout.gathers or {}).get(leaf.names, ""),
+        lines=lines,
+    )
+
+
+# The compiled step.
+
+
+def with_compiled(found: Explanation, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> Explanation:
+    """The same, and the collectives of the compiled step, in its order."""
+    text = compiled.as_text()
+    assert text is not None
+    listed, known = collectives(text), frames(text)
+    sent = tuple(_sent(each, known.get(each.name, []), mesh) for each in listed)
+    return dataclasses.replace(found, sent=sent, trips_known=all(each.trips_known for each in listed))
+
+
+def _sent(collective: Collective, known: Sequence[Sequence[Frame]], mesh: jax.sharding.Mesh) -> Sent:
+    places = list(dict.fromkeys(map(_where, known))) or [("", "a move that the compiler put in")]
+    (line, part), *others = places
+    return Sent(
+        line=line,
+        code=_code(line) if line else "",
+        part=part,
+        joined=tuple(line or part for line, part in others),
+        kind=collective.kind,
+        axes=" x ".join(collective.axes(mesh)),
+        dtype=collective.dtype,
+        bytes=collective.bytes,
+        times=collective.trips,
+        wire_bytes=collective.wire_bytes,
+        name=collective.name,
+    )
+
+
+def _where(stack: Sequence[Frame]) -> tuple[str, str]:
+    """(the user's line, "") or ("", the part of the step, with a library's line if that has asked for it)."""
+    place = place_of((frame.file, frame.line) for frame in stack)
+    if place.own:
+        return place.own, ""
+    part = next(_parts(stack), "the step")
+    return "", f"{part} ({place.library})" if place.library else part
+
+
+def _code(line: str) -> str:
+    """What stands in a line of a file of the current folder, or of an installed package."""
+    file, _, number = line.rpartition(":")
+    found = (linecache.getline(os.path.join(folder, file), int(number)) for folder in (os.getcwd(), *sys.path))
+    return next(filter(None, found), "").strip()
+
+
+_PARTS = (
+    ("step/skips.py", "", "the check that all is finite"),
+    ("optimizer/update.py", "_to_params", "the update: new params are gathered"),
+    ("optimizer/owners/rounds.py", "", "the update: matrices go to their owners, and home"),
+    ("optimizer/update.py", "", "the update"),
+    ("optimizer/inner/update.py", "", "the update"),
+    ("loss/per_device.py", "DeviceLoss._finish", "the gradients' reduction, after the backward pass"),
+    ("loss/per_device.py", "DeviceLoss._reduced", "the mean of the loss over devices"),
+    ("loss/per_device.py", "DeviceLoss.__init__", "params are gathered once per step"),
+    ("loss/gradients.py", "", "the gradients"),
+)
+"""Parts of a step of jaxshard: the file and the function that traced it, and what it is for."""
+
+
+def _parts(stack: Sequence[Frame]) -> Iterator[str]:
+    for file, function, name in _PARTS:
+        if any(frame.file.endswith(f"jaxshard/{file}") and function in frame.function for frame in stack):
+            yield name

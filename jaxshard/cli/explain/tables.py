@@ -1,0 +1,138 @@
+"""What `jaxshard explain` shows: lines of at most 80 columns, if names let them. No name and no number is cut off."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+
+from jaxshard.cli.explain.explanation import Explanation, Param, Sent
+from jaxshard.system.text import printable
+from jaxshard.system.units import size_in_words
+
+_WIDTH, _CELL = 80, 10  # columns of a line, and of a number in it
+_INDENT = "    "
+
+
+def show_params(console: Console, what: str, found: Explanation) -> None:
+    """Prints each parameter: its place, its bytes on each device, why, and where it is gathered."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in found.sizes.items() if size > 1) or "one device"
+    batches = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
+    _say(console, f"{what}: {found.strategy} over {axes} ({found.platform}){batches}")
+    if found.loss_rows:
+        _say(console, f"rows: {found.loss_rows}")
+    _say(console, "")
+    _row(console, "Parameters, and bytes on each device", ("params", "gradient", "state"))
+    for param in found.params:
+        sizes = (size_in_words(param.bytes[kind]) for kind in ("params", "gradient", "state"))
+        _row(console, f"{param.path}  {_shape(param)}", sizes)
+        for note in _notes(param):
+            _say(console, note, _INDENT)
+    totals = (size_in_words(found.totals[kind]) for kind in ("params", "grads", "state"))
+    _row(console, "all, with state that belongs to no parameter", totals)
+    if on_host := found.totals.get("state on host", 0):
+        _say(console, f"and {size_in_words(on_host)} of state in the host's memory, for each device", _INDENT)
+
+
+def _shape(param: Param) -> str:
+    return f"{param.dtype}[{','.join(map(str, param.shape))}]"
+
+
+def _notes(param: Param) -> Iterable[str]:
+    spec = ", ".join(map(repr, param.spec))
+    yield f"at rest P({spec}): {param.why}"
+    if param.state_why and param.state_why != param.why:
+        yield f"its gradient and state: {param.state_why}"
+    if param.gathered:
+        yield f"{param.gathered} ({', '.join(param.lines)})" if param.lines else param.gathered
+
+
+def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
+    """Prints the collectives of the compiled step by line of the source, then what belongs to no line."""
+    assert found.sent is not None
+    _say(console, "")
+    _say(console, f"Collectives of a step, compiled for {compiled_for}, by line of the source")
+    if not found.sent:
+        _say(console, "none: nothing moves between devices")
+        return
+    _row(console, "", ("times", "payload", "sent"))
+    for place, members in _by_place(found.sent).items():
+        _say(console, _headed(console, place, members[0].code))
+        for (label, size, joined), alike in _alike(members).items():
+            times, sent = sum(each.times for each in alike), sum(each.wire_bytes for each in alike)
+            _row(console, f"{_INDENT}{label}", (f"{times:,} x", size_in_words(size), size_in_words(sent)))
+            if joined:
+                _say(console, f"joined by the compiler with: {', '.join(joined)}", 2 * _INDENT)
+    _row(console, "sent by each device in a step", ("", "", size_in_words(sum(each.wire_bytes for each in found.sent))))
+    for axes, sent in _by_axes(found.sent).items():
+        _row(console, f"{_INDENT}over {axes}", ("", "", size_in_words(sent)))
+    if not found.trips_known:
+        _say(console, "Some loops have no trip count that can be read: they count once, so more is sent than this.")
+
+
+def _by_place(sent: Iterable[Sent]) -> Mapping[str, list[Sent]]:
+    """Collectives by line, in the order of the source; then those of the step's own parts, in the program's order."""
+    found: dict[str, list[Sent]] = {}
+    for each in sorted(sent, key=lambda each: _order(each.line)):
+        found.setdefault(each.line or each.part, []).append(each)
+    return found
+
+
+def _order(line: str) -> tuple[bool, str, int]:
+    file, _, number = line.partition(" ")[0].rpartition(":")
+    return not line, file, int(number or 0)
+
+
+def _headed(console: Console, place: str, code: str) -> str:
+    """A place and, as far as there is room, the code that stands there."""
+    room = min(console.width, _WIDTH) - len(place) - 2
+    shown = code if len(code) <= room else f"{code[: room - 4]} ..."
+    return f"{place}  {shown}" if code and room > 20 else place
+
+
+def _alike(members: Iterable[Sent]) -> Mapping[tuple[str, int, tuple[str, ...]], list[Sent]]:
+    """Collectives that take one line together, by (what they are, bytes of each, what is joined with each)."""
+    found: dict[tuple[str, int, tuple[str, ...]], list[Sent]] = {}
+    for each in members:
+        label = f"{each.kind} over {each.axes or 'no axis'}, {each.dtype}"
+        found.setdefault((label, each.bytes, each.joined), []).append(each)
+    return found
+
+
+def _by_axes(sent: Iterable[Sent]) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for each in sent:
+        if each.axes:
+            found[each.axes] = found.get(each.axes, 0.0) + each.wire_bytes
+    return found if len(found) > 1 else {}
+
+
+# Lines.
+
+
+def _row(console: Console, label: str, cells: Iterable[str]) -> None:
+    """A line with numbers at its right end; where the label is too long for it, they follow in the next one."""
+    numbers = "".join(f"{cell:>{_CELL}}" for cell in cells)
+    room = min(console.width, _WIDTH) - len(numbers)
+    if len(label) > room:
+        _say(console, label)
+        label = ""
+    _say(console, f"{label:<{max(room, 0)}}{numbers}")
+
+
+def _say(console: Console, text: str, indent: str = "") -> None:
+    """Prints lines of words, or a line as it is where nothing is indented."""
+    lines = [text]
+    if indent:
+        width = max(min(console.width, _WIDTH), 2 * len(indent))
+        lines = textwrap.wrap(
+            text,
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    for line in lines:
+        console.print(printable(line), soft_wrap=True)

@@ -1,0 +1,238 @@
+"""`jaxshard plan`: what training a configuration's model costs, before anything runs, and what compilers say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import tyro
+from rich.console import Console
+
+from jaxshard import aot
+from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
+from jaxshard.apps.config import toml
+from jaxshard.apps.config.config import Config, check
+from jaxshard.apps.config.devices import devices_of
+from jaxshard.apps.records.display import make_console
+from jaxshard.cli.plan import compiled as plan_compiled
+from jaxshard.cli.plan import rows as plan_rows
+from jaxshard.cli.plan import tables as plan_tables
+from jaxshard.plan import chip as chip_named
+from jaxshard.plan import search
+from jaxshard.plan.choices import Target
+from jaxshard.plan.search import Row
+from jaxshard.system import files
+from jaxshard.system.command import INTERRUPTED
+from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.files import check_room
+from jaxshard.system.streams import fail
+from jaxshard.system.text import printable
+from jaxshard.system.units import size_in_words
+
+_DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
+
+Nothing is compiled or allocated, and no accelerator is needed; --compile asks the machine's own compiler. Model and all
+else come from CONFIG.toml and options, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing does, 2 bad
+input."""
+
+_Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "own"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The command line of `jaxshard plan`."""
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """Options in TOML, as for `jaxshard train`; the command line has the last word."""
+    machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """What to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16, v4:4x4x4,
+    cpu:8 (simulated devices, the default)."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """The number of devices, in place of a machine ..."""
+    chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """... the kind of them (by default h100) ..."""
+    memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
+    """... and the memory of each, in GB; by default the chip's."""
+    strategies: tuple[_Strategy, ...] = ()
+    """Only these; "own" is the configuration's. By default all that cut over data, and the configuration's own."""
+    fit: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Rank strategy x mesh x microbatches, and say why the best is best."""
+    compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Compile the step for this machine, which need not be here, and show predicted beside compiled: the
+    configuration's own strategy, or --strategies."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all figures to this file."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write plan.png and plan.html to this folder: memory, traffic, and the sharding of every leaf."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard plan`; returns the exit status."""
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is started or taken from others
+    try:
+        with ended_at_once(lambda: "jaxshard plan: interrupted"):
+            given = parse(arguments)
+            _check_files(given)
+            return _compiled(given) if given.compile else _planned(given)
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def _check_files(given: Arguments) -> None:
+    """Raises ValueError for files that could not be written, before anything is planned."""
+    if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {given.json}: name a file in a folder that is there")
+    if given.out is not None:
+        check_room("--out", given.out)
+
+
+_fail = functools.partial(fail, "jaxshard plan")
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """The command line over the TOML file over the defaults.
+
+    Raises:
+      ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
+    """
+    words.check(arguments, Arguments, "jaxshard plan", {"data": str})
+    given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
+    if given.config is not None:
+        config, in_file = toml.parsed(given.config, pipes=True)
+        given = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments(**vars(config)))
+    _check(given)
+    warmup = "optimizer.warmup_steps"
+    model, told = model_of_start(given, arguments, in_file)
+    optimizer, notes = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
+    given = dataclasses.replace(given, model=model, optimizer=optimizer)
+    check(given)
+    for note in [*told, *notes]:
+        print(f"jaxshard plan: {printable(note)}", file=sys.stderr)
+    return given
+
+
+def _check(given: Arguments) -> None:
+    """Raises a ValueError for options that exclude each other, or are out of range."""
+    if given.devices is not None and (given.machine or given.compile):
+        raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
+    if given.compile and given.machine not in (None, given.compile):
+        raise ValueError(f"--compile {given.compile} and --machine {given.machine} are two machines: give one of them")
+    if given.fit and (given.compile or given.strategies):
+        raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
+    if given.chip is not None:
+        chip_named(given.chip)  # an unknown one is told before all else that is wrong
+    if given.devices is None and given.chip is not None:
+        raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
+    for name, value, most in (("--devices", given.devices, 2**31 - 1), ("--memory", given.memory, 1e9)):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{name} {value} must be above 0, and at most {most:,.0f}")
+
+
+def target_of(given: Arguments) -> Target:
+    """What is planned for.
+
+    Raises:
+      ValueError: the machine or chip is not known; those that are are listed.
+    """
+    if given.devices is not None:
+        chip, count, torus = chip_named(given.chip or "h100"), given.devices, ()
+    else:
+        default = f"cpu:{given.sharding.devices or 8}"
+        machine = aot.machine(given.compile or given.machine or default)
+        chip, count = machine.chip, machine.num_devices
+        if chip.platform == "gpu" and len(machine.shape) == 2:
+            chip = dataclasses.replace(chip, domain_size=machine.shape[1])
+        torus = machine.shape if chip.platform == "tpu" else ()
+    return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9, torus)
+
+
+def _planned(given: Arguments) -> int:
+    target, console = target_of(given), make_console()
+    if given.fit:
+        found = search.fit(plan_rows.building(given), plan_rows.to_try(given, target), target)
+        rows, notes = list(found.rows[:12]), [found.why()]
+    else:
+        rows, notes = plan_rows.rows_of(given, plan_rows.candidates(given, given.strategies, target), target)
+    rows = plan_rows.with_useful_seconds(given, rows, target)
+    notes += plan_rows.unfused(given, target)
+    if rows and not any(row.fits for row in rows):
+        notes.append(plan_rows.too_large(given, rows, target))
+    if rows:
+        _show(console, given, rows, target)
+        _write(given, rows, notes)
+    for note in notes:
+        console.print(note, soft_wrap=not console.is_terminal)  # a terminal would break it within a word
+    return 0 if any(row.fits for row in rows) else 1
+
+
+# What is shown.
+
+
+def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
+    count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params)
+    in_words = f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
+    console.print(
+        f"{in_words} parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
+        f"{target.num_devices} x {target.chip.name} of {size_in_words(target.memory_bytes)}",
+        soft_wrap=True,
+    )
+    plan_tables.show(console, rows)
+
+
+def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    if given.json is not None:
+        files.overwrite(
+            given.json, json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1)
+        )
+    _write_pictures(given, rows, notes)
+
+
+def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    if given.out is None:
+        return
+    from jaxshard.plan.pages import drawing, html
+
+    files.make_folder(given.out)
+    title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
+    title = printable(title)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
+        drawing.draw(rows, given.out / "plan.png", title=title)
+    html.page(rows, given.out / "plan.html", title=title, notes=notes)
+
+
+# Predicted beside compiled.
+
+
+def _compiled(given: Arguments) -> int:
+    machine, build = aot.machine(str(given.compile)), plan_rows.building(given)
+    devices = devices_of(machine)  # first: a machine that cannot be is told before what is wrong on it
+    target, console = target_of(given), make_console()
+    wanted = plan_rows.candidates(given, given.strategies or ("own",), target)
+    rows = plan_rows.with_useful_seconds(given, search.compare(build, wanted, target), target)
+    _show(console, given, rows, target)
+    for note in plan_rows.unfused(given, target):
+        console.print(note, soft_wrap=True)
+    found = plan_compiled.compiled(console, build, rows, machine, devices)
+    if given.json is not None:
+        results = [
+            {"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()}
+            for row, report in found
+        ]
+        files.overwrite(given.json, json.dumps({"machine": machine.name, "rows": results}, indent=1))
+    _write_pictures(given, rows, [])
+    return 0 if any(plan_compiled.excess_bytes(row, report) <= 0 for row, report in found) else 1

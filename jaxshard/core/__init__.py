@@ -1,1 +1,0 @@
-"""One training step, in the order of the data: options, layout, collectives, state, update, gradients, step."""

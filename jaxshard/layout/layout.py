@@ -1,0 +1,274 @@
+"""Decides where each leaf of params, grads and state lives, from shapes, dtypes, options and the mesh's axis sizes.
+
+Nothing here touches an array or a device, so a layout can be computed before any machine is rented.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import canonical
+from jaxshard.base.source import warn
+from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
+from jaxshard.base.types import AxisSizes, Tree, TreeDef
+from jaxshard.layout import frozen, host_memory
+from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
+from jaxshard.layout.layout_table import table
+from jaxshard.layout.options import Config
+from jaxshard.layout.specs import model_specs
+
+_SCALES = ("extra", "scale")  # where a state (`ShardedState`) has the scales of moments in 8 bits
+
+
+def _spec_of(sharding: NamedSharding) -> P:
+    return sharding.spec
+
+
+class Shardings(NamedTuple):
+    """`NamedSharding`s of params, grads (as `value_and_grad` returns them) and state."""
+
+    params: Tree
+    grads: Tree
+    state: Tree
+
+    @property
+    def specs(self) -> "Shardings":
+        """The same trees of PartitionSpecs."""
+        return Shardings(*jax.tree.map(_spec_of, tuple(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where one optimizer's params, gradients and state live; `print(layout)` shows a table, one row per leaf."""
+
+    config: Config
+    sizes: AxisSizes
+    platform: str  # "cpu", "gpu" or "tpu"
+    treedef: TreeDef
+    params: tuple[Leaf, ...]
+    state_treedef: TreeDef | None = None  # None: a layout of the params alone
+    state: tuple[Leaf, ...] = ()
+    gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
+    loss_rows: str = ""  # what is known of the rows of the loss
+    sums: str = ""  # what rounding does to sums of gradients over microbatches
+    unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
+
+    def _param_leaves(self, leaves: Iterable[object]) -> Tree:
+        """The tree of params with these leaves."""
+        return unflatten(self.treedef, leaves)
+
+    @functools.cached_property
+    def param_specs(self) -> Tree:
+        """The params' PartitionSpecs at rest."""
+        return self._param_leaves(leaf.params.spec for leaf in self.params)
+
+    @functools.cached_property
+    def grad_specs(self) -> Tree:
+        """The PartitionSpecs of reduced gradients; a `MaskedNode` for what is frozen."""
+        return self._param_leaves(frozen.nothing() if leaf.frozen else leaf.cut for leaf in self.params)
+
+    @functools.cached_property
+    def home_specs(self) -> Tree:
+        """The PartitionSpecs of gradients, params and updates in the inner optimizer's step."""
+        return self._param_leaves(leaf.home or leaf.cut for leaf in self.params)
+
+    @functools.cached_property
+    def state_specs(self) -> Tree:
+        """The state's PartitionSpecs; only for a layout that has a state."""
+        assert self.state_treedef is not None
+        return unflatten(self.state_treedef, [leaf.cut for leaf in self.state])
+
+    @property
+    def bytes_per_device(self) -> dict[str, int]:
+        """Bytes at rest on each device: params, grads (as the inner optimizer gets them) and state."""
+        return {
+            "params": sum(leaf.bytes(leaf.params.spec, self.sizes) for leaf in self.params),
+            "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params if not leaf.frozen),
+            "state": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state if leaf.memory == "device"),
+            **({"state on host": on_host} if (on_host := self.host_bytes) else {}),
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes at rest in the host's memory, for each device."""
+        return sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state if leaf.memory == "host")
+
+    @property
+    def at_rest(self) -> list[tuple[str, Leaf, P]]:
+        """Params, then state: (kind, leaf, its PartitionSpec at rest)."""
+        params = [("params", leaf, leaf.params.spec) for leaf in self.params]
+        return params + [("state", leaf, leaf.cut) for leaf in self.state]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table's rows: kind, leaf, shape, dtype, spec at rest, bytes per device, why."""
+        rows: list[tuple[str, ...]] = []
+        for kind, leaf, spec in self.at_rest:
+            why = self.why(kind, leaf)
+            if kind == "params" and self.gathers is not None:
+                why += f"; {self.gathers[leaf.names]}"
+            num_bytes = str(leaf.bytes(spec, self.sizes))
+            rows.append((kind, leaf.path, str(leaf.shape), str(leaf.dtype), str(spec), num_bytes, why))
+        return rows
+
+    def why(self, kind: str, leaf: Leaf) -> str:
+        """Why a leaf of params or state is cut as it is, and where it lies if not on devices."""
+        if leaf.memory == "host":
+            return f"{self.why(kind, dataclasses.replace(leaf, memory='device'))}; on the host"
+        if leaf.frozen:
+            return leaf.reason
+        if not getattr(self.config.cuts, kind):
+            return f"{self.config.strategy} keeps {kind} {'whole' if not leaf.spec else 'uncut over data'}"
+        if kind == "params" and leaf.params.dims and leaf.params.dims != leaf.dims:
+            return in_words(leaf.params.dims, len(leaf.shape))
+        return leaf.reason
+
+    def __str__(self) -> str:
+        total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
+        known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
+        known += [f"sums: {self.sums}"] if self.sums else []
+        return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
+
+
+def check_specs_used(layout: Layout) -> None:
+    """Raises a ValueError if some of the user's specs match no parameter."""
+    if layout.unused_specs:
+        raise ValueError(layout.unused_specs)
+
+
+def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str) -> Layout:
+    """The layout of a tree of arrays or `ShapeDtypeStruct`s on a mesh with axes of these sizes, for a platform.
+
+    Raises:
+      TypeError: a leaf is not floating (or complex).
+      ValueError: see `model_specs`.
+    """
+    which, unused = frozen.flags(config.frozen, params), frozen.unused(config.frozen, params)
+    if which and all(which):
+        raise ValueError("frozen: all parameters are frozen, so that nothing would be trained; name fewer")
+    if unused and not all(jnp.issubdtype(getattr(x, "dtype", float), jnp.inexact) for _, x in named_leaves(params)):
+        raise ValueError(unused)
+    check_floating(params, which)
+    specs = model_specs(config, params, sizes)
+    leaves = [
+        cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config, platform)
+        for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
+    ]
+    leaves = tuple(frozen_leaf(leaf) if yes else leaf for leaf, yes in zip(leaves, which, strict=True))
+    return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=specs.unused or unused)
+
+
+def layout_state(params: Layout, state: Tree) -> Layout:
+    """Adds the leaves of an (abstract) optimizer state.
+
+    A leaf follows a parameter, that is, takes the model's spec of it, in three cases:
+
+    * its path ends in the parameter's path, and it has the parameter's shape;
+    * its path ends so, and it stacks arrays of that shape (L-BFGS's memory): the spec then holds for its last dims;
+    * its path goes on within the parameter's path (a tuple for each parameter), or has none in it (a list) but it has
+      the shape of some parameters, and these are all cut alike.
+
+    Other leaves (counts, factored moments) have no spec of the model's. The data axes then cut every leaf by the rule
+    of `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters
+    and moments are cut where their bfloat16 parameter is.
+    """
+    owners = {leaf.names: leaf for leaf in params.params if not leaf.frozen}
+    twins: dict[tuple[int, ...], set[Leaf]] = {}
+    for leaf in owners.values():
+        twins.setdefault(leaf.shape, set()).add(leaf)
+    leaves: list[Leaf] = []
+    for names, leaf in named_leaves(state):
+        alike = twins.get(tuple(leaf.shape), set[Leaf]()) if leaf.shape else set[Leaf]()
+        agreed = len({(twin.cut, twin.home) for twin in alike}) == 1
+        twin = min(alike, key=lambda leaf: leaf.names) if agreed else None
+        owner = owner_of(names, owners) or parent_of(names, owners) or twin
+        leaves.append(_state_leaf(names, leaf, owner, params))
+    config = params.config
+    leaves = host_memory.placed(leaves, config.state_memory, config.min_shard_size, params.sizes)
+    return dataclasses.replace(params, state_treedef=structure(state), state=tuple(leaves))
+
+
+def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, params: Layout) -> Leaf:
+    shape, spec, who, dtype = tuple(leaf.shape), P(), "", leaf.dtype
+    extra_dims = len(shape) - len(owner.shape) if owner else 0
+    if owner and shape == owner.shape:
+        spec, who = owner.spec, f"like {owner.path}: "
+    elif owner and owner.shape and shape[extra_dims:] == owner.shape:
+        spec, who = canonical([None] * extra_dims + list(owner.spec)), f"a stack like {owner.path}: "
+    elif owner and owner.shape:
+        who = f"made from {owner.path}, of another shape: "
+    if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = owner.dtype
+    found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
+    if owner and names[: len(_SCALES)] == _SCALES:
+        found = cut_beside(owner, dataclasses.replace(found, dtype=leaf.dtype), params.sizes)
+        return dataclasses.replace(found, reason=f"blocks of {owner.path}: {found.reason}")
+    found = dataclasses.replace(found, dtype=leaf.dtype)
+    if extra_dims > 0 and who.startswith("a stack") and owner and owner.dims:
+        found = cut_like(owner, found)
+    if owner and owner.home is not None and found.dims and (home := at_home(owner, shape)) is not None:
+        found = dataclasses.replace(found, cut=home.spec, dims=home.dims, reason=in_words(home.dims, len(shape)))
+    note = f"; {owner.at_home}" if owner and shape == owner.shape and owner.at_home else ""
+    return dataclasses.replace(found, reason=who + found.reason + note)
+
+
+_SPLIT = "as by nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_inexact_array)"
+
+
+def check_arrays(params: Tree) -> None:
+    """Raises a TypeError for a leaf that is no array."""
+    for names, leaf in named_leaves(params):
+        _check_array(names, leaf)
+
+
+def _check_array(names: Names, leaf: Tree) -> None:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's params "
+            f"alone, {_SPLIT}"
+        )
+
+
+def check_floating(params: Tree, which: Sequence[bool]) -> None:
+    """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
+    for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
+        _check_array(names, leaf)
+        if is_frozen:
+            continue
+        dtype = leaf.dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"params: {path_of(names)} has dtype {dtype}, which has no gradient: freeze it (frozen=), or cast it "
+                f"to a floating dtype. Or give a model's params alone, {_SPLIT}, and pass the rest as a further "
+                "argument of the loss"
+            )
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"params: {path_of(names)} has dtype {dtype}, in which updates are lost and sums overflow; keep params "
+                "in bfloat16 or float32, and cast them in the loss, where products are computed"
+            )
+
+
+def warn_if_awkward(layout: Layout) -> None:
+    """Warns of leaves that cannot be cut N ways, if they hold more than 1% of a device's bytes of params."""
+    num_shards = math.prod(layout.sizes[axis] for axis in layout.config.cut_axes.state)
+    held = {leaf: leaf.bytes(leaf.cut, layout.sizes) for leaf in layout.params}
+    awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}
+    if sum(awkward.values()) <= 0.01 * sum(held.values()):
+        return
+    lost = {leaf: num_bytes - num_bytes * leaf.ways // num_shards for leaf, num_bytes in awkward.items()}
+    first = sorted(lost.items(), key=lambda item: -item[1])[:5]
+    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} bytes lost" for leaf, num_bytes in first)
+    more = f"; and {len(lost) - 5} more, see the layout" if len(lost) > 5 else ""
+    leaves = "1 leaf" if len(lost) == 1 else f"{len(lost)} leaves"
+    warn(
+        f"{layout.config.strategy}: {leaves} cannot be cut {num_shards} ways, which costs each device "
+        f"{sum(lost.values())} bytes for each copy (params, grads, moments): {named}{more}. Pad a dim to a multiple "
+        f"of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each cuts its own dim."
+    )

@@ -1,0 +1,103 @@
+"""What a loss is called with: a batch, whose rows are split, and further arguments, which every device gets whole."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
+from jaxshard.base.types import Tree
+from jaxshard.loss.loss_program import LossOptions
+from jaxshard.mesh import check_context
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A further argument that every device is to get whole; `whole` makes it."""
+
+    tree: Tree
+
+
+def whole(tree: Tree) -> Whole:
+    """Marks a further argument of a loss as meant for every device whole, although it has as many rows as the batch.
+
+    Args:
+      tree: any tree of arrays.
+
+    Returns:
+      What to pass in its place; the loss gets the tree itself: `step(params, state, batch, jaxshard.whole(y))`.
+    """
+    return Whole(tree)
+
+
+def check_batch(batch: Tree, options: LossOptions) -> None:
+    """Raises a ValueError, which names the leaf, if rows do not divide, or leaves differ in their number of rows."""
+    shards, m = options.setup.num_batch_shards, options.microbatches
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise ValueError("batch: it has no leaves; give at least one array of (rows, ...)")
+    first, num_rows = leaves[0][0], np.shape(leaves[0][1])[:1]
+    for names, leaf in leaves:
+        rows = np.shape(leaf)[:1]
+        if not rows:
+            raise ValueError(
+                f"batch: {path_of(names)} has shape (), and so no rows: give arrays of (rows, ...), and pass what has "
+                "none as a further argument of the loss"
+            )
+        if rows[0] % (shards * m) or rows[0] == 0:
+            other = "" if options.per_row else ", or change microbatches"
+            raise ValueError(
+                f"batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
+                f"{shards * m} = {shards} data shards x {m} microbatches: give a multiple of {shards * m} rows{other}"
+            )
+        if rows != num_rows:
+            raise ValueError(
+                f"batch: {path_of(names)} has {rows[0]} rows and {path_of(first)} has {num_rows[0]}, so rows would be "
+                "dealt out that do not belong together: give every leaf the same first dim (several items of one row "
+                "as a second dim), or pass what has no rows as a further argument"
+            )
+
+
+def checked_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -> tuple[Tree, ...]:
+    """The further arguments, `Whole` taken off.
+
+    Raises:
+      ValueError: one has as many rows as the batch, and nobody said that it is meant whole; or another mesh is set.
+      TypeError: one has a leaf that is no array and no number.
+    """
+    check_context("the loss", options.setup.mesh)
+    for i, arg in enumerate(args):
+        _check_leaves(i, arg)
+    if options.setup.num_batch_shards * options.microbatches > 1:
+        num_rows = np.shape(jax.tree.leaves(batch)[0])[0]
+        for i, arg in enumerate(args):
+            _check_argument(i, arg, num_rows)
+    return jax.tree.map(lambda x: x.tree if _is_whole(x) else x, args, is_leaf=_is_whole)
+
+
+def _check_leaves(position: int, arg: Tree) -> None:
+    for names, leaf in named_leaves(arg):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            where = f"{position}: {path_of(names)}" if names else position
+            raise TypeError(
+                f"further argument {where} is a {type(leaf).__name__}, no array and no number: let the loss close over "
+                "it, and give a model's arrays alone, as by equinox.partition(model, equinox.is_array)"
+            )
+
+
+def _check_argument(position: int, arg: Tree, num_rows: int) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arg, is_leaf=_is_whole)[0]:
+        shape = np.shape(leaf) if not _is_whole(leaf) else ()
+        if shape[:1] != (num_rows,) or (len(shape) == 1 and is_like_raw_key(leaf)):
+            continue
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise ValueError(
+            f"further argument {position}{': ' + where if where else ''} has shape {shape}, and the batch has "
+            f"{num_rows} rows: the batch is split over devices, further arguments are not, so its rows would meet "
+            "others. Make it a part of the batch, such as (x, y); or, where it is meant whole, pass jaxshard.whole(y)"
+        )
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, Whole)

@@ -1,0 +1,269 @@
+"""The order of the loss's backward pass on GPU and TPU, so that it holds little, and collectives run beside products.
+
+XLA for GPU puts products off until something reads their results. Left alone, it keeps what the gradient of a weight is
+made of until the end of its layer, and the weights of attention until their own gradient is gone. XLA for TPU orders
+products by the memory they hold, so that it needs fewer rules: `before_the_rest`, for buckets too, the pick, and
+rematerialization. Figures below are of a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100;
+`benchmarks/NOTES.md` has more.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxshard.base.axes import varying
+from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
+from jaxshard.mesh import platform_here
+from jaxshard.programs.jaxprs import equations
+from jaxshard.programs.primitives import PRODUCTS
+
+
+def is_ordered() -> bool:
+    """Whether the loss that is traced now runs on GPUs or TPUs."""
+    return platform_here() in ("gpu", "tpu")
+
+
+def on_tpu() -> bool:
+    """Whether the loss that is traced now runs on TPUs, where some rules would cost memory."""
+    return platform_here() == "tpu"
+
+
+def has_own_rule(eqn: Equation) -> bool:
+    """Whether an equation's backward pass differs from JAX's: of a pick of one element per row; on GPU of a product."""
+    is_product = eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]
+    return (is_product and not on_tpu()) or _picks(eqn)
+
+
+def concerns(jaxpr: Jaxpr) -> bool:
+    """Whether a program has an equation with a rule of its own."""
+    return any(has_own_rule(eqn) for eqn in equations(jaxpr))
+
+
+def bind(eqn: Equation, operands: Sequence[jax.Array], weights: Sequence[bool]) -> jax.Array:
+    """The result of an equation that has a rule of its own.
+
+    Args:
+      eqn: the equation.
+      operands: its operands.
+      weights: for each of them, whether it is a parameter.
+    """
+    first, second = operands
+    if _picks(eqn):
+        return _picked(eqn, first, second)
+    return _bind(eqn, *_together(*weights)(first, second))
+
+
+def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:
+    return eqn.primitive.bind(*operands, **eqn.params)
+
+
+def held_together(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The values, of which none goes on before all are there.
+
+    Where types are checked, a barrier gives all of them the widest type. One of a narrower type goes on at once then:
+    autodiff has to find its own type.
+    """
+    pairs = zip(values, lax.optimization_barrier(list(values)), strict=True)
+    return [held if varying(held) == varying(x) else x for x, held in pairs]
+
+
+# The two gradients of a product.
+
+
+@functools.cache
+def _together(*is_weight: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns both operands of a product; the backward pass goes on with no gradient of these before both are made.
+
+    So neither operand is kept for later. The gradient of a weight goes on at once, to be reduced beside the other
+    product. Peak: 1235 MB without, 1148 MB with it. (One function for all products, which JAX then traces once.)
+    """
+
+    @jax.custom_vjp
+    def same(a, b):
+        return a, b
+
+    def forward(a, b):
+        return (a.value, b.value), () if a.perturbed and b.perturbed else None
+
+    def backward(both, cotangents):
+        if both is None or any(isinstance(x, SymbolicZero) for x in cotangents):
+            return cotangents
+        held = held_together(cotangents)
+        return tuple(x if weight else y for x, y, weight in zip(cotangents, held, is_weight, strict=True))
+
+    same.defvjp(forward, backward, symbolic_zeros=True)
+    return same
+
+
+@jax.custom_vjp
+def before_the_rest(first: list[jax.Array], rest: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Both lists; the backward pass goes on with the gradients of `rest` when those of `first` are there.
+
+    Otherwise XLA puts the gradient of the output weight off until the backward pass of all layers has ended, and keeps
+    what it is made of: the gradient of all logits. Peak: 1203 MB without, 1148 MB with it.
+    """
+    return first, rest
+
+
+def _before_the_rest_backward(_, cotangents):
+    leaves, treedef = jax.tree.flatten(cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    held = iter(held_together([x for x in leaves if not isinstance(x, SymbolicZero)]))
+    return jax.tree.unflatten(treedef, [x if isinstance(x, SymbolicZero) else next(held) for x in leaves])
+
+
+before_the_rest.defvjp(
+    lambda first, rest: (([x.value for x in first], [x.value for x in rest]), None),
+    _before_the_rest_backward,
+    symbolic_zeros=True,
+)
+
+
+# The gradient of a pick.
+
+
+def _picks(eqn: Equation) -> bool:
+    """Whether an equation takes one element of each row of floating numbers: (..., V), (..., 1, 1) -> (..., 1)."""
+    if eqn.primitive.name != "gather":
+        return False
+    rows, ids = (v.aval for v in eqn.invars)
+    numbers, last = eqn.params["dimension_numbers"], rows.ndim - 1
+    leading = tuple(range(last))
+    return (
+        jnp.issubdtype(rows.dtype, jnp.floating)
+        and tuple(numbers.operand_batching_dims) == tuple(numbers.start_indices_batching_dims) == leading
+        and tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (last,)
+        and not numbers.offset_dims
+        and ids.shape == (*rows.shape[:-1], 1, 1)
+        and eqn.params["mode"] != lax.GatherScatterMode.CLIP
+    )
+
+
+def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """The elements; their gradient is zeros but at the places picked.
+
+    As JAX makes it, it is scattered into an array of zeros of its own. So XLA adds it to the rows' other gradient in
+    one kernel, as where the loss multiplies logits by one-hot targets. The output layer's gradients: 524 MB without,
+    262 MB with it.
+
+    On TPU the elements are taken by a sum over the same places, too. To gather them, XLA would write all logits to
+    memory in float32, beside those in bfloat16 that are kept (zero2 with masters: 1205 MB, 1008 MB with it).
+    """
+
+    @jax.custom_vjp
+    def pick(rows, ids):
+        return _summed_pick(eqn, rows, ids) if on_tpu() else _bind(eqn, rows, ids)
+
+    def backward(ids, cotangent):
+        return jnp.where(_places(rows.shape, ids), cotangent, jnp.zeros_like(cotangent)), None
+
+    pick.defvjp(lambda rows, ids: (pick(rows, ids), ids), backward)
+    return pick(rows, ids)
+
+
+def _places(shape: tuple[int, ...], ids: jax.Array) -> jax.Array:
+    """(..., V), whether it is the element that `ids`, (..., 1, 1), name."""
+    ids = _countable(ids)
+    return lax.broadcasted_iota(ids.dtype, shape, len(shape) - 1) == ids
+
+
+def _countable(ids: jax.Array) -> jax.Array:
+    """(..., 1, 1) -> (..., 1), in a dtype that can count the classes, as uint8 cannot."""
+    return ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))
+
+
+def _summed_pick(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """The elements, as sums over rows that are zero elsewhere; -0.0 becomes 0.0."""
+    found = jnp.sum(jnp.where(_places(rows.shape, ids), rows, jnp.zeros_like(rows)), -1, keepdims=True)
+    ids, fill = _countable(ids), eqn.params["fill_value"]
+    known = (ids >= 0) & (ids < rows.shape[-1])
+    return jnp.where(known, found, jnp.asarray(jnp.nan if fill is None else fill, rows.dtype))
+
+
+# Rematerialization.
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """A function of which the backward pass keeps nothing but the arguments, and computes it again.
+
+    As `jax.checkpoint(fn)`; but where that either makes all arguments wait for the gradients of the results
+    (`prevent_cse=True`), or none, here only activations wait. What is made of parameters alone, which is to gather
+    them, XLA may do beside the layer before. Of 2091 MB that collectives take, products cover 1790 MB where parameters
+    wait too, 1923 MB here. Where nothing waits the peak is 1465 MB, here 1174 MB.
+
+    Attributes:
+      fn: flat results of any arguments.
+      smooth: which of its results may have gradients; the others get none here.
+    """
+
+    fn: Callable[..., list[Tree]]
+    smooth: tuple[bool, ...]
+
+    def __call__(self, *args: Tree) -> list[Tree]:
+        leaves, treedef = jax.tree.flatten(args)
+        waits = tuple(isinstance(x, jax.Array) for x in args for _ in jax.tree.leaves(x))
+        outs = cast(list[Tree], _recomputed(_Call(self.fn, treedef, waits), *leaves))
+        return [x if smooth else lax.stop_gradient(x) for x, smooth in zip(outs, self.smooth, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of `fn`: how its arguments are made of leaves, and which of the leaves are activations."""
+
+    fn: Callable[..., list[Tree]]
+    treedef: TreeDef
+    waits: tuple[bool, ...]
+
+    def __call__(self, *leaves: jax.Array) -> list[Tree]:
+        return self.fn(*jax.tree.unflatten(self.treedef, leaves))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputed(call: _Call, *leaves: jax.Array) -> list[Tree]:
+    return _results(call, *leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _results(call: _Call, *leaves: jax.Array) -> list[Tree]:
+    return call(*leaves)
+
+
+def _recomputed_forward(call, *leaves):
+    marks = tuple(() if x.perturbed else None for x in leaves)  # no arrays: part of the structure
+    values = [x.value for x in leaves]
+    return _results(call, *values), (values, marks)
+
+
+def _recomputed_backward(call, kept, cotangents):
+    values, marks = kept
+    outs = tuple(i for i, x in enumerate(cotangents) if not isinstance(x, SymbolicZero))
+    wrt = tuple(i for i, mark in enumerate(marks) if mark == () and jnp.issubdtype(values[i].dtype, jnp.inexact))
+    found = dict(zip(wrt, _gradients(call, outs, wrt, values, [cotangents[i] for i in outs]), strict=True))
+    return tuple(found.get(i) for i in range(len(values)))
+
+
+_recomputed.defvjp(_recomputed_forward, _recomputed_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _gradients(
+    call: _Call, outs: tuple[int, ...], wrt: tuple[int, ...], leaves: list[jax.Array], cotangents: list[jax.Array]
+) -> list[jax.Array]:
+    """The gradients, by the leaves `wrt`, of the results `outs`, which have these cotangents."""
+    waiting = [x for x, waits in zip(leaves, call.waits, strict=True) if waits]
+    held = held_together([*waiting, *cotangents])
+    tied, cotangents = iter(held[: len(waiting)]), held[len(waiting) :]
+    leaves = [next(tied) if waits else x for x, waits in zip(leaves, call.waits, strict=True)]
+
+    def of(*changed: jax.Array) -> list[Tree]:
+        filled = dict(zip(wrt, changed, strict=True))
+        results = call(*(filled.get(i, x) for i, x in enumerate(leaves)))
+        return [results[i] for i in outs]
+
+    return list(jax.vjp(of, *(leaves[i] for i in wrt))[1](cotangents))

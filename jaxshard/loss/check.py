@@ -1,0 +1,331 @@
+"""`check`: compares a loss and its gradients with what they are when the batch's rows are dealt out in other ways."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.base.tree import named_leaves, path_of, sum_dtype
+from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.layout.options import Config
+from jaxshard.loss.gradients import LossFn, LossFunction, check_options
+from jaxshard.loss.loss_program import LossOptions
+from jaxshard.mesh import check_has_devices, platform_of
+from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.programs.jaxprs import axes_named, equations
+
+_WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
+    "rows in another order on each device",
+    "rows dealt to other devices",
+    "rows in twice as many parts",
+    "each row twice, on two devices",
+    "all rows on one device",
+)
+_UNKNOWN_BYTES = 2**30  # what a device has free that does not say how much
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a loss and its gradients are from those of the batch as it was given.
+
+    Attributes:
+      loss: |difference| / |loss|.
+      gradients: path -> |difference| / |gradient| (norms), of each parameter.
+      factor: the loss divided by that of the batch as it was given.
+    """
+
+    loss: float
+    gradients: Mapping[str, float]
+    factor: float
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter whose gradient is furthest off, and by how much."""
+        return max(self.gradients.items(), key=lambda each: _or_inf(each[1]), default=("", 0.0))
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether the loss or a gradient is further off than this, or not finite."""
+        return not (_or_inf(self.loss) <= tolerance and _or_inf(self.worst[1]) <= tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossReport:
+    """What `check` found; `print(report)` shows it.
+
+    Attributes:
+      ok: whether the loss and all gradients stayed what they were.
+      loss: of the batch as it was given.
+      differences: by the way in which rows were dealt out.
+      tolerance: the largest difference that rounding may make.
+      causes: what is likely wrong, in words, the likeliest first.
+      notes: what was not compared, and why.
+    """
+
+    ok: bool
+    loss: float
+    differences: Mapping[str, Difference]
+    tolerance: float
+    causes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = "The loss is a mean over rows" if self.ok else "The loss is NOT what data parallelism averages"
+        lines = [f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."]
+        for name, found in self.differences.items():
+            path, far = found.worst
+            sign = "differs" if found.exceeds(self.tolerance) else "same"
+            lines.append(f"  {name}: {sign}; loss {found.loss:.1e}, gradients at most {far:.1e} ({path})")
+        return "\n".join(
+            [*lines, *(f"  likely: {cause}" for cause in self.causes), *(f"  note: {n}" for n in self.notes)]
+        )
+
+
+class RowsError(ValueError):
+    """A loss is not what data parallelism averages. `report`: what `check` found."""
+
+    def __init__(self, report: LossReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+def check(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    params: Tree,
+    batch: Tree,
+    *args: Tree,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    raises: bool = False,
+) -> LossReport:
+    """Finds out by numbers whether a loss is what data parallelism averages: a mean over rows, each by itself.
+
+    Computes the loss and all gradients of the same rows dealt out to the devices in other ways, none of which changes a
+    right loss, but for rounding: in another order on each device, to other devices, in twice as many parts (or each of
+    them twice); and on one device, where the program fits there. Before that, no device holds the whole of anything
+    that is cut in training.
+
+    Args:
+      loss_fn, opt, has_aux, microbatches, weighted: as for `value_and_grad`.
+      params: as they are at rest, or as the user has them.
+      batch: of the size that is trained with: a tree of (rows, ...).
+      *args: further arguments of the loss. Random numbers hide errors: turn dropout off.
+      raises: raise a `RowsError` where the loss is wrong.
+
+    Returns:
+      A `LossReport`.
+
+    Raises:
+      RowsError: a ValueError with the report as its text, if `raises`.
+    """
+    setup = setup_of(opt, "check")
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True)
+    check_options("check", options)
+    report = _Comparison(options, params, batch, args).report()
+    if raises and not report.ok:
+        raise RowsError(report)
+    return report
+
+
+class _Comparison:
+    """The loss and gradients of a batch as it was given, and of the same rows dealt out otherwise."""
+
+    def __init__(self, options: LossOptions, params: Tree, batch: Tree, args: tuple[Tree, ...]):
+        setup = options.setup
+        quiet = dataclasses.replace(setup, config=dataclasses.replace(setup.config, rows="mixed"))
+        self.options, self.params, self.args = dataclasses.replace(options, setup=quiet), params, args
+        self.program = LossFunction(self.options).notes(params, batch, *args).program
+        sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
+        self.batch = jax.tree.map(lambda x: collectives.lying_at(x, sharding), batch)
+        self._jitted = jax.jit(_dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
+        self.parts = setup.num_batch_shards * options.microbatches
+        self.rows = jax.tree.leaves(batch)[0].shape[0] // self.parts // self.program.verdict.group
+        self.loss, self.grads = self._of(self.options, self.batch)
+
+    def _of(self, options: LossOptions, batch: Tree) -> tuple[jax.Array, Tree]:
+        value, grads = LossFunction(options)(self.params, batch, *self.args)
+        return (value[0] if options.has_aux else value), grads
+
+    def _dealt(self, way: str) -> Tree:
+        return self._jitted(self.batch, self.parts, self.program.verdict.group, way)
+
+    def report(self) -> LossReport:
+        notes = list[str]()
+        differences = self._ways(notes)
+        try:
+            differences[_ALONE] = self._difference(*self._alone())
+        except _NotCompared as why:
+            notes.append(f"not compared with one device: {why}")
+        tolerance = self._tolerance(differences)
+        wrong = [name for name, found in differences.items() if found.exceeds(tolerance)]
+        causes: tuple[str, ...] = ()
+        if wrong:
+            problem = self.program.verdict.problem
+            causes = _causes(wrong, differences, tolerance, problem, self._is_random(tolerance))
+        return LossReport(not wrong, float(self.loss), differences, tolerance, causes, tuple(notes))
+
+    def _ways(self, notes: list[str]) -> dict[str, Difference]:
+        """The differences where the same devices compute, by the way in which rows are dealt out.
+
+        `notes` get a sentence if the loss takes no other number of rows.
+        """
+        found, options = dict[str, Difference](), self.options
+        if self.rows > 1:
+            found[_WITHIN] = self._difference(*self._of(options, self._dealt(_WITHIN)))
+        if self.parts > 1:
+            found[_ACROSS] = self._difference(*self._of(options, self._dealt(_ACROSS)))
+        if axes_named(self.program.jaxpr) & set(options.setup.split_axes):
+            return found  # such a loss may depend on the number of rows: on that of negatives
+        failed = ""
+        for way in (_PARTS, _TWICE)[self.rows % 2 :]:
+            try:
+                return found | {way: self._difference(*self._with_other_numbers(way))}
+            except Exception as error:  # of any type: it is the user's own code, on a number of rows not given to it
+                failed = str(error).partition("\n")[0]
+        notes.append(
+            f"not compared with other numbers of rows on each device: the loss cannot run there: {failed:.200}"
+        )
+        return found
+
+    def _with_other_numbers(self, way: str) -> tuple[jax.Array, Tree]:
+        """Loss and gradients with half as many rows at a time, or twice as many."""
+        if way == _TWICE:
+            return self._of(self.options, self._dealt(_TWICE))
+        return self._of(dataclasses.replace(self.options, microbatches=2 * self.options.microbatches), self.batch)
+
+    def _difference(self, loss: jax.Array, grads: Tree) -> Difference:
+        pairs = jax.tree.map(lambda mine, other: collectives.lying_at(other, mine.sharding), self.grads, grads)
+        far, sizes = jax.device_get(jax.jit(_norms)(self.grads, pairs))
+        params = jax.device_get(jax.jit(_norms)(self.params, self.params))[1]
+        whole = math.sqrt(sum(float(size) ** 2 for size in sizes))
+        steep = abs(float(self.loss)) / (math.sqrt(sum(float(size) ** 2 for size in params)) or 1.0)
+        least = 1e-3 * max(whole, steep) or 1.0  # a smaller gradient hardly moves the loss: rounding may be most of it
+        paths = [path_of(names) for names, _ in named_leaves(self.grads)]
+        gradients = {path: float(x) / max(float(size), least) for path, x, size in zip(paths, far, sizes, strict=True)}
+        one, two = float(self.loss), float(loss)
+        return Difference(abs(two - one) / (abs(one) or 1.0), gradients, two / one if one else math.nan)
+
+    def _tolerance(self, differences: Mapping[str, Difference]) -> float:
+        """What rounding may do: at least what another order of a device's rows does, unless that is much."""
+        rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platform_of(self.options.setup.mesh)))
+        seen = differences.get(_WITHIN)
+        far = 0.0 if seen is None else max(_or_inf(seen.loss), _or_inf(seen.worst[1]))
+        return max(rounding, 10 * far) if far <= 30 * rounding else rounding
+
+    def _is_random(self, tolerance: float) -> bool:
+        """Whether the loss draws other numbers where its keys are not folded."""
+        if not {"key", "raw key"} & set(self.program.roles):
+            return False
+        other = self._difference(*self._of(dataclasses.replace(self.options, fold_keys=False), self.batch))
+        return other.exceeds(tolerance)
+
+    # One device.
+
+    def _alone(self) -> tuple[jax.Array, Tree]:
+        if jax.process_count() > 1:
+            raise _NotCompared("there are several processes")
+        options = dataclasses.replace(self.options, setup=_on_one_device(self.options.setup), microbatches=1)
+        function, mesh = LossFunction(options), check_has_devices("check", options.setup.mesh)
+        needed = 3 * _num_bytes(self.params) + _num_bytes(self.batch)
+        free = _free_bytes(mesh)
+        if needed > free:
+            raise _NotCompared(f"it would take {needed} bytes and more, and {free} are free")
+        try:
+            value, grads = function(self.params, self.batch, *jax.device_get(self.args))
+        except Exception as error:
+            raise _NotCompared(f"the loss cannot run there: {str(error).splitlines()[0]:.200}") from error
+        return (value[0] if options.has_aux else value), grads
+
+
+class _NotCompared(Exception):
+    """The loss was not compared with one device; the message says why."""
+
+
+def _on_one_device(setup: Setup) -> Setup:
+    mesh = check_has_devices("check", setup.mesh)
+    one = np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
+    config = Config("ddp", data_axes=setup.config.data_axes, reduce_dtype=setup.config.reduce_dtype, rows="mixed")
+    config = dataclasses.replace(config, frozen=setup.config.frozen)
+    return Setup(setup.inner, Mesh(one, mesh.axis_names, axis_types=mesh.axis_types), config)
+
+
+def _free_bytes(mesh: Mesh) -> int:
+    stats = mesh.devices.flat[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else _UNKNOWN_BYTES
+
+
+def _num_bytes(tree: Tree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _dealt(batch: Tree, parts: int, group: int, way: str) -> Tree:
+    """The rows of each part the other way round; or dealt out one by one to all parts; or each part with the next.
+
+    `group` rows that follow each other stay together.
+    """
+
+    def deal(x: jax.Array) -> jax.Array:
+        cut = x.reshape(parts, x.shape[0] // parts // group, group, *x.shape[1:])
+        if way == _TWICE:
+            return jnp.concatenate([cut, jnp.roll(cut, -1, axis=0)], axis=1).reshape(-1, *x.shape[1:])
+        if way == _WITHIN:
+            return cut[:, ::-1].reshape(x.shape)
+        return (cut[::-1] if cut.shape[1] == 1 else cut.swapaxes(0, 1)).reshape(x.shape)
+
+    return jax.tree.map(deal, batch)
+
+
+def _norms(tree: Tree, other: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(the norm of the difference, the norm) of each leaf."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x.astype(sum_dtype(x))))))
+
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
+    return [norm(b.astype(sum_dtype(a)) - a) for a, b in pairs], [norm(a) for a, _ in pairs]
+
+
+def _coarsest_rounding(jaxpr: Jaxpr, platform: str) -> float:
+    """The largest rounding error of the dtypes that a program computes in."""
+    products = {"tpu": ["bfloat16"], "gpu": ["float16"]}  # as float32 products are rounded; tf32 has float16's bits
+    dtypes = {v.aval.dtype for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return max(float(jnp.finfo(dtype).eps) for dtype in [*floating, *products.get(platform, ["float32"])])
+
+
+def _causes(
+    wrong: Sequence[str], differences: Mapping[str, Difference], tolerance: float, problem: str, is_random: bool
+) -> tuple[str, ...]:
+    """What is likely wrong, the likeliest first."""
+    found: list[str] = []
+    if not all(math.isfinite(each.loss) for each in differences.values()):
+        found.append("the loss is not finite: look at the batch and the params first")
+    if is_random:
+        found.append("the loss draws random numbers, others for each way of dealing rows: turn dropout off to check")
+    if problem:
+        return (*found, problem)
+    if any(name in wrong and _doubles(differences[name]) for name in (_PARTS, _TWICE)):
+        found.append("it is a sum over rows, or divided by a fixed number of rows: return the mean, or weighted=True")
+    elif _WITHIN in wrong:
+        found.append("a row's place in the batch matters: make what differs from row to row a leaf of the batch")
+    elif wrong == [_ALONE]:
+        found.append("the loss uses the number of devices, or has a collective that counts rows twice")
+    elif all(each.loss <= tolerance for each in differences.values()):
+        found.append("only gradients differ: look at stop_gradient and at custom derivatives")
+    return tuple(found or ["a row's term depends on other rows: a BatchNorm without axis_name=, rows compared"])
+
+
+def _doubles(difference: Difference) -> bool:
+    return any(abs(difference.factor / factor - 1) < 1e-3 for factor in (0.5, 2))
+
+
+def _or_inf(x: float) -> float:
+    return x if math.isfinite(x) else math.inf

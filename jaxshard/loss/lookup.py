@@ -1,0 +1,135 @@
+"""Lookups in tables cut along their features: each device looks up all ids in its part, and rows are exchanged.
+
+Of a table of V rows of D features, N devices that take T ids each exchange T rows and their gradients, an all-to-all,
+where gathering the table and scattering its gradient would move V rows. No device makes the whole gradient.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard import collectives
+from jaxshard.base.axes import Dims
+from jaxshard.base.tree import sum_dtype
+from jaxshard.base.types import Equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """How a `lax.gather` takes rows of a table."""
+
+    numbers: lax.GatherDimensionNumbers
+    mode: lax.GatherScatterMode
+    fill_value: Any
+
+    @classmethod
+    def of(cls, eqn: Equation) -> "Lookup":
+        """The lookup that an equation does."""
+        return cls(*(eqn.params[name] for name in ("dimension_numbers", "mode", "fill_value")))
+
+    def rows(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """(V, ...), (B, ..., 1) -> (B, ..., ...), the rows of the table; as `jax.vmap` makes it, (B, ..., 1, ...)."""
+        sizes = (1, *table.shape[1:])
+        return lax.gather(table, ids, self.numbers, sizes, mode=self.mode, fill_value=self.fill_value)
+
+
+def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
+    """Whether an equation takes rows of its operand at `position`, a table cut by `dims`, and rows are to be exchanged.
+
+    They are if that moves less than half of the bytes, or if it is `asked` for.
+    """
+    if eqn.primitive.name != "gather" or position != 0 or len(dims) != 1:
+        return False
+    table, ids = (v.aval for v in eqn.invars)
+    ((dim, axes),) = dims
+    if not _takes_rows(eqn) or ids.ndim < 2 or dim == -table.ndim:
+        return False
+    num, count = math.prod(collectives.axis_size(axis) for axis in axes), ids.size // ids.shape[-1]
+    row = table.size // table.shape[0] * table.dtype.itemsize
+    return asked or 2 * (count * row + num * ids.size * ids.dtype.itemsize) <= table.shape[0] * row
+
+
+def _takes_rows(eqn: Equation) -> bool:
+    """Whether a gather takes whole rows, as `table[ids]` does, or `table[i]` under `jax.vmap`.
+
+    The latter's ids are whole starts, of which all but the first are clipped to 0, and it leaves each row's dim of 1.
+    """
+    table, ids = (v.aval for v in eqn.invars)
+    numbers, starts = eqn.params["dimension_numbers"], eqn.params["dimension_numbers"].start_index_map
+    one_row = tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
+    in_order = tuple(starts) == (0,) or (starts[0] == 0 and eqn.params["mode"] == lax.GatherScatterMode.CLIP)
+    collapsed, batch = tuple(numbers.collapsed_slice_dims), ids.ndim - 1
+    rows_last = tuple(numbers.offset_dims) == tuple(range(batch, batch + table.ndim - len(collapsed)))
+    return one_row and in_order and rows_last and collapsed in ((), (0,)) and not numbers.operand_batching_dims
+
+
+def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool) -> jax.Array:
+    """The rows that this device's ids name.
+
+    Args:
+      local: this device's part of the table (`is_shard`), or the whole table.
+      ids: (..., 1) or (..., 1 + more starts), as `lax.gather` takes them.
+    """
+    if not is_shard:
+        return lookup.rows(local, ids)
+    return _to_own_rows(lookup.rows(local, _all(ids, dims)), dims)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def looked_up(
+    local: jax.Array, stand_in: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool
+) -> jax.Array:
+    """As `exchanged`; the rows' gradient comes out as that of `stand_in`, this device's part of it.
+
+    `stand_in` is zeros of the part's shape, in the dtype in which gradients are reduced.
+    """
+    del stand_in
+    return exchanged(local, ids, lookup, dims, is_shard)
+
+
+def _forward(local, stand_in, ids, lookup, dims, is_shard):
+    return looked_up(local, stand_in, ids, lookup, dims, is_shard), (local, stand_in, ids)
+
+
+def _backward(lookup, dims, is_shard, kept, cotangent):
+    local, stand_in, ids = kept
+    wide = sum_dtype(cotangent)
+    zeros = collectives.vary(jnp.zeros(stand_in.shape, wide), tuple(collectives.varying(cotangent)))
+    rows = _to_own_features(cotangent, dims).astype(wide)
+    (scattered,) = jax.vjp(lambda table: lookup.rows(table, _all(ids, dims)), zeros)[1](rows)
+    if is_shard:
+        of_local = scattered.astype(local.dtype)
+    else:
+        (of_local,) = jax.vjp(lambda table: lookup.rows(table, ids), local)[1](cotangent)
+    return of_local, scattered.astype(stand_in.dtype), None
+
+
+looked_up.defvjp(_forward, _backward)
+
+
+def _all(ids: jax.Array, dims: Dims) -> jax.Array:
+    """(B, ...) -> (N * B, ...), the ids of all devices."""
+    return lax.all_gather(ids, _axes(dims), axis=0, tiled=True)
+
+
+def _to_own_rows(x: jax.Array, dims: Dims) -> jax.Array:
+    """(N * B, ..., D/N), all rows in part -> (B, ..., D), this device's rows."""
+    ((dim, _),) = dims
+    return lax.all_to_all(x, _axes(dims), split_axis=0, concat_axis=x.ndim + dim, tiled=True)
+
+
+def _to_own_features(x: jax.Array, dims: Dims) -> jax.Array:
+    """(B, ..., D), this device's rows -> (N * B, ..., D/N), all rows in part."""
+    ((dim, _),) = dims
+    return lax.all_to_all(x, _axes(dims), split_axis=x.ndim + dim, concat_axis=0, tiled=True)
+
+
+def _axes(dims: Dims) -> Sequence[str]:
+    ((_, axes),) = dims
+    return tuple(axes)

@@ -1,0 +1,320 @@
+"""The loss function as a traced program, checked before anything runs."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
+from jaxshard.base.types import Jaxpr, Tree, TreeDef
+from jaxshard.loss import evaluation, unshard
+from jaxshard.loss.unshard import Scale, Value
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.programs.jaxprs import core, equations, open_jaxpr
+from jaxshard.programs.primitives import READS_KEYS
+from jaxshard.programs.questions import depends, reaches, varies_smoothly
+from jaxshard.programs.rows.verdict import Question, Verdict, judge
+
+_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """A loss function, the optimizer's setup, and the options of `value_and_grad`."""
+
+    loss_fn: Callable[..., Tree]
+    setup: Setup
+    has_aux: bool
+    microbatches: int
+    weighted: bool
+    fold_keys: bool
+    differentiate: bool
+    per_row: bool = False  # all of aux has the batch's rows (`predict`)
+
+    @property
+    def checked(self) -> bool:
+        """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
+
+        Over the batch axes our own code makes every sum, so it needs no check.
+        """
+        ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
+        return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The traced loss: its flat inputs are (params, batch, args, scale), its flat outputs (loss, weight, aux).
+
+    Attributes:
+      verdict: what is known of its rows.
+      roles: what each input is.
+      differentiate: whether gradients are asked for.
+    """
+
+    jaxpr: Jaxpr
+    out_tree: TreeDef
+    verdict: Verdict
+    roles: tuple[str, ...]
+    differentiate: bool
+
+    @property
+    def row_dims(self) -> tuple[int | None, ...]:
+        """For each leaf of aux the dim along which it has the batch's rows; None: it has none."""
+        return self.verdict.row_dims[2:] or (None,) * (self.out_tree.num_leaves - 2)
+
+    @property
+    def roles_of_args(self) -> list[str]:
+        """What each leaf of the further arguments is: "key" and "raw key" are folded."""
+        return [role for role in self.roles if role in ("key", "raw key", "other")]
+
+    @classmethod
+    def trace(
+        cls,
+        options: LossOptions,
+        treedef: TreeDef,
+        whole: Sequence[Tree],
+        batch: Tree,
+        args: tuple[Tree, ...],
+        scale: Scale,
+        frozen: Sequence[bool],
+    ) -> "Program":
+        """Traces the loss of whole params (a list of shapes, some of them frozen), a microbatch and further arguments.
+
+        Raises:
+          TypeError: `loss_fn` returns another form than the options say, or values that cannot be averaged.
+        """
+
+        def flat(leaves, batch, args, scale):
+            with unshard.scaled_by(scale):
+                params = without_boxes(jax.tree.unflatten(treedef, leaves))  # which would constrain shardings
+                return _normal_form(options.loss_fn(params, batch, *args), options)
+
+        try:
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
+        except (TypeError, ValueError) as error:
+            raise _noted(_explained(error, options), batch, args, options) from error
+        roles = (
+            ["frozen" if yes else "param" for yes in frozen]
+            + ["batch"] * len(jax.tree.leaves(batch))
+            + _roles_of(args, options)
+        )
+        roles += ["scale"] * (scale is not None)
+        _check_whole(jaxpr, shapes, options)
+        if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:
+            raise TypeError(
+                "loss_fn: the weight depends on the params, and weighted=True leaves its gradient out. If that is "
+                "meant, return jax.lax.stop_gradient(weight); if not, divide by the weights of all devices yourself, "
+                "and leave weighted out: jax.lax.psum(loss_sum, axes) / jax.lax.psum(weight, axes), axes being "
+                f"{options.setup.split_axes!r}"
+            )
+
+        def of_rows(num_rows: int) -> Jaxpr:
+            batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
+            return jax.make_jaxpr(flat)(whole, batch_of_rows, args, scale)
+
+        read_as_keys = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
+        roles = [
+            "other" if role == "raw key" and not is_read else role
+            for role, is_read in zip(roles, read_as_keys, strict=True)
+        ]
+        verdict = _verdict(jaxpr, of_rows, roles, batch, options)
+        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles), options.differentiate)
+        _check_aux(program, shapes, options)
+        return program
+
+    def run(
+        self, values: Sequence[Value], batch: Tree, args: tuple[Tree, ...], scale: Scale
+    ) -> tuple[Tree, Tree, Tree]:
+        """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
+        flat = [*values, *jax.tree.leaves((batch, args, scale))]
+        ordered = None if self.differentiate else False
+        smooth = [role == "param" for role in self.roles]
+        outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=ordered, smooth=smooth)
+        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in outs])
+
+
+def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which of these inputs the loss, or the backward pass of a custom rule in it, reads as keys."""
+    if not any(inputs):
+        return [False] * len(inputs)
+    if any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(jaxpr)):
+        jaxpr = _with_backward_pass(jaxpr)
+    return reaches(jaxpr, READS_KEYS, inputs)
+
+
+def _with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
+    """The program of all its outputs' gradients with respect to all its inputs."""
+    run = core().jaxpr_as_fun(jaxpr)
+
+    def gradients(*values: jax.Array) -> list[jax.Array]:
+        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
+
+    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+
+
+def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
+    def role(x: Tree) -> str:
+        if not options.fold_keys:
+            return "other"
+        return "key" if is_key(x) else "raw key" if is_like_raw_key(x) else "other"
+
+    return [role(x) for x in jax.tree.leaves(args)]
+
+
+def _verdict(
+    jaxpr: Jaxpr, trace: Callable[[int], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
+) -> Verdict:
+    """What is known of the loss's rows."""
+    setup = options.setup
+    alone = setup.num_batch_shards * options.microbatches == 1
+    if alone and not options.has_aux:
+        return Verdict(alone=True)
+    question = Question(
+        trace=trace,
+        num_rows=jax.tree.leaves(batch)[0].shape[0],
+        batch=[role == "batch" for role in roles],
+        folded=[role in ("key", "raw key") for role in roles],
+        weighted=options.weighted,
+        per_row=options.per_row,
+        split_axes=setup.split_axes,
+        num_shards=setup.num_batch_shards,
+        microbatches=options.microbatches,
+    )
+    found = judge(question, jaxpr)
+    return dataclasses.replace(found, problem="", folded=(), counted=(), alone=True) if alone else found
+
+
+def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
+    """(loss, weight, aux) from whatever form `loss_fn` returns."""
+    aux = ()
+    if options.has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: has_aux=True needs (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    weight = jnp.ones(())
+    if options.weighted:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {type(out).__name__}")
+        out, weight = out
+        weight = jnp.asarray(weight, jnp.result_type(float))
+        if weight.shape:
+            raise TypeError(f"loss_fn: the weight must be a scalar, got shape {weight.shape}; sum it over the rows")
+    if out is None or isinstance(out, tuple | list | dict):
+        raise TypeError(f"loss_fn: returned a {type(out).__name__}, not a scalar; set has_aux or weighted")
+    loss = jnp.asarray(out)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )
+    loss = loss.astype(sum_dtype(loss))  # it is summed over devices, for which bf16 is too narrow
+    return loss, weight, jax.tree.map(jnp.asarray, aux)
+
+
+def _noted(
+    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], options: LossOptions
+) -> TypeError | ValueError:
+    """The error, with how many rows the loss was given: it may have the number of all rows written into it; and what
+    flags and numbers among the further arguments are."""
+    if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
+        error.add_note(
+            "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
+            "over those whose values it needs: functools.partial(loss_fn, training=True)."
+        )
+    parts = options.setup.num_batch_shards * options.microbatches
+    if parts > 1 and "shape" in str(error):
+        mine = jax.tree.leaves(batch)[0].shape[0]
+        error.add_note(
+            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
+            "rows belong together, each device's microbatch needs whole groups of them."
+        )
+    return error
+
+
+def _explained(error: TypeError | ValueError, options: LossOptions) -> TypeError | ValueError:
+    """JAX's error about varying types, or about sharding constraints, with the cure added; any other one unchanged."""
+    text = str(error)
+    if isinstance(error, ValueError):
+        return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
+    carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
+    if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
+        return error  # ours, or about shapes and dtypes
+    return TypeError(
+        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
+        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
+        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+    )
+
+
+def _is_about_constraints(text: str) -> bool:
+    return "with_sharding_constraint" in text or ("Resource axis" in text and "not found in mesh" in text)
+
+
+def _about_constraints(text: str) -> str:
+    return (
+        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or "
+        "flax's nn.with_logical_constraint, and each device computes its own rows there, where no axis is left to "
+        "constrain. Take the constraint out, or call the step outside of nn.logical_axis_rules; how params are cut is "
+        "for specs= to say (auto_axes='tensor' leaves an axis to XLA, and constraints over that axis alone work then). "
+        f"JAX said: {text.splitlines()[0]}"
+    )
+
+
+def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
+    """Refuses a loss, weight or aux leaf that differs over a model axis: it was made of shards, and not summed."""
+    if not options.checked:
+        return
+    kinds = ("loss", "weight", "aux leaf")
+    for (names, _), out in zip(named_leaves(shapes), jaxpr.out_avals, strict=True):
+        if others := sorted(out.manual_axis_type.varying - set(options.setup.batch_axes)):
+            what = " ".join((kinds[int(names[0])], *([path_of(names[1:])] if names[1:] else [])))
+            raise TypeError(
+                f"loss_fn: the {what} differs over {others}: it was made of shards, and not summed. End blocks with "
+                "jaxshard.tensor.row_parallel, put a cut sequence together with join_sequence, and sum terms of "
+                "parameters (an L2 norm) with jaxshard.tensor.sum_shards, which leaves whole ones alone"
+            )
+
+
+def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
+    """Refuses aux leaves that are no numbers to average and depend on the batch or on folded keys.
+
+    Leaves that keep the batch's rows need no average; of keys the first device's are taken.
+    """
+    differs = [role in ("batch", "key", "raw key") for role in program.roles]
+    outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
+    row_dims = (None, None, *program.row_dims)
+    folded_rows = program.verdict.folded or (False,) * len(outs)
+    _refuse_counts(program, shapes)
+    for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
+        if names[0] != "2" or row_dim is not None:
+            continue
+        if folded and not options.per_row:
+            cause = f". The loss may show the cause: {program.verdict.problem}" if program.verdict.problem else ""
+            raise ValueError(
+                f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
+                "with something else, lie in another order, or depend on their number, their places, or this device's "
+                f"other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean{cause}"
+            )
+        if options.per_row:
+            raise ValueError(
+                f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in "
+                "their order; return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
+            )
+        if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
+            raise TypeError(
+                f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
+                "differs between devices and has no average; cast it to a floating dtype, to be averaged"
+            )
+
+
+def _refuse_counts(program: Program, shapes: Tree) -> None:
+    """Refuses aux leaves that are made from the number of rows of one microbatch on one device, such as `len(x)`."""
+    for (names, leaf), counted in zip(named_leaves(shapes), program.verdict.counted, strict=False):
+        if counted:
+            raise TypeError(
+                f"loss_fn: aux leaf {path_of(names[1:])} ({leaf.dtype}) is made from the number of rows that the loss "
+                "sees, as len(x) and x.shape[0] are: those of one device's microbatch, not of the batch. Take it from "
+                "the batch outside of the loss; or return jnp.ones(len(x)), which comes back with all rows, to be added"
+            )

@@ -1,0 +1,243 @@
+"""`unshard` and `lookup`, marks in a loss that say where parameters are needed; and the parameters that meet them.
+
+The loss is traced once with whole, abstract parameters, so that it sees the shapes, sizes and structure of one device.
+`unshard` leaves a mark on each leaf. A leaf is lazy if it goes to marks alone, through nothing but `scan`, `jit` and
+`jax.checkpoint` (see `core.uses`). The traced program then runs with the leaf's shard in its place, and gathers it at
+the mark (see `core.evaluation`). Any other leaf is gathered where the loss first uses it.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxshard import collectives
+from jaxshard.base.axes import Dims
+from jaxshard.base.tree import Names, is_traced
+from jaxshard.base.types import DType, Equation, T, Var
+from jaxshard.loss.lookup import Lookup, exchanged, looked_up
+
+MARK = "jaxshard.unshard"
+LOOKUP_MARK = "jaxshard.lookup"
+
+
+def unshard(tree: T) -> T:
+    """Inside a loss function, asks for these parameters to be gathered here.
+
+    Called at the start of each layer, also in the body of a `lax.scan` over stacked layers, it makes gathers (ZeRO-3)
+    and reduce-scatters of gradients (ZeRO-2, ZeRO-3) happen layer by layer, so that whole gradients never exist. Put
+    it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
+
+    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf is whole from its
+    first use on. So results never depend on it. Outside of `value_and_grad` and `evaluate` it is the identity.
+
+    Args:
+      tree: any part of the parameters, or a slice of stacked ones, as the loss function got it.
+
+    Returns:
+      The same tree.
+
+    >>> import jax.numpy as jnp
+    >>> unshard({"w": jnp.ones(2)})
+    {'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda x: checkpoint_name(x, MARK) if is_traced(x) else x, tree)
+
+
+def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
+    """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
+
+    If the data axes cut the table along its features, devices exchange these rows, and in the backward pass their
+    gradients, instead of gathering the table and scattering its gradient, of which no device then holds more than its
+    part. `table[ids]` does the same where that moves less than half of the bytes, as for most vocabularies; `lookup`
+    does it always. Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
+
+    Args:
+      table: (V, ..., D), a parameter as the loss function got it, or cast to another dtype.
+      ids: whole numbers, an array of any shape or a list of them.
+
+    Returns:
+      `(*ids.shape, ..., D)`, in the table's dtype.
+
+    Raises:
+      TypeError: `ids` are no whole numbers.
+
+    >>> import jax.numpy as jnp
+    >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1])).tolist()
+    [[3.0, 4.0]]
+    """
+    rows = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(
+            f"lookup: ids must be whole numbers, an array or a list of them, got {rows.dtype} ({type(ids).__name__}); "
+            "slices and masks are for table[...]"
+        )
+    return (checkpoint_name(table, LOOKUP_MARK) if is_traced(table) else jnp.asarray(table))[rows]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """One parameter inside the loss, in one of four forms.
+
+    * a shard, cut by `held`, which `whole()` gathers (ZeRO-3);
+    * a whole copy, whose gradient is reduce-scattered (ZeRO-2);
+    * a whole copy, whose gradient is all-reduced over `sum_axes` (DDP);
+    * a parameter whose gradient is not reduced here: `local` is None.
+
+    The loss is differentiated by `stand_in` in place of `local`. Its gradient is cut by `dims`, if by any.
+    """
+
+    local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
+    stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
+    dims: Dims = dataclasses.field(metadata={"static": True})
+    held: Dims = dataclasses.field(metadata={"static": True})
+    sum_axes: Names = dataclasses.field(default=(), metadata={"static": True})
+
+    def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
+        """The same parameter, whose gradient is that of another stand-in."""
+        return dataclasses.replace(self, stand_in=stand_in)
+
+    def cast_later(self) -> "Sharded":
+        """The same parameter, bit for bit, but XLA for TPU does not cast a whole stack of layers before its loop.
+
+        Its products take bfloat16, so it would keep a copy of all layers from the forward pass to the backward pass.
+        Peak of 12 layers of width 1024 in float32: zero2 1908 MB without, 1726 MB with it; zero3, where shards are
+        cast and then gathered, 924 and 892 MB. (XLA moves casts past barriers and selects, but not past a sum with a
+        number that it does not know.)
+        """
+        x = self.local
+        if x is None or x.ndim < 2 or x.dtype != jnp.float32:
+            return self
+        return dataclasses.replace(self, local=x + lax.optimization_barrier(jnp.full((), -0.0, x.dtype)))
+
+    def whole(self) -> jax.Array:
+        """The whole parameter, gathered here if it is a shard."""
+        if self.local is None:
+            assert self.stand_in is not None
+            return collectives.whole_with_grad_apart(self.stand_in)
+        if self.stand_in is None:
+            return collectives.gather(self.local, self.held)
+        if self.sum_axes:
+            return collectives.whole_with_summed_grad(self.local, self.stand_in, self.sum_axes)
+        return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.held)
+
+    @property
+    def looked_up_by(self) -> Dims:
+        """How the table that lookups exchange rows of is cut; by nothing where they cannot."""
+        return lookup_dims(self.dims, self.held)
+
+
+def lookup_dims(dims: Dims, held: Dims) -> Dims:
+    """How a table is cut whose rows are exchanged: as its gradient is, if it is whole, or cut as that is."""
+    return dims if held in ((), dims) else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AtFirstUse:
+    """A cut parameter that is gathered where the loss first uses it, unless that is a lookup that exchanges rows.
+
+    Attributes:
+      casts: the dtypes that the loss has cast it to, one after the other, before it looks rows up.
+      asked: lookups exchange rows because `lookup` asks for it, whatever that costs.
+    """
+
+    sharded: Sharded
+    casts: tuple[DType, ...] = ()
+    asked: bool = False
+
+    def whole(self) -> jax.Array:
+        """The whole parameter, gathered here."""
+        return self._cast(self.sharded.whole())
+
+    def after(self, mark: str) -> "AtFirstUse":
+        """The same parameter, past a mark."""
+        return dataclasses.replace(self, asked=True) if mark == LOOKUP_MARK else self
+
+    def as_dtype(self, dtype: DType) -> "AtFirstUse":
+        """The same parameter, cast."""
+        return dataclasses.replace(self, casts=(*self.casts, dtype))
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+
+    def with_stand_in(self, stand_in: jax.Array) -> "AtFirstUse":
+        """The same parameter, whose gradient is that of another stand-in."""
+        return dataclasses.replace(self, sharded=self.sharded.with_stand_in(stand_in))
+
+    def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
+        """Its rows that `ids` name, exchanged with other devices."""
+        s = self.sharded
+        assert s.local is not None
+        local = self._cast(s.local)
+        if s.stand_in is None:
+            return exchanged(local, ids, how, s.dims, bool(s.held))
+        return looked_up(local, s.stand_in, ids, how, s.dims, bool(s.held))
+
+
+Value: TypeAlias = jax.Array | Sharded | AtFirstUse
+Environment: TypeAlias = dict[Var, Value]
+Scale: TypeAlias = jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
+
+    In the traced program it is a jitted call, found again by its name. (As the policy of a `jax.checkpoint` it would
+    need no names, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
+    """
+
+    run: Callable[[Sequence[Value]], list[Value]]
+    """Flat outputs of flat inputs."""
+    why_not_lazy: Callable[[int, int, Dims], str | None]
+    """As the function of that name: of the input at a position, its number of dims, how it is cut."""
+
+    def bind(self, values: Sequence[Value]) -> list[Value]:
+        """`run`, in a trace, where `deferred` finds it again."""
+
+        def named(*values: Value) -> list[Value]:
+            return self.run(values)
+
+        named.__name__ = f"{_DEFERRED}{next(_numbers)}"
+        _known[named.__name__] = self
+        return jax.jit(named)(*values)
+
+
+_DEFERRED = "jaxshard_deferred_"
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def scaled_by(scale: Scale) -> Iterator[None]:
+    """Sets, while the loss is traced, the scale that multiplies its backward pass (`LossScale`), or None."""
+    token = _scale.set(scale)
+    try:
+        yield
+    finally:
+        _scale.reset(token)
+
+
+def loss_scale() -> Scale:
+    """The scale that `scaled_by` set, for parts of the loss that run a backward pass of their own."""
+    return _scale.get()
+
+
+_scale: contextvars.ContextVar[Scale] = contextvars.ContextVar("loss_scale", default=None)
+
+
+def deferred(eqn: Equation) -> Deferred | None:
+    """The part of the loss that a call stands for, if it was made by `Deferred.bind`."""
+    name = eqn.params.get("name")
+    return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None

@@ -1,0 +1,135 @@
+"""`value_and_grad` and `evaluate`: the loss of the whole batch, with and without its gradients."""
+
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+
+import jax
+
+from jaxshard.base.types import Params, Tree
+from jaxshard.layout.layout import Layout
+from jaxshard.loss.gradients import LossFn, LossFunction, check_options
+from jaxshard.loss.loss_program import LossOptions
+from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
+
+Value = TypeVar("Value", covariant=True)
+WithAux: TypeAlias = tuple[jax.Array, Any]
+
+
+class ValueAndGrad(Protocol[Value]):
+    """What `value_and_grad` returns: `f(params, batch, *args) -> (value, grads)`, to be called inside or outside `jit`.
+
+    The value is the loss, or with `has_aux` (loss, aux). Gradients are like the params.
+    """
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool | int | float]:
+        """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
+        ...
+
+    def __call__(self, params: Params, batch: Tree, *args: Tree) -> tuple[Value, Params]:
+        """The loss of the whole batch, the same on all devices, and its gradients, cut as
+        `opt.shardings(params).grads` says."""
+        ...
+
+    def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
+        """The layout, and where each parameter is gathered and why. Traces the loss, compiles nothing.
+
+        Args: as in a call; `ShapeDtypeStruct`s will do.
+        """
+        ...
+
+
+class Evaluate(Protocol[Value]):
+    """What `evaluate` returns: `f(params, batch, *args) -> loss`, or with `has_aux` (loss, aux)."""
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool | int | float]:
+        """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
+        ...
+
+    def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Value:
+        """The loss of the whole batch, the same on all devices."""
+        ...
+
+    def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
+        """The layout, and where each parameter is gathered and why, as of `ValueAndGrad`."""
+        ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: Literal[False] = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    fold_keys: bool = True,
+) -> ValueAndGrad[jax.Array]: ...
+@overload
+def value_and_grad(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: Literal[True],
+    microbatches: int = 1,
+    weighted: bool = False,
+    fold_keys: bool = True,
+) -> ValueAndGrad[WithAux]: ...
+def value_and_grad(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    fold_keys: bool = True,
+) -> ValueAndGrad[Any]:
+    """`jax.value_and_grad` over the mesh: the loss and gradients of the whole batch, reduced once, left sharded.
+
+    Args:
+      loss_fn: `(params, batch, *args) -> loss`, pure, written for one device's share of the batch: params come whole,
+        the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
+      opt: the optimizer; it decides how params, batch and gradients are sharded.
+      has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
+        depend on it, nor on its number of rows.
+      microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
+      weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
+        and microbatches. The weight is not differentiated.
+      fold_keys: fold the data shard's and the microbatch's index into the typed PRNG keys among `args`, so that each
+        microbatch has its own.
+
+    Returns:
+      `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are
+      global arrays shaped like the params, sharded as `opt.shardings(params).grads`. `f.layout(params, batch, *args)`
+      says where each parameter is gathered, and why.
+
+    Raises:
+      TypeError: `opt` is not a `ShardedOptimizer`, the loss is not a floating scalar, or a parameter is not floating.
+      ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
+    """
+    setup = setup_of(opt, "value_and_grad")
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    check_options("value_and_grad", options)
+    return LossFunction(options)
+
+
+@overload
+def evaluate(
+    loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: Literal[False] = False, weighted: bool = False
+) -> Evaluate[jax.Array]: ...
+@overload
+def evaluate(
+    loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: Literal[True], weighted: bool = False
+) -> Evaluate[WithAux]: ...
+def evaluate(loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: bool = False, weighted: bool = False) -> Evaluate[Any]:
+    """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
+
+    The arguments are those of `value_and_grad`, and so are the errors.
+
+    Returns:
+      The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
+    """
+    setup = setup_of(opt, "evaluate")
+    options = LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False)
+    check_options("evaluate", options)
+    return LossFunction(options)

@@ -1,0 +1,340 @@
+"""State in the host's memory, which an update streams through the devices.
+
+What an update computes of one leaf, element by element, runs in a loop over chunks of it: each comes from the host, is
+updated, and goes back to its place. So a device holds a chunk or two of such state at a time. Where an update looks at
+a leaf as a whole, all of that leaf's state comes to the device; so does all state on a mesh of Explicit axes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import axes_of, local_shape
+from jaxshard.base.tree import Names, is_traced, named_leaves
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
+from jaxshard.collectives import is_explicit
+from jaxshard.layout.memory_option import HOST
+from jaxshard.programs.components import SHARED, Components, Piece, is_big, run_in_pieces
+from jaxshard.programs.jaxprs import is_literal, open_jaxpr, operands_of, part_of
+from jaxshard.programs.primitives import POINTWISE
+from jaxshard.programs.rerun import anew, flat
+
+_CHUNK = 2**21  # the elements of a chunk, at most, where dims allow it
+
+_BY_ELEMENT = POINTWISE | {"sharding_constraint", "optimization_barrier"}
+
+Step = Callable[..., tuple[Tree, Tree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """A state of which some leaves lie in the host's memory.
+
+    Attributes:
+      mesh: the devices.
+      specs: by path, the PartitionSpec of each leaf of the state.
+      on_host: the paths of the leaves there.
+      over_params: results are new params, which take the place of the old ones, not that of the gradients.
+    """
+
+    mesh: AnyMesh
+    specs: Mapping[Names, P]
+    on_host: frozenset[Names]
+    over_params: bool
+
+    def around(self, step: Step) -> Step:
+        """`step(grads, state, params, ...) -> (out, state)`, for such a state."""
+
+        def run(grads: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
+            if is_traced((grads, state, rest)):
+                return self._streamed(step, grads, state, *rest)
+            out, state = step(grads, self._at(state, None), *rest)
+            return out, self._at(state, HOST)
+
+        return run
+
+    def _at(self, state: Tree, kind: str | None) -> Tree:
+        """The state with its leaves of the host in this memory; None: the device's. For concrete arrays."""
+
+        def move(names: Names, x: Tree) -> Tree:
+            if names not in self.on_host:
+                return x
+            return jax.device_put(x, NamedSharding(self.mesh, self.specs[names], memory_kind=kind))
+
+        leaves = [move(names, x) for names, x in named_leaves(state)]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    def _streamed(self, step: Step, grads: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
+        leaves, treedef = jax.tree.flatten((grads, state, *rest))
+        shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+        def run(*values: jax.Array) -> tuple[Tree, Tree]:
+            return step(*jax.tree.unflatten(treedef, values))
+
+        program, outs = jax.make_jaxpr(run, return_shape=True)(*shapes)
+        program, consts = flat(program)
+        before, after = ([names for names, _ in named_leaves(tree)] for tree in (state, outs[1]))
+        num_grads = len(jax.tree.leaves(grads))
+        for i, names in enumerate(before, num_grads):
+            leaves[i] = _on_host(leaves[i]) if names in self.on_host else leaves[i]
+        streams = _Streams(self, program, num_grads, before, after)
+        return jax.tree.unflatten(jax.tree.structure(outs), streams.run([*leaves, *consts]))
+
+
+def _on_host(x: jax.Array) -> jax.Array:
+    """An array of the state, which `jax.jit(opt.init)` leaves on the devices, in the host's memory."""
+    is_there = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return x if is_there else jax.device_put(x, jax.memory.Space.Host)
+
+
+class _Streams:
+    """Runs one update; `before` and `after` are the paths of its state's leaves."""
+
+    def __init__(
+        self, host: HostState, program: Jaxpr, num_grads: int, before: Sequence[Names], after: Sequence[Names]
+    ):
+        self.host, self.program, self.jaxpr = host, program, open_jaxpr(program)
+        self.parts = Components(self.jaxpr, num_grads)
+        states = zip(before, self.jaxpr.invars[num_grads:], strict=False)
+        self.ins = {names: v for names, v in states if names in host.on_host}
+        self.paths = {v: names for names, v in self.ins.items()}
+        results = zip(after, self.jaxpr.outvars[len(self.jaxpr.outvars) - len(after) :], strict=True)
+        self.outs = {v: names for names, v in results if names in host.on_host and not is_literal(v)}
+        self.is_host_result = [False] * (len(self.jaxpr.outvars) - len(after)) + [n in host.on_host for n in after]
+        each = zip(self.jaxpr.outvars, self.is_host_result, strict=True)
+        self.plain = [v for v, yes in each if not yes and not is_literal(v)]
+
+    def run(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results, from gradients, state, params and further values."""
+        streams = self._streams()
+        there = dict(zip(self.jaxpr.invars, values, strict=True))
+        replaced = frozenset[int]().union(*(one.places for one in streams))
+        plain = (eqn for i, eqn in enumerate(self.parts.eqns) if i not in replaced)
+        needed = self._of_host([v for eqn in plain for v in eqn.invars] + self.plain)
+        here = [jax.device_put(x, jax.memory.Space.Device) if v in needed else x for v, x in there.items()]
+        stored = {v for one in streams for v in one.host_outs}
+        done = list[list[jax.Array]]()
+        pieces = [one.piece(there, done) for one in streams]
+        outs = run_in_pieces(self.program, here, pieces)
+        each = zip(self.jaxpr.outvars, outs, self.is_host_result, strict=True)
+        return [self._result(v, x, there, stored) if on_host else x for v, x, on_host in each]
+
+    def _result(self, v: Var, x: jax.Array, there: Mapping[Var, jax.Array], stored: set[Var]) -> jax.Array:
+        if not is_literal(v) and (v in stored or v in self.paths):
+            return x if v in stored else there[v]
+        return jax.device_put(jnp.asarray(x), jax.memory.Space.Host)
+
+    def _of_host(self, variables: Sequence[Var]) -> set[Var]:
+        return {v for v in variables if not is_literal(v) and v in self.paths}
+
+    def _streams(self) -> list["_Stream"]:
+        if is_explicit(self.host.mesh):  # inside of `jax.sharding.auto_axes` no shard_map takes such arrays
+            return []
+        each = zip(self.parts.component, self.parts.eqns, strict=True)
+        component = [one if _is_by_element(eqn) or self._is_count(eqn) else SHARED for one, eqn in each]
+        phases = self._late(self.parts.phases([one >= 0 for one in component], component), component)
+        groups: dict[tuple[int, int], set[int]] = {}
+        for i, key in enumerate(zip(component, phases, strict=True)):
+            if key[0] >= 0:
+                groups.setdefault(key, set()).add(i)
+        found = (self._stream(places) for places in groups.values())
+        return [one for one in found if one is not None]
+
+    def _late(self, phases: list[int], component: Sequence[int]) -> list[int]:
+        """The phases, where what is read in its own component alone waits until it is needed, and so does the state."""
+        late, parts = [*phases], self.parts
+        for i in reversed(range(len(late))):
+            outs = parts.eqns[i].outvars
+            users = [user for v in outs for user in parts.users.get(v, ())]
+            alone = component[i] >= 0 and all(component[user] == component[i] for user in users)
+            if users and alone and not any(v in parts.results for v in outs):
+                late[i] = min(late[user] for user in users)
+        return late
+
+    def _stream(self, places: set[int]) -> "_Stream | None":
+        """The stream of these equations; None if they move no state, or arrays of several shapes."""
+        eqns, parts = self.parts.eqns, self.parts
+        makes = dict.fromkeys(v for i in sorted(places) for v in eqns[i].outvars)
+        outs = tuple(v for v in makes if v in parts.results or self._is_read(v, places))
+        makers = {parts.maker[v] for v in operands_of([eqns[i] for i in sorted(places)]) if v in parts.maker}
+        spread = {i for i in makers if _spreads(eqns[i])}
+        run = [eqns[i] for i in sorted(places | spread)]
+        made = {v for eqn in run for v in eqn.outvars}
+        ins = operands_of(run)
+        given, from_host = (tuple(v for v in ins if (v in self.paths) == yes) for yes in (False, True))
+        to_host = [v in self.outs and not self._is_read(v, places) and v not in self.plain for v in outs]
+        buffers = tuple(self._buffer(v) if yes else None for v, yes in zip(outs, to_host, strict=True))
+        kept = [*from_host, *(v for v in buffers if v is not None)]
+        if not kept or any(yes and v is None for yes, v in zip(to_host, buffers, strict=True)):
+            return None
+        shape, spec = tuple(kept[0].aval.shape), self.host.specs[self.paths[kept[0]]]
+        alike = all(tuple(v.aval.shape) == shape for v in (*ins, *made) if is_big(v))
+        if not alike or any(self.host.specs[self.paths[v]] != spec for v in kept):
+            return None
+        arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}  # gradients, state, params
+        sign = -1 if self.host.over_params else 1
+        given = tuple(sorted(given, key=lambda v: sign * arguments[v] if v in arguments else len(arguments)))
+        program = part_of(self.jaxpr, run, [*given, *from_host], outs)
+        return _Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
+
+    def _is_count(self, eqn: Equation) -> bool:
+        """Whether it counts where something holds: then chunks may be counted one after the other."""
+        if eqn.primitive.name != "reduce_sum" or is_big(eqn.outvars[0]) or is_literal(eqn.invars[0]):
+            return False
+        maker = self.parts.maker.get(eqn.invars[0])
+        made = self.parts.eqns[maker] if maker is not None else None
+        return made is not None and made.primitive.name == "convert_element_type" and made.invars[0].aval.dtype == bool
+
+    def _is_read(self, v: Var, places: set[int]) -> bool:
+        return any(i not in places for i in self.parts.users.get(v, ()))
+
+    def _buffer(self, v: Var) -> Var | None:
+        """The array on the host that a new one takes the place of."""
+        old = self.ins.get(self.outs[v])
+        return old if old is not None and (old.aval.shape, old.aval.dtype) == (v.aval.shape, v.aval.dtype) else None
+
+
+def _is_by_element(eqn: Equation) -> bool:
+    """Whether it makes an array, each element of those of its operands at the same place."""
+    return (eqn.primitive.name in _BY_ELEMENT and any(map(is_big, eqn.outvars))) or _spreads(eqn)
+
+
+def _spreads(eqn: Equation) -> bool:
+    """Whether it makes an array of one number."""
+    return eqn.primitive.name == "broadcast_in_dim" and not is_big(eqn.invars[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """Element-wise equations on arrays of one shape, and counts over them, which run chunk by chunk.
+
+    Attributes:
+      mesh: the devices.
+      spec: where all these arrays lie.
+      program: from `given`, then `read`, to `outs`.
+      given: what it reads of the devices' memory.
+      read: what it reads of the host's.
+      outs: its results. A single number is a count.
+      buffers: for each result, the array on the host that it takes the place of; None: it stays on the devices.
+      places: of the equations.
+    """
+
+    mesh: AnyMesh
+    spec: P
+    program: Jaxpr
+    given: tuple[Var, ...]
+    read: tuple[Var, ...]
+    outs: tuple[Var, ...]
+    buffers: tuple[Var | None, ...]
+    places: frozenset[int]
+
+    @property
+    def host_outs(self) -> list[Var]:
+        """The results that go to the host."""
+        return [v for v, buffer in zip(self.outs, self.buffers, strict=True) if buffer is not None]
+
+    def piece(self, there: Mapping[Var, jax.Array], done: list[list[jax.Array]]) -> Piece:
+        """It as a piece of the update; `there` has the values of what lies on the host.
+
+        It begins when the streams that are `done` have ended, and counts itself among them: nothing else would keep XLA
+        from having many streams' chunks on the devices at a time.
+        """
+        kept = list(dict.fromkeys([*self.read, *(v for v in self.buffers if v is not None)]))
+        loop = _Loop(self, tuple(kept), local_shape(tuple(kept[0].aval.shape), self.spec, dict(self.mesh.shape)))
+        specs = [self.spec if is_big(v) else P() for v in self.given]
+        axes = axes_of(self.spec)
+        of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one of each device
+
+        def run(values: list[Tree]) -> Sequence[Tree]:
+            body = jax.shard_map(
+                loop.run,
+                mesh=self.mesh,
+                in_specs=(specs, [self.spec] * len(kept)),
+                out_specs=[self.spec if is_big(v) else of_counts for v in self.outs],
+                check_vma=False,
+            )
+            far, _ = lax.optimization_barrier(([there[v] for v in kept], done[-1:]))
+            outs = body(values, far)
+            done.append(outs)
+            return [x if is_big(v) else jnp.sum(x) for v, x in zip(self.outs, outs, strict=True)]
+
+        return Piece(self.given, self.outs, self.places, run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The loop over a stream's chunks, on one device; `kept` are its arrays on the host, `shape` is that of a part."""
+
+    stream: _Stream
+    kept: tuple[Var, ...]
+    shape: tuple[int, ...]
+
+    def run(self, given: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
+        """The parts of the results."""
+        stream, chunk = self.stream, _chunk(self.shape)
+        values = dict(zip((*stream.given, *self.kept), (*given, *kept), strict=True))
+        slots = self._slots()
+        count = math.prod(n // m for n, m in zip(self.shape, chunk, strict=True))
+        program = open_jaxpr(stream.program)
+        changed = {id(eqn): {"shape": chunk} for eqn in program.eqns if _spreads(eqn)}
+
+        def body(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
+            start = _start(i, self.shape, chunk)
+            now = values | {v: x for v, x in zip(slots, outs, strict=True) if v is not None}
+            parts = [now[v] if not is_big(v) else lax.dynamic_slice(now[v], start, chunk) for v in program.invars]
+            here = [
+                jax.device_put(x, jax.memory.Space.Device) if v in self.kept else x
+                for v, x in zip(program.invars, parts, strict=True)
+            ]
+            made = anew(stream.program, here, changed)
+            new = [
+                x if buffer is None else jax.device_put(x, jax.memory.Space.Host)
+                for x, buffer in zip(made, stream.buffers, strict=True)
+            ]
+            each = zip(stream.outs, outs, new, strict=True)
+            return [lax.dynamic_update_slice(old, x, start) if is_big(v) else old + x for v, old, x in each]
+
+        start = [
+            jnp.zeros(self.shape if is_big(v) else (), v.aval.dtype) if slot is None else values[slot]
+            for v, slot in zip(stream.outs, slots, strict=True)
+        ]
+        made = lax.fori_loop(0, count, body, start)
+        return [x if is_big(v) else x[None] for v, x in zip(stream.outs, made, strict=True)]
+
+    def _slots(self) -> list[Var | None]:
+        """For each result, the operand whose memory it takes, chunk by chunk; None: memory of its own."""
+        free = [v for v in self.stream.given if is_big(v)]
+        found: list[Var | None] = []
+        for v, buffer in zip(self.stream.outs, self.stream.buffers, strict=True):
+            fits = (one for one in free if is_big(v) and one.aval.dtype == v.aval.dtype)
+            slot = buffer or next(fits, None)
+            free = [one for one in free if one is not slot]
+            found.append(slot)
+        return found
+
+
+def _chunk(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a chunk: the first dims are cut until it is small enough."""
+    chunk = list(shape)
+    for dim, size in enumerate(shape):
+        rest = math.prod(chunk[dim + 1 :])
+        if math.prod(chunk) <= _CHUNK:
+            break
+        fits = [n for n in range(1, size + 1) if size % n == 0 and n * rest <= _CHUNK]
+        chunk[dim] = max(fits, default=1)
+    return tuple(chunk)
+
+
+def _start(i: jax.Array, shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[jax.Array]:
+    """Where chunk `i` begins, in the order of rows."""
+    start: list[jax.Array] = []
+    for size, part in zip(reversed(shape), reversed(chunk), strict=True):
+        start.append(i % (size // part) * part)
+        i = i // (size // part)
+    return start[::-1]

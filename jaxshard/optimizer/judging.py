@@ -1,0 +1,181 @@
+"""An update is judged before it replaces anything: is all that it makes finite?
+
+The verdict depends on every new value, and new values beside the old ones would take their memory once more. So what is
+cheap to compute is computed twice: once to be judged alone, and again, over the old values, once all devices agree.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
+from jaxshard.base.tree import is_key, named_leaves, owner_of
+from jaxshard.base.types import AnyMesh, Equation, Tree, Var
+from jaxshard.collectives import is_explicit
+from jaxshard.programs.components import is_big
+from jaxshard.programs.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, run_equations
+from jaxshard.programs.primitives import POINTWISE
+from jaxshard.programs.rerun import flat
+
+_CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+
+
+class Verdict(NamedTuple):
+    """Whether a step is taken, and the first leaf of (params, state) that would no longer be finite, or -1."""
+
+    ok: jax.Array
+    bad_leaf: jax.Array
+
+
+class Judged:
+    """One update, traced: what it makes can be judged before it replaces anything.
+
+    Args:
+      run: the update, of arrays.
+      args: a tree for each of its arguments.
+      specs: the PartitionSpecs of these; None: unknown, or each device is to look at all that it holds.
+      is_far: some arguments lie in the host's memory. They come from there twice: nothing that is made of them stays on
+        the devices until the verdict is known, but what was not cheap.
+
+    Attributes:
+      result: what the update makes.
+      looked_at: the arguments, of which each device has no more than it is to look at.
+      is_shared: whether devices that hold copies share this work.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        specs: tuple[Tree, ...] | None,
+        mesh: AnyMesh,
+        is_far: bool = False,
+    ):
+        traced, self._shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        program, consts = flat(traced)
+        self._jaxpr, leaves = open_jaxpr(program), jax.tree.leaves(args)
+        self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
+        outs = {v for v in self._jaxpr.outvars if not is_literal(v)}
+        self._cheap = makers_of(self._jaxpr.eqns, outs, only=_is_cheap)
+        kept = set(operands_of(self._cheap))
+        once = makers_of(self._jaxpr.eqns, (outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
+        run_equations(self._jaxpr, list(once), self._env)
+        self.result = self._results(self._after_cheap(self._env) if is_far else self._env)
+        self._twice = is_far or {v for v in kept if is_big(v)} <= set(self._jaxpr.invars)
+        self.looked_at = args
+        if specs is not None and self._twice:
+            self.looked_at = jax.tree.map(lambda x, spec: own_part(x, spec, mesh), args, specs)
+        each = zip(*map(jax.tree.leaves, (args, self.looked_at)), strict=True)
+        self.is_shared = any(x is not part for x, part in each)
+        parts = zip(self._jaxpr.invars, jax.tree.leaves(self.looked_at), strict=False)
+        self._parts = {v: x for v, x in parts if v in kept}
+
+    def looked(self) -> Tree:
+        """What is to be judged: the result, from `looked_at`.
+
+        It is the result itself where not all was cheap (matrix work): to keep what was not, beside the result's parts,
+        took more memory than the result itself (Muon under zero3 on 8 simulated devices: 698 or 614 kB).
+        """
+        if not self._twice:
+            return self.result
+        return self._results(self._after_cheap(self._env | {v: self._apart(v, x) for v, x in self._parts.items()}))
+
+    def _after_cheap(self, env: Mapping[Var, Tree]) -> Mapping[Var, Tree]:
+        """All values, from those that the cheap equations read."""
+        env = dict(env)
+        run_equations(self._jaxpr, self._cheap, env)
+        return env
+
+    def _apart(self, v: Var, x: jax.Array) -> jax.Array:
+        """Behind a barrier what XLA would take for the same as in the result, and keep."""
+        return lax.optimization_barrier(x) if is_big(v) and x is self._env[v] else x
+
+    def _results(self, env: Mapping[Var, Tree]) -> Tree:
+        leaves = [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in self._jaxpr.outvars]
+        return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+
+
+def _is_cheap(eqn: Equation) -> bool:
+    return eqn.primitive.name in _CHEAP and any(map(is_big, eqn.outvars))
+
+
+def _made(eqns: Sequence[Equation]) -> set[Var]:
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
+def own_part(x: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
+    """`x`, which lies under `spec`, cut over the axes along which devices hold copies: each is to look at its own part.
+
+    It is `x` itself where no dim divides.
+    """
+    free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes_of(spec))
+    local = local_shape(x.shape, spec, dict(mesh.shape))
+    num = math.prod(mesh.shape[axis] for axis in free)
+    dim = next((d for d, size in enumerate(local) if size and size % num == 0), None)
+    if num == 1 or dim is None or is_explicit(mesh) or is_key(x):
+        return x
+
+    def mine(part: jax.Array) -> jax.Array:
+        size = local[dim] // num
+        return lax.dynamic_slice_in_dim(part, lax.axis_index(free) * size, size, dim)
+
+    entries = [*spec, *[None] * (x.ndim - len(spec))]
+    entries[dim] = (*axes_in(entries[dim]), *free)
+    # By hand: of two constraints on an array XLA takes the second for whatever else uses it.
+    return jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=canonical(entries))(x)
+
+
+def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree], *, later: bool) -> Verdict:
+    """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all.
+
+    `later`: nothing is looked at before `ok` is known. XLA would add up what was lost of one leaf together with the
+    gradient of the next: one all-reduce for each leaf.
+    """
+    lost = _lost(new, old)
+    if not lost:
+        return Verdict(ok, jnp.int32(-1))
+    bad = jnp.stack([_num(x & ok if later else x) for x in lost.values()]) > 0
+    first = jnp.where(bad.any(), jnp.asarray([*lost], jnp.int32)[jnp.argmax(bad)], -1)
+    return Verdict(ok & ~bad.any(), first)
+
+
+def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array]:
+    """Which elements were finite and are no longer, by the index of their leaf.
+
+    What the state has in a parameter's shape (its moments) counts with the parameter: they are computed together, and
+    looked at in one pass. Infinity may stay where it was (a mask among the params). A single number of the state may
+    become infinite: the error of a search, the best loss so far. A moment must not, since it would stay so for ever.
+    """
+    before, num_params = dict(named_leaves(old)), len(jax.tree.leaves(new[0]))
+    leaves, found = named_leaves(new), dict[int, jax.Array]()
+    params = {names[1:]: (i, x.shape) for i, (names, x) in enumerate(leaves[:num_params])}
+    for i, (names, x) in enumerate(leaves):
+        if names not in before or not _is_judged(x, before[names]):
+            continue
+        owner, shape = owner_of(names[1:], params) or (i, None)
+        belongs = shape == x.shape
+        is_lost = _is_lost(x, before[names], may_be_infinite=x.ndim == 0 and not belongs)
+        place = owner if belongs else i
+        found[place] = found[place] | is_lost if place in found else is_lost
+    return found
+
+
+def _is_judged(new: jax.Array, old: jax.Array) -> bool:
+    """Whether a leaf has floats, as many as before."""
+    return not is_key(new) and jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == old.shape
+
+
+def _is_lost(new: jax.Array, old: jax.Array, may_be_infinite: bool) -> jax.Array:
+    if may_be_infinite:
+        return jnp.isnan(new) & ~jnp.isnan(old)
+    return jnp.isfinite(old) & ~jnp.isfinite(new)
+
+
+def _num(lost: jax.Array) -> jax.Array:
+    """How many elements; a float32, for one reduction together with the sums of squares."""
+    return lax.reduce_sum(lost.astype(jnp.float32), tuple(range(lost.ndim)))

@@ -1,0 +1,190 @@
+"""`ShardedOptimizer`: an optax optimizer whose state is cut over a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxshard.base.tree import check_alive, check_same_structure
+from jaxshard.base.types import AnyMesh, Params, T, Tree
+from jaxshard.layout.layout import Layout, Shardings, check_arrays
+from jaxshard.layout.options import Config, checked_config
+from jaxshard.mesh import check_context, check_has_devices
+from jaxshard.optimizer import state as states
+from jaxshard.optimizer.inner.update import fast
+from jaxshard.optimizer.local.local_view import local_update
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.optimizer.update import advance
+from jaxshard.programs import jaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Methods:
+    """The two functions of a `ShardedOptimizer`, bound to its setup, so that it can be copied and pickled."""
+
+    setup: Setup
+
+    def init(self, params: Tree) -> optax.OptState:
+        return states.init(self.setup, params)
+
+    def update(
+        self, updates: Params, state: optax.OptState, params: Params | None = None, **extra: Tree
+    ) -> tuple[Params, optax.OptState]:
+        setup, whole = self.setup, updates if params is None else params
+        check_context("update", setup.mesh)
+        updates, params = setup.trained(updates), None if params is None else setup.trained(params)
+        if params is not None:
+            check_arrays(fast(params))
+            check_same_structure("update: the gradients", fast(updates), fast(params), "parameter")
+        elif setup.config.widens:
+            raise ValueError(
+                "update: master weights (master_dtype) and stochastic_rounding need the params: "
+                "update(updates, state, params)"
+            )
+        if setup.config.loss_scale is not None:
+            raise ValueError("update: the loss is scaled, and the scale kept up, by train_step alone; use that")
+        for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
+            check_alive(f"update: {what}", tree)
+        if states.is_local(setup):
+            updates, state = local_update(setup, updates, state, params, extra)
+        else:
+            states.check_state("update", setup, state, updates if params is None else params)
+            updates, state, _ = advance(setup, updates, state, params, extra, want="updates")
+        return setup.with_frozen(updates, whole, _no_change), state
+
+
+def _no_change(frozen: Tree) -> jax.Array:
+    """The update of a frozen leaf, which `optax.apply_updates` adds to it."""
+    return jnp.zeros((), frozen.dtype)
+
+
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer whose state (and gradients, and params) are cut over a mesh; the training result is the same.
+
+    A `GradientTransformationExtraArgs`, so it goes wherever optax takes one. Make it with `zero2` and its siblings.
+
+    * `init(params)`: the state of `inner`, the same pytree, sharded from the start. NumPy, placed and abstract params
+      all work; abstract ones give abstract state with its shardings.
+    * `update(updates, state, params=None, **extra)`: takes global arrays under any sharding; the updates are laid out
+      as the params are. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
+    """
+
+    @property
+    def _setup(self) -> Setup:
+        """The inner optimizer, mesh and strategy, and what follows from them for given params."""
+        return self.init.__self__.setup  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def inner(self) -> optax.GradientTransformation:
+        """The optax optimizer inside."""
+        return self._setup.inner
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """A `jax.sharding.Mesh` (or, for plans, an `AbstractMesh`)."""
+        return self._setup.mesh
+
+    @property
+    def config(self) -> Config:
+        """The strategy and its options."""
+        return self._setup.config
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices in the mesh."""
+        return self.mesh.size
+
+    @property
+    def rank(self) -> int:
+        """The index in the mesh of this process's first device; a ValueError for an abstract mesh."""
+        devices, here = check_has_devices("rank", self.mesh).devices, jax.process_index()
+        return next(i for i, device in enumerate(devices.flat) if device.process_index == here)
+
+    def shardings(self, params: Tree) -> Shardings:
+        """Where params, grads (as `value_and_grad` returns them) and state live, and their PartitionSpecs.
+
+        Args:
+          params: arrays or `ShapeDtypeStruct`s.
+
+        Raises:
+          TypeError: a leaf that is not floating.
+          ValueError: specs that do not fit their leaf, or match no leaf.
+        """
+        return self._setup.shardings(params)
+
+    def layout(self, params: Tree) -> Layout:
+        """Where each leaf lives, with the reason and its bytes per device, as a table to print.
+
+        Raises:
+          TypeError: a leaf that is not floating.
+          ValueError: specs that do not fit, or match nothing.
+        """
+        self._setup.strictly(params)
+        return self._setup.with_state(params)
+
+    def place(self, params: Params) -> Params:
+        """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
+
+        Abstract params (`ShapeDtypeStruct`s) come back abstract, with their shardings.
+
+        Raises:
+          TypeError: a leaf that is not floating.
+          ValueError: specs that do not fit, or match nothing.
+        """
+        return states.place(self._setup, params)
+
+    def synchronize(self, tree: T) -> T:
+        """Makes all copies of each replicated array equal, bit for bit, to the copy on the first device that has one.
+
+        Args:
+          tree: params, state or any tree of arrays on the mesh.
+
+        Raises:
+          ValueError: an array that is not laid out over a mesh.
+        """
+        return states.synchronize(self._setup, tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedOptimizer) and self._setup == other._setup
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._setup)
+
+    def __repr__(self) -> str:
+        shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
+        return ", ".join([f"{self.config.strategy}({type(self.inner).__name__}", shape, *self.config.given]) + ")"
+
+
+def setup_of(opt: object, who: str) -> Setup:
+    """The setup of a `ShardedOptimizer`; `who` names the caller in the error.
+
+    Raises:
+      TypeError: it is another kind of optimizer.
+    """
+    if not isinstance(opt, ShardedOptimizer):
+        if isinstance(getattr(opt, "tx", None), ShardedOptimizer):
+            raise TypeError(
+                f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: give its tx, with params and "
+                f"state that are not in the {type(opt).__name__}"
+            )
+        inside = "optax.chain(...)"
+        if hasattr(opt, "gradient_transformation"):
+            inside = f"optax.{type(opt).__name__}(...).gradient_transformation()"
+        raise TypeError(
+            f"{who} needs a ShardedOptimizer, got {type(opt).__name__}; put it inside: jaxshard.zero2({inside}, mesh)"
+        )
+    return opt._setup
+
+
+def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **options: Any) -> ShardedOptimizer:
+    """The optimizer of a strategy, its options checked; see `jaxshard.strategies`."""
+    if isinstance(inner, ShardedOptimizer):
+        raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
+    methods = _Methods(Setup(inner, mesh, checked_config(strategy, inner, mesh, options)))
+    jaxprs.core()  # here, since JAX traces a program again if this first import falls into its first trace
+    return ShardedOptimizer(methods.init, methods.update)  # pyright: ignore[reportArgumentType]

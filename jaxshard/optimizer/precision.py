@@ -1,0 +1,313 @@
+"""Narrow params, wide arithmetic: masters, stochastic rounding, moments in bf16 or 8 bits, loss scaling.
+
+The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxshard.base.source import warn
+from jaxshard.base.tree import Names, named_leaves, path_of
+from jaxshard.base.types import DType, Tree
+from jaxshard.layout.options import Config
+from jaxshard.optimizer import eight_bits
+from jaxshard.optimizer.inner.trace import first_state
+from jaxshard.optimizer.inner.update import Update, fast, update
+from jaxshard.optimizer.moments import stored_dtypes
+
+
+class ShardedState(NamedTuple):
+    """The state of an optimizer whose options need more than plain optax's state, which is `inner`.
+
+    `extra` has an entry for each need: "master", the masters (with `master_dtype`); "rounding", the number of updates
+    so far, which seeds the next update's roundings (with `stochastic_rounding` or `moment_dtype`); "scale", the scales
+    of moments in 8 bits, by their path in `inner`; and "loss_scale", the state of `LossScale` (with `loss_scale`).
+    """
+
+    inner: Tree
+    extra: dict[str, Tree]
+
+
+# Which dtype where.
+
+
+def like(wanted: DType | None, dtype: DType) -> DType:
+    """`wanted`, or `dtype` itself if that is None; complex if `dtype` is."""
+    if wanted is None:
+        return dtype
+    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
+
+
+def wide(config: Config, dtype: DType) -> DType:
+    """The dtype in which the inner optimizer sees a parameter of `dtype`, and its gradient."""
+    if config.stochastic_rounding and dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.float32)
+    return like(config.master_dtype, dtype)
+
+
+_WIDENED = (
+    "adding the update has widened them: optax.apply_updates keeps their dtype; eqx.apply_updates and a plain sum do "
+    "not"
+)
+_HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
+
+
+def check_params(config: Config, params: Tree) -> None:
+    """Raises a ValueError for an option that these params' dtypes cannot use."""
+    named = named_leaves(params)
+    half = next((path_of(names) for names, leaf in named if leaf.dtype == jnp.float16), None)
+    if half is not None and config.stochastic_rounding:
+        raise ValueError(
+            f"stochastic_rounding: {half} is float16, and only bfloat16 is rounded stochastically; use bfloat16, or "
+            "master_dtype=jnp.float32"
+        )
+    for names, leaf in named if config.master_dtype is not None else ():
+        if jnp.result_type(leaf.dtype, config.master_dtype) != like(config.master_dtype, leaf.dtype):
+            raise ValueError(
+                f"master_dtype: {path_of(names)} is {leaf.dtype}; {jnp.dtype(config.master_dtype)} masters would lose "
+                f"some of its digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
+            )
+    if half is not None and config.loss_scale is not None and config.master_dtype in _HALF_OR_NONE:
+        raise ValueError(
+            f"loss_scale: {half} is float16, so its gradient would underflow again once it is unscaled; add "
+            "master_dtype=jnp.float32 (or keep the params in float32, and cast them in the loss function)"
+        )
+    if config.stochastic_rounding and not any(leaf.dtype == jnp.bfloat16 for _, leaf in named):
+        raise ValueError(
+            "stochastic_rounding: no parameter is bfloat16, so there is nothing to round; cast the params, or leave "
+            f"the option out. If some were, {_WIDENED}"
+        )
+
+
+def widened(config: Config, params: Tree) -> Tree:
+    """The params (arrays or shapes) as the inner optimizer sees them."""
+    return jax.tree.map(lambda p: _cast(p, wide(config, p.dtype)), params)
+
+
+# The state.
+
+
+def extends(config: Config) -> bool:
+    """Whether the state is a `ShardedState`: an option asks for more than plain optax's."""
+    return config.widens or config.moment_dtype is not None or config.loss_scale is not None
+
+
+def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
+    """The state: plain optax's, or a `ShardedState` if options need more.
+
+    Raises:
+      ValueError: an option that these params' dtypes, or this optimizer's state, cannot use.
+    """
+    check_params(config, params)
+    wider = widened(config, params)
+    state = inner.init(wider)
+    extra: dict[str, Tree] = {}
+    if config.master_dtype is not None:
+        extra["master"] = wider
+    if config.stochastic_rounding or config.moment_dtype is not None:
+        extra["rounding"] = jnp.uint32(0)
+    if config.loss_scale is not None:
+        extra["loss_scale"] = config.loss_scale.start()
+    if config.moment_dtype is not None:
+        dtypes = dict(named_leaves(stored_dtypes(inner, wider, config)))
+        state, scales = _narrowed(state, dtypes, lambda x: x.astype(jnp.bfloat16), bits=None)
+        extra |= {"scale": _nested(scales)} if scales else {}
+    return ShardedState(state, extra) if extra else state
+
+
+# One step.
+
+
+def step(
+    inner: optax.GradientTransformation,
+    config: Config,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    extra: Mapping[str, Tree],
+    run: Update = update,
+) -> tuple[Tree, Tree, Tree]:
+    """Returns (updates, new params, state) of one step; new params are None if the params are not widened.
+
+    `run` runs the inner optimizer's update.
+
+    With masters, the step updates the masters, and the new params are the masters rounded, bit for bit. An element of
+    the params that is not its master rounded was changed by someone else, and replaces its master.
+    """
+    if not isinstance(state, ShardedState):
+        updates, state = run(inner, grads, state, params, extra)
+        return updates, None, state
+    added = dict(state.extra)
+    wider = params
+    if params is not None and config.widens:
+        _warn_if_wide(config, params)
+        wider = widened(config, params)
+        if "master" in added:
+            wider = jax.tree.map(_master_of, added["master"], params, wider)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), fast(grads), fast(wider))
+    rounder = Rounder(added["rounding"]) if "rounding" in added else None
+    updates, inner_state, scales = _stored(inner, config, grads, state, wider, extra, rounder, run)
+    if scales:
+        added["scale"] = _nested(scales)
+    new = None
+    if params is not None and config.widens:
+        wider = optax.apply_updates(wider, updates)
+        new = jax.tree.map(lambda w, p: _rounded(w, p.dtype, config, rounder), wider, params)
+    if "master" in added:
+        added["master"] = wider
+    if "rounding" in added:
+        added["rounding"] += 1
+    return updates, new, ShardedState(inner_state, added)
+
+
+def _warn_if_wide(config: Config, params: Tree) -> None:
+    """Warns of masters that are copies: most often, a sum without a cast has made all params as wide as these."""
+    dtypes = {p.dtype for p in jax.tree.leaves(params)}
+    if config.master_dtype is not None and all(dtype == like(config.master_dtype, dtype) for dtype in dtypes):
+        warn(
+            f"master_dtype: all params are {' or '.join(sorted(map(str, dtypes)))}, as wide as their masters. "
+            f"If some were narrower, {_WIDENED}"
+        )
+
+
+def _master_of(master: jax.Array, param: jax.Array, widened: jax.Array) -> jax.Array:
+    return jnp.where(master.astype(param.dtype) == param, master, widened)
+
+
+def _stored(
+    inner: optax.GradientTransformation,
+    config: Config,
+    grads: Tree,
+    state: ShardedState,
+    params: Tree,
+    extra: Mapping[str, Tree],
+    rounder: "Rounder | None",
+    run: Update,
+) -> tuple[Tree, Tree, dict[Names, jax.Array]]:
+    """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state, scales)."""
+    if config.moment_dtype is None or rounder is None:
+        return *run(inner, grads, state.inner, params, extra), {}
+    scales = dict(named_leaves(state.extra.get("scale", {})))
+    computed = as_computed(inner, config, grads if params is None else params, state.inner, scales)
+    updates, new = run(inner, grads, computed, params, extra)
+    return updates, *_narrowed(new, stored_narrower(computed, state.inner), rounder, rounder.bits)
+
+
+def as_computed(
+    inner: optax.GradientTransformation,
+    config: Config,
+    params: Tree,
+    state: Tree,
+    scales: Mapping[Names, jax.Array] | None = None,
+) -> Tree:
+    """The inner state in the dtypes in which the optimizer computes: narrow moments are widened.
+
+    `scales`: those of moments in 8 bits, by path; None: the state has no values, but shapes.
+    """
+    if config.moment_dtype is None:
+        return state
+    narrow, plain = _NARROW[jnp.dtype(config.moment_dtype)], dict(named_leaves(first_state(inner, params).state))
+
+    def widened(names: Names, x: Tree) -> Tree:
+        if names not in plain or x.dtype not in narrow or x.dtype == plain[names].dtype:
+            return x
+        return _cast(eight_bits.decode(x, scales[names]) if scales and names in scales else x, plain[names].dtype)
+
+    leaves = [widened(names, x) for names, x in named_leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+_NARROW = {
+    jnp.dtype(jnp.bfloat16): (jnp.dtype(jnp.bfloat16),),
+    jnp.dtype(jnp.int8): (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)),
+}
+
+
+def stored_narrower(computed: Tree, state: Tree) -> dict[Names, DType]:
+    """By path, the dtype of what `state` has narrower than it is computed."""
+    pairs = zip(named_leaves(computed), jax.tree.leaves(state), strict=True)
+    return {names: stored.dtype for (names, x), stored in pairs if x.dtype != stored.dtype}
+
+
+def _narrowed(
+    state: Tree,
+    dtypes: Mapping[Names, DType],
+    rounded: Callable[[jax.Array], jax.Array],
+    bits: eight_bits.Bits | None,
+) -> tuple[Tree, dict[Names, jax.Array]]:
+    """An inner state as it is stored, and the scales of what is stored in 8 bits."""
+    leaves: list[Tree] = []
+    scales: dict[Names, jax.Array] = {}
+    for names, x in named_leaves(state):
+        dtype = dtypes.get(names, jnp.result_type(x))
+        if dtype == jnp.result_type(x):
+            leaves.append(x)
+        elif dtype == jnp.bfloat16:
+            leaves.append(rounded(x))
+        else:
+            codes, scales[names] = eight_bits.encode(x, dtype, bits)
+            leaves.append(codes)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), scales
+
+
+def _nested(leaves: Mapping[Names, jax.Array]) -> dict[str, Tree]:
+    """Nested dicts in which each leaf has its path."""
+    found: dict[str, Tree] = {}
+    for names, leaf in leaves.items():
+        inside = found
+        for name in names[:-1]:
+            inside = inside.setdefault(name, {})
+        inside[names[-1]] = leaf
+    return found
+
+
+def _cast(x: Tree, dtype: DType) -> Tree:
+    return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+
+def _rounded(x: jax.Array, dtype: DType, config: Config, rounder: "Rounder | None") -> jax.Array:
+    stochastic = config.stochastic_rounding and dtype == jnp.bfloat16
+    return rounder(x) if stochastic and rounder else x.astype(dtype)
+
+
+class Rounder:
+    """Rounds to bfloat16, up or down at random, so that the mean is exact (Gupta et al. 2015, section 3).
+
+    The seed is the number of the update and the array's place among those it rounds, never the device, so the roundings
+    are the same on any mesh.
+    """
+
+    def __init__(self, count: jax.Array):
+        self._key, self._calls = jax.random.fold_in(jax.random.key(0), count), 0
+
+    def _next_key(self) -> jax.Array:
+        self._calls += 1
+        return jax.random.fold_in(self._key, self._calls - 1)
+
+    def bits(self, shape: tuple[int, ...]) -> jax.Array:
+        """Random numbers from 0 to 2**20, in the middle of 2**16 equal parts."""
+        return (jax.random.bits(self._next_key(), shape, jnp.uint16).astype(jnp.uint32) << 4) + 8
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(...) float32 -> (...) bfloat16."""
+        x = x.astype(jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits = bits + jax.random.bits(self._next_key(), x.shape, jnp.uint16).astype(jnp.uint32)
+        down = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
+
+
+def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
+    """`new - old`, in a dtype wide enough that `optax.apply_updates` takes `old` to `new`.
+
+    That is exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16)
+    or 2**13 (fp16). Params as wide as their masters may miss `new` by one rounding. `train_step` has no such limits,
+    and the masters never drift.
+    """
+    wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
+    return new.astype(wide) - old.astype(wide)

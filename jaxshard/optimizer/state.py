@@ -1,0 +1,237 @@
+"""Params and state at rest: places params, makes the state, makes copies equal, checks a state."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.base.axes import axes_in
+from jaxshard.base.tree import (
+    check_alive,
+    check_same_structure,
+    dtype_of,
+    flatten,
+    is_traced,
+    named_leaves,
+    path_of,
+    shape_of,
+    shapes_of,
+    structure,
+)
+from jaxshard.base.types import Params, T, Tree
+from jaxshard.layout.frozen import trained as without_frozen
+from jaxshard.layout.layout import Layout, warn_if_awkward
+from jaxshard.layout.memory_option import HOST
+from jaxshard.mesh import check_context, check_has_devices
+from jaxshard.optimizer.inner.trace import state_of_values
+from jaxshard.optimizer.inner.whole_operands import with_whole_operands
+from jaxshard.optimizer.precision import ShardedState
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.processes import agreement
+
+
+def place(setup: Setup, params: Params) -> Params:
+    """A copy of the params at rest on the mesh; see `ShardedOptimizer.place`."""
+    found = setup.strictly(params)
+    if is_traced(params):
+        return collectives.at(params, setup.mesh, found.param_specs)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        return jax.tree.map(shape_of, params, setup.param_shardings(params))
+    check_has_devices("place", setup.mesh)
+    warn_if_awkward(found)
+    check_alive("place: params", params)
+    agreement.check_same_arrays("place", params)
+    return _copied_to(setup, params, found.param_specs)
+
+
+def init(setup: Setup, params: Tree) -> Tree:
+    """The state, sharded from the start; see `ShardedOptimizer`."""
+    check_context("init", setup.mesh)
+    if is_local(setup):
+        raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
+    if setup.why_no_shapes(params):
+        return _init_by_values(setup, params)
+    leaves, found = jax.tree.leaves(params), setup.with_state(params)
+    shardings = setup.state_shardings(found)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.tree.map(shape_of, setup.abstract_state(params), shardings)
+    fragile, plain = setup.fragile_at_init(params), setup.plain_init
+    if fragile:
+        plain = with_whole_operands(plain, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
+    make = collectives.globally(plain, setup.mesh, found.state_specs)
+    if is_traced(params):
+        which, trained = setup.frozen(params), setup.trained(params)
+        return make(collectives.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
+    _check_before_init(setup, params, found)
+    params = collectives.at(params, setup.mesh, found.param_specs)
+    state = jax.jit(make, out_shardings=shardings)(params)
+    if is_traced((params, state)):  # concrete params, within a trace; the state may have no leaves
+        return state
+    taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
+    return jax.tree.map(lambda x: collectives.copied(x) if collectives.buffers(x) & taken else x, state)
+
+
+def _init_by_values(setup: Setup, params: Tree) -> Tree:
+    """The state of an init that cannot be traced: made on the host, then cut."""
+    state = state_of_values(setup.plain_init, params, setup.why_no_shapes(params))
+    found = setup.with_state(params, shapes_of(state))
+    _check_before_init(setup, params, found)
+    return _copied_to(setup, state, found.state_specs, setup.state_shardings(found))
+
+
+def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
+    """A copy of concrete arrays, laid out by `specs`, also where it is made within a trace."""
+    placed = jax.tree.map(collectives.copy_to, tree, setup.named(specs) if shardings is None else shardings)
+    return collectives.at(placed, setup.mesh, specs) if is_traced(placed) else placed
+
+
+def _check_before_init(setup: Setup, params: Tree, found: Layout) -> None:
+    check_has_devices("init", setup.mesh)
+    warn_if_awkward(found)
+    check_alive("init: params", params)
+
+
+def is_local(setup: Setup) -> bool:
+    """Whether this runs inside a shard_map over batch axes."""
+    return bool(collectives.manual_axes() & set(setup.batch_axes))
+
+
+def synchronize(setup: Setup, tree: T) -> T:
+    """The tree with all copies of each array made equal; see `ShardedOptimizer.synchronize`."""
+    check_context("synchronize", setup.mesh)
+    for names, leaf in named_leaves(tree):
+        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            raise ValueError(f"synchronize: {path_of(names)} does not lie on a mesh; call `place` or `init` first")
+    check_alive("synchronize", tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    specs = tuple(leaf.sharding.spec for leaf in leaves)
+    named = [{axis for entry in spec for axis in axes_in(entry)} for spec in specs]
+    on_host = [leaf.sharding.memory_kind == HOST for leaf in leaves]
+    copied = [tuple(axis for axis in setup.mesh.axis_names if axis not in axes) for axes in named]
+
+    def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        here = [
+            jax.device_put(x, jax.memory.Space.Device) if far else x for x, far in zip(shards, on_host, strict=True)
+        ]
+        return tuple(collectives.first_copy(x, axes) for x, axes in zip(here, copied, strict=True))
+
+    same = jax.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    out_shardings = tuple(leaf.sharding for leaf in leaves)
+    return jax.tree.unflatten(treedef, jax.jit(same, out_shardings=out_shardings)(*leaves))
+
+
+def within_reach(setup: Setup, args: T) -> T:
+    """The loss's further arguments; an array committed to other devices than the mesh's is copied to all of these."""
+    if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(args)):
+        return args
+    mesh = check_has_devices("further arguments", setup.mesh)
+    devices, everywhere = set(mesh.devices.flat), NamedSharding(mesh, P())
+
+    def move(x: Tree) -> Tree:
+        away = isinstance(x, jax.Array) and x.committed and x.sharding.device_set != devices
+        return collectives.copy_to(x, everywhere) if away else x
+
+    return jax.tree.map(move, args)
+
+
+def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
+    """Raises a ValueError for a state that was made by another optimizer, or under other options.
+
+    A state is right if it is as `init` makes it, or as updates of that leave it. Where nobody can tell (an init that
+    reads values), nothing is refused.
+    """
+    expected = setup.expected_states(params)
+    if expected:
+        _check_codes(who, state, expected)
+    if not expected or any(fits(state, one) for one in expected):
+        return
+    extended = isinstance(expected[0], ShardedState)
+    if extended and not isinstance(state, ShardedState):
+        raise ValueError(
+            f"{who}: the state is plain optax's, and {', '.join(map(repr, expected[0].extra))} belong beside it, as "
+            "options of this strategy ask: give jaxshard.ShardedState(state, opt.init(params).extra)"
+        )
+    if not extended and isinstance(state, ShardedState) and "scale" in state.extra:
+        raise ValueError(
+            f"{who}: its moments are in 8 bits, and no option of this strategy asks for that: give moment_dtype="
+            '"int8", or start the moments anew by opt.init(params)'
+        )
+    if not extended and isinstance(state, ShardedState):
+        raise ValueError(
+            f"{who}: the state has {', '.join(map(repr, state.extra))} beside plain optax's, and no option of this "
+            "strategy asks for them: give state.inner"
+        )
+    if not _goes_on(setup, state, params, expected):
+        refuse(f"{who}: the state", state, nearest(state, expected))
+
+
+_CODES = (jnp.int8, jnp.uint8)
+
+
+def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
+    """Raises a ValueError for moments in 8 bits where others are expected, or the other way round: no cast helps."""
+    want = nearest(state, expected)
+    if structure(want) != structure(state):
+        return
+    for (names, leaf), other in zip(named_leaves(state), jax.tree.leaves(want), strict=True):
+        if dtype_of(leaf) != other.dtype and (dtype_of(leaf) in _CODES or other.dtype in _CODES):
+            raise ValueError(
+                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it {other.dtype}: moments in "
+                "8 bits have scales beside them, so no cast makes one of the other; start them anew by "
+                "opt.init(params), or keep the options that the state was made under"
+            )
+
+
+def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:
+    """The expected state of this structure, or the first."""
+    return next((one for one in expected if structure(one) == structure(state)), expected[0])
+
+
+def fits(state: Tree, expected: Tree, *, dtypes: bool = True) -> bool:
+    """Whether structure, shapes and (but for scalars and whole numbers, which JAX converts) dtypes agree."""
+    (leaves, treedef), (wanted, other) = flatten(state), flatten(expected)
+    if treedef != other:
+        return False
+    return all(
+        jnp.shape(x) == want.shape and not (dtypes and _differs(x, want))
+        for x, want in zip(leaves, wanted, strict=True)
+    )
+
+
+def _differs(x: Tree, want: jax.ShapeDtypeStruct) -> bool:
+    return bool(want.ndim) and jnp.issubdtype(want.dtype, jnp.inexact) and dtype_of(x) != want.dtype
+
+
+def _goes_on(setup: Setup, state: Tree, params: Tree, expected: Sequence[Tree]) -> bool:
+    """Whether plain optax goes on with a state that neither `init` nor the first update makes.
+
+    It does if an update keeps the dtypes in which this state differs; and if the optimizer gives its state other leaves
+    or shapes at every update (a list that grows).
+    """
+    given = shapes_of(state)
+    if any(fits(state, one, dtypes=False) for one in expected):
+        after = setup.settled(params, given)
+        return setup.is_traceable(params, given) and fits(given, after.state)
+    grows = not fits(setup.settled(params, expected[1]).state, expected[1], dtypes=False)
+    return grows and setup.is_traceable(params, given)
+
+
+def refuse(who: str, state: Tree, expected: Tree, noun: str = "part of opt.init(params)") -> NoReturn:
+    """Raises a ValueError that names how a state differs from the expected one, whose leaves are called `noun`."""
+    check_same_structure(who, state, expected, noun)
+    if structure(state) != structure(expected):
+        raise ValueError(
+            f"{who} has another structure than opt.init(params) makes; was it made by another optimizer? "
+            f"Got {structure(state)}, expected {structure(expected)}"
+        )
+    for (names, leaf), want in zip(named_leaves(state), jax.tree.leaves(expected), strict=True):
+        if _differs(leaf, want):
+            raise ValueError(
+                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it "
+                f"{want.dtype}, as updates do: was it made under other options? Cast it with .astype"
+            )
+    raise ValueError(f"{who} does not fit")

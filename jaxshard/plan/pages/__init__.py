@@ -1,0 +1,1 @@
+"""A plan drawn: charts and a page."""

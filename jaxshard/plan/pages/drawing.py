@@ -1,0 +1,153 @@
+# pyright: standard
+# (matplotlib's types are partly unknown, which strict refuses)
+"""A plan's charts, drawn by matplotlib: all of them as one PNG, or each one as SVG for the page."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from jaxshard.plan.pages.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
+from jaxshard.plan.search import Row
+from jaxshard.system.figures import by_own_settings
+from jaxshard.system.files import replace
+from jaxshard.system.units import size_in_words, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _GROUND, _GRID, _FRAME = "#222222", "#ffffff", "#e3e6ea", "#000000"
+_ROW = 0.42  # height of a bar with its gap, in inches
+_CHAR = 1 / 14  # width of a character, in inches
+_TIP = "tip: "  # ahead of a bar's tooltip, where it stands as the bar's id
+
+_PAGE_COLOURS: Mapping[str, str] = MappingProxyType(
+    {_INK: "var(--ink)", _GROUND: "var(--ground)", _GRID: "var(--rule)", _FRAME: "var(--dim)", BAD: "var(--bad)"}
+)
+"""Colours of charts that follow the page's, which has a light and a dark look."""
+
+
+@by_own_settings
+def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
+    """Draws memory against the limit, and traffic by mesh axes, of all rows to a PNG.
+
+    Args:
+      rows: of `plan.compare` or `plan.fit`, one bar each, the first on top.
+      path: of the PNG, in an existing folder; it is written over.
+      title: above the picture.
+
+    Raises:
+      ValueError: there are no rows, or they are for different targets.
+      ModuleNotFoundError: matplotlib is not installed; `jaxshard[train]` brings it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    check(rows)
+    charts = (memory_chart(rows), traffic_chart(rows))
+    width = 14.0
+    panel = (width - _CHAR * max(map(len, charts[0].names))) / 2
+    figure = Figure(figsize=(width, 2.4 + _ROW * len(rows)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, chart, side in zip((left, right), charts, ("left", "right"), strict=True):
+        _bars(axes, chart, panel / _CHAR)
+        axes.set_title(chart.title, loc="left", fontsize=10, weight="bold")
+        _legend(axes, side)
+    figure.suptitle(f"{title}\n{machine_in_words(rows)}", x=0.01, ha="left", fontsize=11, parse_math=False)
+    replace(Path(path), lambda file: figure.savefig(file, format="png"))
+
+
+@by_own_settings
+def svg(chart: Chart) -> str:
+    """One chart as an `<svg>` element for a page: a tooltip on each bar, its text in the page's font and colours.
+
+    Args:
+      chart: see `charts.memory_chart`, `charts.traffic_chart`.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    width, written = 8.0, io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title}):
+        figure = Figure(figsize=(width, 1.2 + _ROW * len(chart.names)), layout="constrained")
+        axes = figure.subplots()
+        _bars(axes, chart, width / _CHAR - max(map(len, chart.names)))
+        _legend(axes, "left")
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
+    return _for_page(written.getvalue(), chart.title)
+
+
+def _for_page(text: str, title: str) -> str:
+    """matplotlib's SVG file as an element of a page, with ids that no other chart has."""
+    prefix, box = re.sub(r"\W+", "-", title.lower()), re.findall(r'viewBox="([^"]*)"', text)[0]
+    inside = text[text.index("<defs>") :].replace("url(#", f"url(#{prefix}-")
+    inside = re.sub(r"<style.*?</style>", "", inside)
+    inside = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", inside)
+    inside = re.sub(r' id="', f' id="{prefix}-', inside)
+    for colour, variable in _PAGE_COLOURS.items():
+        inside = inside.replace(colour, variable)
+    return f'<svg class="chart" viewBox="{box}" role="img" aria-label="{escape(title)}">{inside}'
+
+
+def _legend(axes: "Axes", side: str) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.legend(handles, labels, loc=cast(Any, f"outside lower {side}"), ncols=3, frameon=False, fontsize=9)
+
+
+def _bars(axes: "Axes", chart: Chart, num_chars: float) -> None:
+    """The bars on a panel that is `num_chars` characters wide."""
+    reach, count = chart.reach(num_chars), len(chart.names)
+    unit, scale = unit_of(reach)
+    left = [0.0] * count
+    for (part, values), colour in zip(chart.parts.items(), chart.colours, strict=True):
+        _bar(axes, chart, part, values, [start / scale for start in left], scale, color=colour)
+        left = [start + value for start, value in zip(left, values, strict=True)]
+    for i, (total, end, excess) in enumerate(zip(chart.totals, chart.ends, chart.excess, strict=True)):
+        look: dict[str, Any] = {"color": BAD, "weight": "bold"} if excess else {"color": _INK}
+        look["bbox"] = {"facecolor": _GROUND, "edgecolor": "none", "pad": 0.8}
+        axes.annotate(end, (total / scale, i), (4, 0), textcoords="offset points", va="center", **look)
+    if chart.limit is not None:
+        _limit_line(axes, chart, reach, scale)
+    axes.set(xlim=(0, reach / scale), ylim=(count - 0.4, -1.1), yticks=range(count), yticklabels=chart.names)
+    axes.set_xlabel(unit)
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bar(
+    axes: "Axes", chart: Chart, part: str, values: Sequence[float], starts: Sequence[float], scale: float, **look: Any
+) -> None:
+    """One part of all bars: `values` in bytes, drawn from `starts`, which are in units of `scale` bytes."""
+    drawn = axes.barh(
+        range(len(values)), [value / scale for value in values], 0.66, starts, label=part, linewidth=0, **look
+    )
+    for bar, name, value in zip(drawn, chart.names, values, strict=True):
+        if value or part in chart.parts:
+            bar.set_gid(f"{_TIP}{name}, {part}: {size_in_words(value)}")
+
+
+def _limit_line(axes: "Axes", chart: Chart, reach: float, scale: float) -> None:
+    line = reach if chart.line is None else chart.line
+    if chart.line is not None:
+        axes.axvline(line / scale, color=BAD, linewidth=1.2, linestyle="--", gid="limit")
+    side = "right" if line > reach / 2 else "left"
+    where: dict[str, Any] = {
+        "xytext": (-4 if side == "right" else 4, 0),
+        "textcoords": "offset points",
+        "ha": side,
+        "va": "center",
+    }
+    axes.annotate(chart.limit_in_words, (line / scale, -0.8), color=BAD, **where)
+    if any(chart.excess):
+        starts = [line / scale] * len(chart.excess)
+        look = {"facecolor": "none", "edgecolor": _INK, "hatch": "////"}
+        _bar(axes, chart, "beyond the limit", chart.excess, starts, scale, **look)

@@ -1,0 +1,1 @@
+"""What the compilers of one platform want: XLA for CPU, GPU and TPU."""

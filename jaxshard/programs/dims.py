@@ -1,0 +1,211 @@
+"""Where one dim of an array goes in each operation, element by element: along it, no operation here mixes elements."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from jaxshard.base.types import Equation
+from jaxshard.programs.primitives import CUMULATIVE, LINEAR_ALGEBRA, POINTWISE
+
+Dim: TypeAlias = int | None  # the place of the dim in an array; None: the array does not have it
+Dims: TypeAlias = Sequence[Dim]
+Rule: TypeAlias = Callable[[Equation, Dims, Dims], bool]
+
+SIZES = {
+    "broadcast_in_dim": "shape",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes",
+}
+"""The parameter that has the sizes of an operation's result, or of what it takes, dim by dim."""
+
+
+def keeps_apart(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """Whether element i along the dim, of each result, depends on element i of each operand alone, alike for all i.
+
+    Args:
+      ins: where each operand has the dim; operands without it have the same numbers for all i.
+      outs: where each result has it.
+
+    No where nobody knows.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    return rule is not None and rule(eqn, ins, outs)
+
+
+def _common(ins: Dims) -> Dim:
+    """The place of the dim in all operands that have it; None if there are several, or none."""
+    found = {d for d in ins if d is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _at(d: Dim, outs: Dims) -> bool:
+    return d is not None and all(out == d for out in outs)
+
+
+def _pointwise(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """What does not have the dim is one number (a predicate, a bound), or is repeated along it."""
+    d, rank = _common(ins), eqn.outvars[0].aval.ndim
+    shapes = [v.aval.shape for v in eqn.invars]
+    if not _at(d, outs) or any(len(shape) not in (0, rank) for shape in shapes):
+        return False
+    return all(place == d or not shape or shape[d] == 1 for shape, place in zip(shapes, ins, strict=True))
+
+
+def _barrier(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    return [*ins] == [*outs]
+
+
+def _along(key: str) -> Rule:
+    """Of operations that keep all dims, and work along those that a parameter names."""
+
+    def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+        named, d = eqn.params[key], _common(ins)
+        return None not in ins and _at(d, outs) and d not in (named if isinstance(named, tuple | list) else [named])
+
+    return rule
+
+
+def _without(key: str) -> Rule:
+    """Of operations that take out the dims that a parameter names."""
+
+    def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+        gone, d = eqn.params[key], _common(ins)
+        return d is not None and d not in gone and _at(d - sum(other < d for other in gone), outs)
+
+    return rule
+
+
+def _leading(last: Callable[[Equation], int]) -> Rule:
+    """Of operations on the last dims of arrays, as many as `last` says of the first operand."""
+
+    def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+        d = ins[0]
+        return d is not None and d < eqn.invars[0].aval.ndim - last(eqn) and all(each == d for each in (*ins, *outs))
+
+    return rule
+
+
+def _iota(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    return outs[0] != eqn.params["dimension"]
+
+
+def _broadcast_in_dim(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    to, d = list(eqn.params["broadcast_dimensions"]), ins[0]
+    if d is not None:
+        return _at(to[d], outs)
+    return outs[0] not in to or eqn.invars[0].aval.shape[to.index(outs[0])] == 1
+
+
+def _reshape(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """The dims before it have as many elements; those after it may join it, or part from it."""
+    if ins[0] is None or outs[0] is None:
+        return False
+    before, after = (v.aval.shape[:d] for v, d in ((eqn.invars[0], ins[0]), (eqn.outvars[0], outs[0])))
+    return math.prod(before) == math.prod(after)
+
+
+def _transpose(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    return ins[0] is not None and _at(list(eqn.params["permutation"]).index(ins[0]), outs)
+
+
+def _pad(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    d = ins[0]
+    return ins[1] is None and _at(d, outs) and tuple(eqn.params["padding_config"][d]) == (0, 0, 0)
+
+
+def _slice(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    d, (operand,) = ins[0], eqn.invars
+    if not _at(d, outs):
+        return False
+    steps = eqn.params["strides"] or (1,) * operand.aval.ndim
+    return (eqn.params["start_indices"][d], eqn.params["limit_indices"][d], steps[d]) == (0, operand.aval.shape[d], 1)
+
+
+def _dynamic_slice(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    d, shape = ins[0], eqn.invars[0].aval.shape
+    return _at(d, outs) and not any(i is not None for i in ins[1:]) and eqn.params["slice_sizes"][d] == shape[d]
+
+
+def _dynamic_update_slice(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    d, (operand, new) = ins[0], (v.aval.shape for v in eqn.invars[:2])
+    return ins[1] == d and _at(d, outs) and not any(i is not None for i in ins[2:]) and operand[d] == new[d]
+
+
+def _dot_general(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    contracted, batch = eqn.params["dimension_numbers"]
+    left, right = ins
+    if left in batch[0] or right in batch[1]:
+        place = list(batch[0]).index(left) if left in batch[0] else list(batch[1]).index(right)
+        return (left, right) == (batch[0][place], batch[1][place]) and _at(place, outs)
+    side = 0 if right is None else 1
+    d = ins[side]
+    if d is None or ins[1 - side] is not None or d in contracted[side]:
+        return False
+    operands = zip(eqn.invars, contracted, batch, strict=True)
+    free = [[i for i in range(v.aval.ndim) if i not in (*summed, *both)] for v, summed, both in operands]
+    return _at(len(batch[0]) + side * len(free[0]) + free[side].index(d), outs)
+
+
+def _gather(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """What is taken has the dim whole, or each element takes by indices of its own."""
+    numbers, (d, by) = eqn.params["dimension_numbers"], ins
+    taken = [i for i in range(eqn.outvars[0].aval.ndim) if i not in numbers.offset_dims]
+    if by is not None:
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        return by < len(taken) and (d is None or (d, by) in pairs) and _at(taken[by], outs)
+    apart = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    if d is None or d in apart or d in numbers.start_index_map:
+        return False
+    if eqn.params["slice_sizes"][d] != eqn.invars[0].aval.shape[d]:
+        return False
+    left = [i for i in range(eqn.invars[0].aval.ndim) if i not in apart]
+    return _at(numbers.offset_dims[left.index(d)], outs)
+
+
+def _scatter(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """What is written has the dim whole, or each element writes by indices of its own."""
+    numbers, (d, by, new) = eqn.params["dimension_numbers"], ins
+    operand, _, updates = (v.aval for v in eqn.invars)
+    if d is None or new is None or not _at(d, outs):
+        return False
+    if by is not None:
+        rows = [i for i in range(updates.ndim) if i not in numbers.update_window_dims]
+        pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+        return by < len(rows) and (d, by) in pairs and new == rows[by]
+    apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    if d in apart or d in numbers.scatter_dims_to_operand_dims or new not in numbers.update_window_dims:
+        return False
+    left = [i for i in range(operand.ndim) if i not in apart]
+    return new == numbers.update_window_dims[left.index(d)] and updates.shape[new] == operand.shape[d]
+
+
+_REDUCES = [f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")]
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys([*_REDUCES, "argmax", "argmin"], _without("axes")),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(LINEAR_ALGEBRA, _leading(lambda _: 2)),
+    **dict.fromkeys(["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"], _scatter),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": _along("dimension"),
+    "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
+    "gather": _gather,
+    "iota": _iota,
+    "lu_pivots_to_permutation": _leading(lambda _: 1),
+    "optimization_barrier": _barrier,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _along("dimensions"),
+    "slice": _slice,
+    "sort": _along("dimension"),
+    "split": _along("axis"),
+    "squeeze": _without("dimensions"),
+    "top_k": _leading(lambda _: 1),
+    "transpose": _transpose,
+}

@@ -1,0 +1,269 @@
+"""What a traced program does with its inputs: each question is a `Walk` over the program.
+
+Where a question has no exact answer, the safe one is given; each function says which that is.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.programs.jaxprs import axes_of_equation, core, equations_inside, subprograms, unnamed
+from jaxshard.programs.primitives import (
+    ADDS,
+    ALL_REDUCES,
+    COLLECTIVE_KINDS,
+    DIFFERS,
+    KEEPS_SIGN,
+    MOVES,
+    NO_GRADIENT,
+    SAME_NUMBERS,
+)
+from jaxshard.programs.walk import Walk
+
+
+def depends(program: Jaxpr, differs: Sequence[bool], summed: frozenset[str] | None = None) -> list[bool]:
+    """For each output, whether it may depend on `axis_index` or on an input marked in `differs`.
+
+    The result of a psum, pmax or pmin over all axes in `summed` counts as one that does not.
+    """
+    return _Depends(summed).through(program, differs)
+
+
+class _Marks(Walk[bool]):
+    """Whether a value is marked: it has the mark where one of two has it, and no constant has."""
+
+    nothing = False
+
+    def join(self, one: bool, other: bool) -> bool:
+        return one or other
+
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
+        return any(known)
+
+
+class _Depends(_Marks):
+    def __init__(self, summed: frozenset[str] | None):
+        self.summed = summed
+
+    def of(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        return [not self._reduces(eqn) and (any(known) or name in DIFFERS)] * len(eqn.outvars)
+
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
+        return any(known) or any(inner.primitive.name in DIFFERS for inner in equations_inside(eqn))
+
+    def chosen(self, by: bool, values: list[bool]) -> list[bool]:
+        return [by or value for value in values]
+
+    def _reduces(self, eqn: Equation) -> bool:
+        """Whether all devices along the axes `summed` get one result."""
+        if self.summed is None or eqn.primitive.name not in ALL_REDUCES or eqn.params.get("axis_index_groups"):
+            return False
+        return self.summed <= {*axes_of_equation(eqn)}
+
+
+def varies_smoothly(program: Jaxpr, wrt: Sequence[bool], *, but_along: str | None = None) -> list[bool]:
+    """For each output, whether it may have a gradient with respect to an input that is marked in `wrt`.
+
+    Comparisons, whole numbers and `stop_gradient` have none. A custom derivative may give one to anything, as a
+    straight-through estimator does to `round`. What a collective along the mesh axis `but_along` makes counts as having
+    none.
+    """
+    return _Smooth(but_along).through(program, wrt)
+
+
+class _Smooth(_Marks):
+    def __init__(self, but_along: str | None):
+        self.but_along = but_along
+
+    def of(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
+        smooth = any(known) and eqn.primitive.name not in NO_GRADIENT and not self._moves(eqn)
+        return [smooth] * len(eqn.outvars)
+
+    def called(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
+        """As the primal program says, where that moves along the axis; else a custom rule may give any gradient."""
+        own_rule = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+        if own_rule and (self.but_along is None or not any(map(self._moves, equations_inside(eqn)))):
+            return [any(known)] * len(eqn.outvars)
+        return super().called(eqn, known)
+
+    def solved(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
+        """Its derivative is that of the system, whatever the solver does."""
+        return [any(known)] * len(eqn.outvars)
+
+    def kept(self, v: Var, value: bool) -> bool:
+        return value and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+    def _moves(self, eqn: Equation) -> bool:
+        """Whether an equation is a collective along the axis."""
+        along = self.but_along
+        return along is not None and eqn.primitive.name in COLLECTIVE_KINDS and along in axes_of_equation(eqn)
+
+
+def variables_that_vary_smoothly(jaxpr: OpenJaxpr, wrt: Sequence[bool]) -> set[Var]:
+    """All variables of a program that may have a gradient with respect to an input that is marked in `wrt`."""
+    made = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
+    variables = [*jaxpr.invars, *made]
+    whole = jaxpr.replace(outvars=variables, debug_info=unnamed(jaxpr, len(jaxpr.invars), len(variables)))
+    return {v for v, smooth in zip(variables, varies_smoothly(whole, wrt), strict=True) if smooth}
+
+
+def reaches(program: Jaxpr, names: frozenset[str], inputs: Sequence[bool]) -> list[bool]:
+    """For each input, whether it is marked in `inputs` and an operand of a primitive of these names depends on it."""
+    walk = _Reaches(names)
+    walk.through(program, [yes << i for i, yes in enumerate(inputs)])
+    return [bool(walk.reached >> i & 1) for i in range(len(inputs))]
+
+
+class _Reaches(Walk[int]):
+    """An answer has a bit for each input that a value depends on."""
+
+    nothing = 0
+
+    def __init__(self, names: frozenset[str]):
+        self.names, self.reached = names, 0
+
+    def join(self, one: int, other: int) -> int:
+        return one | other
+
+    def of(self, eqn: Equation, known: Sequence[int]) -> list[int]:
+        return [self._made(known, eqn.primitive.name in self.names)] * len(eqn.outvars)
+
+    def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
+        return self._made(known, any(inner.primitive.name in self.names for inner in equations_inside(eqn)))
+
+    def _made(self, known: Sequence[int], is_reached: bool) -> int:
+        made = functools.reduce(self.join, known, 0)
+        self.reached |= made if is_reached else 0
+        return made
+
+    def chosen(self, by: int, values: list[int]) -> list[int]:
+        return [by | value for value in values]
+
+
+def hands_on(program: Jaxpr, marked: Sequence[bool]) -> list[bool]:
+    """For each output, whether it may hold numbers of a marked input: unchanged, cast, moved, or chosen among others.
+
+    Yes where nobody knows.
+    """
+    return _HandsOn().through(program, marked)
+
+
+class _HandsOn(_Marks):
+    def of(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
+        name = eqn.primitive.name
+        if name == "select_n":
+            return [any(known[1:])]
+        if name == "optimization_barrier":
+            return known
+        return [name in MOVES and any(known)] * len(eqn.outvars)
+
+
+def never_negative(program: Jaxpr, known: Sequence[bool]) -> list[bool]:
+    """For each output, whether it cannot be below 0, given which inputs cannot. No where nobody knows."""
+    return _NeverNegative().through(program, known)
+
+
+class _NeverNegative(Walk[bool]):
+    nothing = False
+
+    def join(self, one: bool, other: bool) -> bool:
+        return one and other
+
+    def literal(self, v: Var) -> bool:
+        value = getattr(v, "val", -1)
+        is_number = jnp.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+        return is_number and bool(value >= 0)
+
+    def of(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        squared = name == "mul" and eqn.invars[0] is eqn.invars[1]
+        even = name == "integer_pow" and eqn.params["y"] % 2 == 0
+        if name in ("square", "abs", "exp", "exp2") or squared or even:
+            return [True] * len(eqn.outvars)
+        if name == "max":
+            return [any(known)]
+        if name == "select_n":
+            return [all(known[1:])]
+        keeps = name in SAME_NUMBERS or name in KEEPS_SIGN or name == "integer_pow"
+        return [keeps and all(known)] * len(eqn.outvars)
+
+    def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
+        return False
+
+
+def linear(program: Jaxpr, degrees: Sequence[int]) -> list[int]:
+    """For each output, whether it does not depend on some inputs (0), is linear in them (1), or neither is known (2).
+
+    Args:
+      degrees: 1 for these inputs, 0 for others. Single numbers count as 0, whatever they depend on: a norm that scales.
+    """
+    return _Linear().through(program, degrees)
+
+
+class _Linear(Walk[int]):
+    nothing = 0
+    _loops = 0  # scans around this place, where a single number may be an element of an array
+
+    def join(self, one: int, other: int) -> int:
+        return max(one, other)
+
+    def kept(self, v: Var, value: int) -> int:
+        return value if getattr(v.aval, "ndim", 0) or self._loops else 0
+
+    def of(self, eqn: Equation, known: Sequence[int]) -> list[int]:
+        name = eqn.primitive.name
+        most = max(known, default=0)
+        itself = name == "integer_pow" and eqn.params["y"] == 1
+        if most == 0 or itself or name in ADDS or name in SAME_NUMBERS:
+            return [most] * len(eqn.outvars)
+        if name == "select_n":
+            return [max(known[1:])]
+        if name in ("clamp", "max", "min", "sign"):  # a gradient that is clipped is one still
+            return [most]
+        if name in ("mul", "dot_general"):
+            return [min(sum(known), 2)]
+        return [most if name == "div" and known[1] == 0 else 2] * len(eqn.outvars)
+
+    def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
+        return 2 if any(known) else 0
+
+    def scanned(self, eqn: Equation, known: Sequence[int]) -> list[int]:
+        self._loops += 1
+        try:
+            return super().scanned(eqn, known)
+        finally:
+            self._loops -= 1
+
+
+def subtracts(program: Jaxpr, of: Sequence[bool], others: Sequence[bool]) -> bool:
+    """Whether a program takes the difference of what it makes of inputs `of` and of what it makes of `others`."""
+    walk = _Subtracts()
+    walk.through(program, [*zip(of, others, strict=True)])
+    return walk.found
+
+
+class _Subtracts(Walk[tuple[bool, bool]]):
+    """An answer says whether a value is made of inputs `of`, and of inputs `others`."""
+
+    nothing = (False, False)
+
+    def __init__(self):
+        self.found = False
+
+    def join(self, one: tuple[bool, bool], other: tuple[bool, bool]) -> tuple[bool, bool]:
+        return one[0] or other[0], one[1] or other[1]
+
+    def of(self, eqn: Equation, known: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+        if eqn.primitive.name == "sub":
+            (a, b), (c, d) = known
+            self.found |= (a and d and not c) or (c and b and not a)
+        return [functools.reduce(self.join, known, self.nothing)] * len(eqn.outvars)
+
+    def unknown(self, eqn: Equation, known: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
+        made = functools.reduce(self.join, known, self.nothing)
+        self.found |= all(made) and any(True for _ in subprograms(eqn))
+        return made

@@ -1,0 +1,1 @@
+"""One training step: loss, gradients, update and new params in one compiled, donating program."""

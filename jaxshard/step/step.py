@@ -1,0 +1,341 @@
+"""`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
+from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
+from jaxshard.digest import digests
+from jaxshard.layout.layout import Layout
+from jaxshard.layout.options import check_flag
+from jaxshard.loss.arguments import check_batch, checked_arguments
+from jaxshard.loss.gradients import LossFn, LossFunction, check_global, check_options
+from jaxshard.loss.loss_program import LossOptions
+from jaxshard.mesh import check_has_devices
+from jaxshard.optimizer.inner.trace import Settled
+from jaxshard.optimizer.inner.update import fast
+from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.optimizer.state import check_state, nearest, within_reach
+from jaxshard.optimizer.update import advance
+from jaxshard.platforms import compiler_options as compilers
+from jaxshard.processes import agreement
+from jaxshard.programs.jaxprs import open_jaxpr
+from jaxshard.programs.primitives import DRAWS
+from jaxshard.programs.questions import reaches
+from jaxshard.step.repeats import KeyWatch, warn_of_same_rows
+from jaxshard.step.skips import Names, Verdicts, judged
+from jaxshard.step.step_arrays import Returned, placed, placed_leaf, run
+from jaxshard.system.interrupts import Interrupts
+
+ExtraFn = Callable[[Tree, Tree], dict[str, Tree]]
+
+
+def train_step(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    fold_keys: bool = True,
+    donate: bool = True,
+    extra: ExtraFn | None = None,
+    max_skips: int | None = 20,
+    compiler_options: Mapping[str, compilers.Value] | None = None,
+) -> "TrainStep":
+    """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
+
+    Args:
+      loss_fn, opt, has_aux, microbatches, weighted, fold_keys: as for `value_and_grad`.
+      donate: the step reuses the memory of params and state that already lie as `opt.shardings` says; these arrays are
+        gone afterwards. Arrays that lie elsewhere (NumPy, one device) are copied, and stay.
+      extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
+        loss) and `grad`, if it takes them.
+      max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
+        not finite, or if params or state would no longer be (state in the host's memory is read once more to find out):
+        it changes nothing, on any device, and the next call but one warns (after the last steps `step.close()` does, or
+        the end of the program). After more than `max_skips` in a row, the second call after that raises
+        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
+        which count them themselves.
+      compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
+        with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
+
+    Returns:
+      The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
+      whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in
+      `jax.tree.leaves((params, state))`, without frozen params) of the first leaf whose gradient, or else whose new
+      value, is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
+      with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
+      `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
+
+    Raises:
+      NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
+        only lower the loss scale do not count.
+      TypeError: `opt` is not a `ShardedOptimizer`.
+      ValueError: an option that the compiler does not know (at the first step); arrays that were donated to an earlier
+        step, a batch whose rows do not divide, or (several processes) one that is not made of global arrays.
+    """
+    setup = setup_of(opt, "train_step")
+    if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
+        raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
+    if max_skips is None and setup.config.loss_scale is not None:
+        raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
+    check_flag("train_step", "donate", donate)
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    check_options("train_step", options)
+    given = compilers.check_given("train_step", compiler_options)
+    return TrainStep(LossFunction(options), donate, extra, max_skips, given)
+
+
+class TrainStep:
+    """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params.
+
+    `with train_step(...) as step:` closes it at the end.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        donate: bool,
+        extra: ExtraFn | None,
+        max_skips: int | None,
+        given: dict[str, compilers.Value],
+    ):
+        self._loss, self._setup, self._given = loss, loss.setup, given
+        self.donate, self._extra, self._max_skips = donate, extra, max_skips
+        self._programs: dict[tuple[Hashable, ...], _Program] = {}
+        self._agreed: list[_Program] = []
+        self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
+        self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._interrupts.release()
+
+    def close(self) -> None:
+        """Waits for the last step, and warns if it was skipped; where it is not called, the program's end does.
+
+        Raises:
+          NonFiniteError: too many steps in a row were skipped, the last one among them.
+        """
+        self._interrupts.release()
+        self._verdicts.tell()
+
+    @property
+    def compiler_options(self) -> dict[str, compilers.Value]:
+        """The options for XLA that it is compiled with: jaxshard's, and those that were given."""
+        return self._loss.compiler_options | self._given
+
+    def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
+        known: _Program | None = self._returned.program_for(params, state)
+        if known is None:
+            state = self._arrays(state, params)
+        check_batch(batch, self._loss.options)
+        program = known or self._program(params, state)
+        args = checked_arguments(args, batch, self._loss.options)
+        unknown = {"params": params, "state": state} if known is None else {}
+        if is_traced(unknown, batch, args):
+            return self._step(params, state, batch, *args)
+        check_has_devices("train_step", self._setup.mesh)
+        for what, tree in {**unknown, "batch": batch, "argument": args}.items():
+            check_alive(f"train_step: {what}", tree)
+        check_global(batch)
+        self._verdicts.tell(params, but=1)
+        if known is None:
+            params, state = self._placed(program, params, state)
+        given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
+        args = within_reach(self._setup, args)
+        if jax.process_count() > 1 and program not in self._agreed:
+            _check_processes(program, params, state, batch, args)
+            self._agreed.append(program)
+        if self._setup.config.rows != "mixed":
+            self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
+        self._interrupts.begin((params, state) if self.donate else ())
+        try:
+            results = run(program.run, params, state, batch, args)
+        except BaseException:
+            self._interrupts.cancel()
+            raise
+        self._verdicts.expect(program.names, results[2])
+        self._returned.note(program, *results[:2])
+        self._interrupts.end()
+        return results
+
+    def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
+        """The lowered step, as that of a jitted function; takes arrays or their shapes, runs nothing."""
+        return self.trace(params, state, batch, *args).lower()
+
+    def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
+        """The traced step, as that of a jitted function; takes arrays or their shapes, on an abstract mesh too."""
+        state = self._arrays(state, params)
+        check_batch(batch, self._loss.options)
+        program = self._program(params, state)
+        args = checked_arguments(args, batch, self._loss.options)
+        params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
+        batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
+        return program.run.trace(params, state, batch, *args)
+
+    def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
+        """Where every leaf lives, and where and why each parameter is gathered; compiles nothing."""
+        return self._loss.layout(params, batch, *args)
+
+    def _arrays(self, state: State, params: Tree) -> State:
+        """The state, with Python numbers (hyperparameters that the user set) as arrays of the expected dtypes."""
+        if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
+            return state
+        expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
+        return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
+
+    def _placed(self, program: "_Program", params: Params, state: State) -> tuple[Params, State]:
+        """Both where the program takes them, the same on all processes."""
+        agreement.check_same_arrays("train_step", {"params": params, "state": state})
+        found = placed((params, state), (program.params, program.state))
+        self._returned.found(program, (params, state), found)
+        return found
+
+    def _program(self, params: Tree, state: Tree) -> "_Program":
+        leaves, treedef = jax.tree.flatten((params, state))
+        key = (treedef, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
+        if key not in self._programs:
+            self._programs[key] = self._build(params, state)
+        return self._programs[key]
+
+    def _build(self, params: Tree, state: Tree) -> "_Program":
+        setup = self._setup
+        setup.strictly(params)
+        check_state("train_step", setup, state, params)
+        shapes, wanted = shapes_of(state), setup.param_shardings(params)
+        settled = setup.settled(params, shapes)
+        self._check_skips(settled)
+        compilers.check_known("train_step", setup.mesh, self._given)
+        before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
+        batch = NamedSharding(setup.mesh, P(setup.batch_axes))
+        trees = (setup.trained(params), settled.state)
+        run = jax.jit(
+            self._step,
+            out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
+            donate_argnums=self._donated(shapes, settled.state),
+            compiler_options=self.compiler_options,
+        )
+        of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
+        return _Program(run, wanted, before, batch, Names(of_params, of_state))
+
+    def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
+        """The arguments whose memory the step takes over; not a state with leaves that no result is like."""
+        fits = _kinds(state) <= _kinds(after)
+        return (0, *([1] if fits else [])) if self.donate else ()
+
+    def _check_skips(self, settled: Settled) -> None:
+        if settled.binding and (self._max_skips is not None or self._loss.options.weighted):
+            raise ValueError(
+                f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, or gives it "
+                "another shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip "
+                "nothing (max_skips=None, and no weighted=True)"
+            )
+
+    def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:
+        setup, scaling = self._setup, self._setup.config.loss_scale
+        scale = None if scaling is None else state.extra["loss_scale"]["scale"]
+        found = self._loss.measure(params, batch, args, scale=scale)
+        if self._max_skips is not None:
+            # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
+            found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
+        norm, bad_leaf, finite = collectives.globally(judged, setup.mesh, (P(), P(), P()))(
+            found.loss, fast(found.grads)
+        )
+        ok = found.weight != 0 if self._loss.options.weighted else None
+        if self._max_skips is not None:
+            ok = finite if ok is None else ok & finite
+        asked = self._extra(params, batch) if self._extra else {}
+        offered = {"value": found.loss, "grad": fast(found.grads)}
+        trained, after, agreed = advance(
+            setup,
+            found.grads,
+            state,
+            setup.trained(params),
+            offered | asked,
+            want="params",
+            ok=ok,
+            judges=self._max_skips is not None,
+        )
+        if agreed is not None:
+            ok, bad_leaf = agreed.ok, jnp.where(bad_leaf < 0, agreed.bad_leaf, bad_leaf)
+        params = setup.with_frozen(trained, params, lambda x: x)
+        skipped = jnp.bool_(False) if ok is None else ~ok
+        metrics = Metrics(loss=found.loss, grad_norm=norm, skipped=skipped, bad_leaf=bad_leaf)
+        if scaling is not None and scale is not None:
+            metrics["loss_scale"] = scale
+            old = state.extra["loss_scale"]
+            new = scaling.after(old, ~finite)
+            stays = skipped & finite  # a batch of weight 0, or a bad update, says nothing about the scale
+            if self._loss.options.weighted:
+                stays |= found.weight == 0
+            new = jax.tree.map(lambda n, o: jnp.where(stays, o, n), new, old)
+            after = after._replace(extra=after.extra | {"loss_scale": new})
+        if self._loss.options.has_aux:
+            metrics["aux"] = found.aux
+        return params, after, metrics
+
+
+def loss_of(step: TrainStep) -> LossFunction:
+    """The loss of a step, which has its options and setup."""
+    return step._loss
+
+
+def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
+    """The same step on other devices; the mesh has the axes and sizes of the one that it was made for."""
+    setup = step._setup
+    assert dict(mesh.shape) == setup.sizes
+    options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))
+    return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)
+
+
+def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:
+    """Checks before the first step that all processes run the same program, from the same params and state.
+
+    Raises:
+      ProcessError: the programs differ (a learning rate, a shape).
+      ReplicaError: devices that should hold the same bits of a leaf do not.
+    """
+    text = program.run.lower(params, state, batch, *args).as_text()
+    cure = "give the same code, options and numbers (learning rate) to all processes"
+    agreement.check_same("train_step: the step's program", text, cure)
+    digests({"params": params, "state": state, "batch": batch})
+    warn_of_same_rows(batch)
+
+
+def _kinds(tree: Tree) -> Counter[tuple[Hashable, ...]]:
+    return Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """A jitted step (`run`), the shardings of its params, state and batch, and the paths of its leaves."""
+
+    run: Tree
+    params: Tree
+    state: Tree
+    batch: NamedSharding
+    names: Names
+
+    def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
+        """For each leaf of the further arguments, whether random numbers depend on it."""
+        program = self.run.trace(params, state, batch, *args).jaxpr
+        num_inputs = len(open_jaxpr(program).invars)
+        first = num_inputs - len(jax.tree.leaves(args))
+        found = reaches(program, DRAWS, [i >= first for i in range(num_inputs)])
+        return found[first:]

@@ -1,0 +1,86 @@
+"""The arrays of a training step: those it gave back are known, others are looked at, and moved where they belong."""
+
+import operator
+import weakref
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxshard import collectives
+from jaxshard.base.types import Metrics, T, Tree
+from jaxshard.layout.memory_option import HOST
+
+_is_deleted = operator.methodcaller("is_deleted")
+
+
+class Returned:
+    """The (params, state) that a step returned last. Where it gets the very same arrays, nothing is to be found out.
+
+    It holds no array: who drops them frees their memory.
+    """
+
+    def __init__(self):
+        self._program: Any = None
+        self._takes_its_own = False  # the program takes what it returns, as it is
+        self._treedef: Any = None
+        self._arrays: list[weakref.ref[jax.Array]] = []
+
+    def note(self, program: object, params: Tree, state: Tree) -> None:
+        """What `program` has just returned."""
+        leaves, self._treedef = jax.tree.flatten((params, state))
+        self._takes_its_own &= program is self._program
+        self._program, self._arrays = program, list(map(weakref.ref, leaves))
+
+    def program_for(self, params: Tree, state: Tree) -> Any:
+        """The program that takes these as they are; None: that is to be found out."""
+        return self._program if self._takes_its_own and self._are(params, state) else None
+
+    def found(self, program: object, given: tuple[Tree, Tree], taken: tuple[Tree, Tree]) -> None:
+        """`program` was given these, and takes those in their place."""
+        stayed = all(map(operator.is_, jax.tree.leaves(given), jax.tree.leaves(taken)))
+        self._takes_its_own = stayed and program is self._program and self._are(*given)
+
+    def _are(self, params: Tree, state: Tree) -> bool:
+        """Whether these are the arrays, none of them deleted since."""
+        leaves, treedef = jax.tree.flatten((params, state))
+        if len(leaves) != len(self._arrays) or not all(map(operator.is_, [ref() for ref in self._arrays], leaves)):
+            return False
+        return treedef == self._treedef and not any(map(_is_deleted, leaves))
+
+
+def placed(tree: T, shardings: Tree) -> T:
+    """The tree under `shardings`; an array that is two leaves is copied, since it cannot be donated twice."""
+    taken: set[int] = set()
+
+    def place(x: Tree, sharding: NamedSharding) -> jax.Array:
+        found = placed_leaf(x, sharding)
+        if id(found) in taken:
+            found = collectives.copied(found)
+        taken.add(id(found))
+        return found
+
+    return jax.tree.map(place, tree, shardings)
+
+
+def placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
+    """`x` itself if it has this sharding, else a copy, so that a donating step takes the copy and leaves `x`."""
+    return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)
+
+
+def run(program: Tree, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree, Metrics]:
+    """Runs a compiled step; it copies state on the host of which somebody has a view.
+
+    There `np.asarray` copies nothing: who holds what it gave (a checkpoint that is being written) holds the memory, and
+    on GPU the runtime refuses to write over it, before it touches anything.
+    """
+    try:
+        return program(params, state, batch, *args)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if "external reference" not in str(error):
+            raise
+        return program(params, jax.tree.map(_own, state), batch, *args)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding, may_alias=False) if x.sharding.memory_kind == HOST else x

@@ -1,0 +1,232 @@
+"""The strategies side by side: each says what is cut over the data axes, and takes the same options."""
+
+from typing import Unpack
+
+import optax
+
+from jaxshard.base.types import AnyMesh, Tree
+from jaxshard.layout.options import CommonOptions, Options, Rules, Zero
+from jaxshard.optimizer.optimizer import ShardedOptimizer, make
+
+
+def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+    """Data parallel: each device has everything whole; gradients are all-reduced once per step (Li et al. 2020).
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> ddp(optax.adamw(1e-3), abstract_mesh(8))
+    ddp(GradientTransformationExtraArgs, data 8)
+    """
+    return make("ddp", inner, mesh, **options)
+
+
+def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+    """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> zero1(optax.adamw(1e-3), abstract_mesh(8))
+    zero1(GradientTransformationExtraArgs, data 8)
+    """
+    return make("zero1", inner, mesh, **options)
+
+
+def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+    """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> zero2(optax.adamw(1e-3), abstract_mesh(8))
+    zero2(GradientTransformationExtraArgs, data 8)
+    """
+    return make("zero2", inner, mesh, **options)
+
+
+def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+    """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> zero3(optax.adamw(1e-3), abstract_mesh(8))
+    zero3(GradientTransformationExtraArgs, data 8)
+    """
+    return make("zero3", inner, mesh, **options)
+
+
+fsdp = zero3
+
+
+def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+    """Hybrid sharded: as zero3 over the data axes; copies over the replica axes all-reduce shards once per step.
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes and the replica axes, of Auto or of Explicit axes, or an `AbstractMesh`.
+      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> hsdp(optax.adamw(1e-3), abstract_mesh(8, replica=2))
+    hsdp(GradientTransformationExtraArgs, replica 2 x data 4)
+    """
+    return make("hsdp", inner, mesh, **options)
+
+
+def tensor_parallel(
+    inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
+) -> ShardedOptimizer:
+    """Layers cut as `specs` say (Shoeybi et al. 2020), for the blocks of `jaxshard.tensor`; data parallel around.
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
+        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> tensor_parallel(optax.adamw(1e-3), abstract_mesh(8, tensor=2), [("kernel", P(None, "tensor"))])
+    tensor_parallel(GradientTransformationExtraArgs, data 4 x tensor 2)
+    """
+    return make("tensor_parallel", inner, mesh, specs=specs, **options)
+
+
+def pipeline_parallel(
+    inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
+) -> ShardedOptimizer:
+    """Stacked layers cut into stages as `specs` say, run by `jaxshard.pipeline`; data parallel around.
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
+        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> pipeline_parallel(optax.adamw(1e-3), abstract_mesh(8, pipeline=2), [("blocks", P("pipeline"))])
+    pipeline_parallel(GradientTransformationExtraArgs, pipeline 2 x data 4)
+    """
+    return make("pipeline_parallel", inner, mesh, specs=specs, **options)
+
+
+def hybrid(
+    inner: optax.GradientTransformation,
+    mesh: AnyMesh,
+    specs: Tree | Rules | None = None,
+    zero: Zero = 2,
+    **options: Unpack[CommonOptions],
+) -> ShardedOptimizer:
+    """Tensor and pipeline parallel as `specs` say, and ZeRO level 0 (ddp), 1, 2 or 3 over the data axes.
+
+    Args:
+      inner: any optax optimizer or chain.
+      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
+      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
+        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
+      zero: the level of ZeRO over the data axes.
+      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
+        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
+        auto_axes, rows;
+        `jaxshard.Options` says what each does.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from jaxshard.mesh import abstract_mesh
+    >>> hybrid(optax.adamw(1e-3), abstract_mesh(8, tensor=2), [("kernel", P(None, "tensor"))], zero=3)
+    hybrid(GradientTransformationExtraArgs, data 4 x tensor 2, zero=3)
+    """
+    return make("hybrid", inner, mesh, specs=specs, zero=zero, **options)

@@ -1,0 +1,86 @@
+"""Work in a process of its own, which is killed when its time is up: what hangs there does not hang the command."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 5.0  # for a killed process to be gone; one that waits for a dead disk stays
+
+Lines = Iterable[Mapping[str, Any]]
+
+
+class Told(NamedTuple):
+    """What a process told.
+
+    Attributes:
+      lines: what it told until its end.
+      status: its exit status, negative for a signal; None: its time was up.
+      errors: what it and its libraries wrote to standard error.
+    """
+
+    lines: list[dict[str, Any]]
+    status: int | None
+    errors: str
+
+
+def told_by(module: str, arguments: Sequence[str], environment: Mapping[str, str], seconds: float) -> Told:
+    """Runs `main(arguments)` of a module of jaxshard, as `tell` has it, for so many seconds at the most."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main({[str(seconds), *arguments]!r})"
+    command = [sys.executable, "-P", "-c", code]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    status: int | None = None
+    try:
+        out, errors = process.communicate(timeout=seconds)
+        status = process.returncode
+    except subprocess.TimeoutExpired as late:
+        process.kill()
+        try:
+            out, errors = process.communicate(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            out, errors = late.stdout, late.stderr
+    except BaseException:
+        process.kill()
+        raise
+    return Told(_read(out), status, (errors or b"").decode(errors="replace"))
+
+
+def tell(arguments: Sequence[str], work: Callable[[Sequence[str]], Lines]) -> None:
+    """In the process: does the work, and tells each line as it comes. It ends with its parent, or when time is up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    seconds, *rest = arguments
+    signal.alarm(int(float(seconds) + _GRACE_SECONDS) + 1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for line in work(rest):
+        print(json.dumps(dict(line)), flush=True)
+
+
+def _read(out: bytes | None) -> list[dict[str, Any]]:
+    """The lines of JSON; a library may have printed others, and the last may be cut off."""
+    found: list[dict[str, Any]] = []
+    for line in (out or b"").decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            one: object = json.loads(line)
+            if isinstance(one, dict):
+                found.append(one)
+    return found
+
+
+def last_words(errors: str) -> str:
+    """What a process that crashed wrote last, in one line, without the time and the place that C++ writes before it.
+
+    >>> last_words("F1125 14:46:17.125430   20894 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --x")
+    'Unknown flag in XLA_FLAGS: --x'
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    fatal = [line for line in lines if line[:1] == "F" and "] " in line] or lines[-1:]
+    return fatal[-1].partition("] ")[2] or fatal[-1] if fatal else ""

@@ -1,0 +1,213 @@
+"""What a handler of a signal raises waits while a call's results are on their way to the caller's variables.
+
+Python runs handlers in the main thread between two instructions: also after a call that has taken over its arguments'
+memory (donation), before the caller has assigned the results. An exception there (Ctrl-C) would lose both.
+"""
+
+import dis
+import importlib
+import inspect
+import itertools
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.base.types import Tree
+from jaxshard.system.unraisable import deal_with
+
+_NUMBERS = sorted(signal.valid_signals())
+_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
+_MOVES = ("UNPACK", "STORE", "LOAD", "COPY", "SWAP", "PUSH_NULL", "NOP", "EXTENDED", "BINARY_S", "BUILD_S", "RETURN")
+_TO_ASSIGN = 0.1  # seconds that C code between the step and its caller (functools.partial) has to return, at most
+_BETWEEN_REMINDERS = 0.01  # seconds
+_TO_ARRIVE = 1  # seconds that a signal may take within a process, at most: a program may have blocked it
+
+
+class _Call(NamedTuple):
+    """A call: its frame and its caller's (by id: a reference would keep their variables alive), with their code.
+
+    `at` is the caller's instruction; `donated` are the arrays that the call takes over, None once they are gone.
+    """
+
+    own: int
+    own_code: CodeType
+    caller: int
+    caller_code: CodeType
+    at: int
+    donated: Tree
+
+
+class Interrupts:
+    """Puts off what handlers raise between the moment when a call's arguments are gone and the caller's assignment.
+
+    The handlers themselves run at once. What they raised is raised by `begin` of the next call, or, if none comes,
+    some 10 ms later in the main thread. Handlers are wrapped from the first call on, until `release`.
+    """
+
+    def __init__(self):
+        self._call: _Call | None = None
+        self._ended = 0.0
+        self._held: list[BaseException] = []
+        self._reminded = False  # the reminder's signal is on its way
+        self._reminding = threading.Lock()  # handlers never take it: they may interrupt who has it
+        self._reminder: threading.Thread | None = None
+        self._handlers: list[Any] = []
+
+    def begin(self, donated: Tree) -> None:
+        """Called by the function that is about to take over the arrays `donated`; raises what was put off."""
+        self._call = None
+        if threading.current_thread() is not threading.main_thread():  # handlers never run there
+            return
+        handlers = list(map(_handler_of, _NUMBERS))
+        if handlers != self._handlers:
+            self._wrap(handlers)
+        self._raise_held()
+        frame = inspect.currentframe()
+        own = frame.f_back if frame else None
+        if own is None:
+            return
+        caller = own.f_back or own
+        self._call = _Call(id(own), own.f_code, id(caller), caller.f_code, caller.f_lasti, donated)
+
+    def end(self) -> None:
+        """Called by the same function, once nothing remains to be done but to return."""
+        if self._call is not None:
+            self._call = self._call._replace(donated=None)
+            self._ended = time.monotonic()
+
+    def cancel(self) -> None:
+        """Called in place of `end` if nothing is returned."""
+        self._call = None
+
+    def release(self) -> None:
+        """Takes the wrappers off, and raises what was put off."""
+        self._call = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            self._raise_held()
+        finally:
+            for number, handler in zip(_NUMBERS, map(_handler_of, _NUMBERS), strict=True):
+                if isinstance(handler, _Guarded) and handler.interrupts is self:
+                    signal.signal(number, handler.handler)
+            self._handlers = []
+
+    def _raise_held(self) -> None:
+        """Raises what was put off. Where the reminder's signal is on its way, it is waited for, and its handler raises:
+        a new signal that came meanwhile would be taken for it, since Python runs a handler once for both."""
+        end = time.monotonic() + _TO_ARRIVE
+        while self._held:
+            with self._reminding:
+                if self._held and (not self._reminded or time.monotonic() > end):
+                    raise self._held.pop(0)
+            time.sleep(0)  # the handler runs here at the latest
+
+    def _wrap(self, handlers: list[Any]) -> None:
+        deal_with(_is_put_off)
+        for number, handler in zip(_NUMBERS, handlers, strict=True):
+            inner = handler.handler if isinstance(handler, _Guarded) else handler
+            if callable(inner) and getattr(handler, "interrupts", None) is not self:
+                signal.signal(number, _Guarded(self, inner))
+        self._handlers, self._reminded = list(map(_handler_of, _NUMBERS)), False
+
+    def run(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
+        """Runs a handler; what it raises waits if the results of the latest call have not been assigned yet."""
+        if self._reminded:
+            self._reminded = False
+            if self._held and not self._is_returning(frame):
+                raise self._held.pop(0)
+            return
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            if not self._is_returning(frame):
+                raise
+            self.put_off(error, number)
+
+    def put_off(self, error: BaseException, number: int) -> None:
+        self._held.append(error)
+        self._remind(number)
+
+    def _is_returning(self, frame: FrameType | None) -> bool:
+        """Whether the arguments are gone, and the results not yet assigned; `frame` is what the signal interrupted."""
+        call, top = self._call, frame
+        if call is None or not _are_gone(call.donated):
+            return False
+        while frame is not None:
+            if frame.f_code is _Guarded.__call__.__code__:
+                top = frame.f_back  # a signal while a handler of another one runs
+            if id(frame) == call.own and frame.f_code is call.own_code:
+                return True
+            if id(frame) == call.caller and frame.f_code is call.caller_code:
+                straight = frame.f_lasti in _assigning(frame.f_code, call.at)
+                return straight or (frame.f_lasti == call.at and frame is top)
+            frame = frame.f_back
+        return time.monotonic() < self._ended + _TO_ASSIGN
+
+    def _remind(self, number: int) -> None:
+        if self._reminder is None or not self._reminder.is_alive():
+            self._reminder = threading.Thread(target=self._signal, args=(number,), name="jaxshard signals", daemon=True)
+            self._reminder.start()
+
+    def _signal(self, number: int) -> None:
+        """Sends the signal again, since the main thread may be asleep, until what was put off has been raised.
+
+        The handler sees by `_reminded` that the signal is not a new one.
+        """
+        while self._held:
+            time.sleep(_BETWEEN_REMINDERS)
+            with self._reminding:
+                call = self._call
+                if self._held and not self._reminded and (call is None or call.donated is None):
+                    self._send(number)
+
+    def _send(self, number: int) -> None:
+        if getattr(_handler_of(number), "interrupts", None) is self:
+            self._reminded = True
+        else:  # another handler was set since, whose turn it is
+            self._held.clear()
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+class _Guarded:
+    """The handler of a signal, run by `Interrupts`."""
+
+    def __init__(self, interrupts: Interrupts, handler: Callable[[int, FrameType | None], object]):
+        self.interrupts, self.handler = interrupts, handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts.run(self.handler, number, frame)
+
+
+def _is_put_off(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Whether a handler raised an error where Python ignores all errors, and it now waits.
+
+    So it is in what the garbage collector calls (JAX has such a function), in a `__del__`, and in what a weak reference
+    calls.
+    """
+    for frame, _ in traceback.walk_tb(unraisable.exc_traceback):
+        if frame.f_code is _Guarded.__call__.__code__ and unraisable.exc_value is not None:
+            guarded, number = frame.f_locals["self"], frame.f_locals["number"]
+            guarded.interrupts.put_off(unraisable.exc_value.with_traceback(None), number)
+            return True
+    return False
+
+
+def _are_gone(donated: Tree) -> bool:
+    return donated is None or any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(donated))
+
+
+def _assigning(code: CodeType, call: int) -> set[int]:
+    """The instructions that assign a call's results, or return them: those after it that only move values.
+
+    Python runs no handlers between these, but in a debugger's trace function it does.
+    """
+    after = itertools.dropwhile(lambda one: one.offset <= call, dis.get_instructions(code))
+    return {one.offset for one in itertools.takewhile(lambda one: one.opname.startswith(_MOVES), after)}

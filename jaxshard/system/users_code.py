@@ -1,0 +1,145 @@
+"""A function that a user names, MODULE:FUNCTION, found and called; errors of the user's code, told as such."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any, NoReturn
+
+from jaxshard.base.source import place_of
+from jaxshard.system.text import LinesError
+from jaxshard.system.units import nearest
+
+
+class UsersError(LinesError):
+    """The user's own code raised an error; the message has its type and the line."""
+
+
+def names_function(what: str) -> bool:
+    """Whether this is a MODULE:FUNCTION, and no file.
+
+    >>> names_function("train:build"), names_function("configs/zero3.toml")
+    (True, False)
+    """
+    return ":" in what and not what.endswith(".toml")
+
+
+def called(what: str, files: bool = False) -> Any:
+    """What the function returns.
+
+    Args:
+      what: "module:function"; the module is looked for in the current folder, too.
+      files: whether it may be "path/to/file.py:function".
+
+    Raises:
+      ValueError: there is no such function, or it takes arguments.
+      UsersError: the module cannot be imported, or the function fails.
+    """
+    with _here_first():
+        function = _function(what, files)
+        with blamed(what):
+            return function()
+
+
+@contextlib.contextmanager
+def blamed(what: str) -> Generator[None]:
+    """While entered, an error of the user's code is told as one, with the innermost line of the user's."""
+    try:
+        yield
+    except Exception as error:
+        _blame(what, error)
+    except SystemExit as error:
+        raise UsersError(f"{what}: it ended the program, by SystemExit({error.code!r}): {_UNDER_MAIN}") from None
+
+
+_UNDER_MAIN = 'put what is not to run on an import under if __name__ == "__main__":'
+
+
+def _blame(what: str, error: Exception) -> NoReturn:
+    frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    notes = [note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note]
+    text = "\n".join([str(error), *notes])
+    if isinstance(error, SyntaxError):
+        frames, text = [(error.filename or "", error.lineno or 0)], error.msg
+    line = place_of(frames).own
+    raise UsersError(f"{what}: {f'{line}: ' if line else ''}{kind}{text}") from error
+
+
+@contextlib.contextmanager
+def _here_first() -> Generator[None]:
+    """While entered, modules of the current folder can be imported, as by `python -m`."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the module has taken it away
+            sys.path.remove(here)
+
+
+def _function(what: str, files: bool) -> Callable[[], Any]:
+    name, _, attribute = what.rpartition(":")
+    if files and name.endswith(".py") and attribute.isidentifier():
+        module = _file(what, name)
+    elif not re.fullmatch(r"\w+(\.\w+)*", name) or not attribute.isidentifier() or name.endswith(".py"):
+        cure = name.removesuffix(".py").replace("/", ".").strip(".")
+        raise ValueError(
+            f"{what}: name a module and a function as Python imports them, such as {cure or 'train'}:build"
+        )
+    else:
+        module = _module(what, name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{what}: {name} has no {attribute}{nearest(attribute, vars(module))}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f"{what}: {attribute} is no function, but of type {type(function).__name__}")
+    if missing := _why_not_called(function):
+        raise ValueError(
+            f"{what}: {attribute} must take no arguments ({missing}): wrap it in a function that gives them"
+        )
+    return function
+
+
+def _why_not_called(function: Callable[..., Any]) -> str:
+    """Why a function cannot be called without arguments; "" if it can, or shows no signature."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        return ""
+    return ""
+
+
+def _module(what: str, name: str) -> ModuleType:
+    with blamed(what):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            missing = error.name
+    raise ValueError(f"{what}: there is no module {missing!r} here, nor among the installed packages")
+
+
+def _file(what: str, name: str) -> ModuleType:
+    if not os.path.isfile(name):
+        raise ValueError(f"{what}: there is no file {name!r}")
+    module_name = f"jaxshard_users_{abs(hash(os.path.abspath(name))):x}"
+    spec = importlib.util.spec_from_file_location(module_name, name)
+    assert spec is not None  # of any file that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look there
+    with blamed(what):
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,128 @@
+"""`jaxshard bench`, in this process: what it shows, what it writes, what it refuses."""
+
+import json
+
+import pytest
+
+from jaxshard import aot
+from jaxshard.apps.commands import bench_tables
+from jaxshard.cli import main
+from jaxshard.cli.plan import compiled as plan_compiled
+
+TOY = ["bench", "--toy", "--rounds", "2"]
+COMPILED = {
+    *("peak_bytes", "wire_bytes", "covered_bytes", "payload_bytes", "num_covered", "num_collectives"),
+    *("traffic_bytes", "trace_seconds", "compile_seconds"),
+}
+TIMED = {
+    f"{what}_{figure}" for what in ("step", "update") for figure in ("seconds", "ratio", "ratio_low", "ratio_high")
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a run writes, and prints."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr(plan_compiled.aot, "devices", without_gpu_compiler(aot.devices))
+        patch.setattr("jaxshard.apps.commands.bench.say", lambda console, text: lines.append(text))
+        names = ["--machines", "cpu:8", "h100:8", "--steps", "zero2", "optax", "nnx", "--microbatches", "2"]
+        status = main([*TOY, *names, "--out", str(folder / "new"), "--json", str(folder / "x.json")])
+    return status, lines, folder
+
+
+def without_gpu_compiler(devices):
+    def found(machine):
+        if machine.chip.platform == "gpu":
+            raise aot.CompilerMissingError("the GPU compiler is not installed")
+        return devices(machine)
+
+    return found
+
+
+def test_figures_versions_and_machine_are_written(run):
+    status, _, folder = run
+    assert status == 0
+    found = json.loads((folder / "x.json").read_text())
+    assert found == json.loads((folder / "new" / "bench.json").read_text())
+    assert found["date"].endswith("+00:00")
+    assert found["versions"]["jax"].count(".") == 2
+    assert set(found["machine"]) == {"system", "processor", "cores", "load"}
+    assert found["asked"]["microbatches"] == 2
+    names = [(row["machine"], row["step"]) for row in found["rows"]]
+    assert names == [(machine, step) for machine in ("cpu:8", "h100:8") for step in ("zero2", "optax", "nnx")]
+    zero2, optax, nnx = found["rows"][:3]
+    for row in (zero2, optax):
+        assert set(row) == {"machine", "model", "step", "note"} | COMPILED | TIMED
+        assert row["peak_bytes"] > 0
+        assert min(row[name] for name in TIMED | {"trace_seconds", "compile_seconds"}) > 0
+    assert zero2["peak_bytes"] < optax["peak_bytes"]
+    assert optax["step_ratio"] == 1
+    assert nnx == {"machine": "cpu:8", "model": "decoder", "step": "nnx", "note": nnx["note"]}
+    assert "microbatches" in nnx["note"]
+    assert {row["note"] for row in found["rows"][3:]} == {"the GPU compiler is not installed"}
+
+
+def test_rows_are_told_and_plotted(run):
+    _, lines, folder = run
+    assert "jax 0." in lines[0]
+    assert lines[1].startswith("cpu:8 decoder zero2: peak ")
+    assert "h100:8 decoder zero2: the GPU compiler is not installed" in lines
+    assert {path.name for path in (folder / "new").iterdir()} == {"bench.json", "decoder_on_cpu_8.png"}
+
+
+def test_tables_cut_no_number_off(run, monkeypatch, capsys):
+    _, _, folder = run
+    rows = [
+        bench_tables.Row(r["machine"], r["model"], r["step"], {k: v for k, v in r.items() if k in COMPILED | TIMED})
+        for r in json.loads((folder / "x.json").read_text())["rows"][:2]
+    ]
+    monkeypatch.setenv("COLUMNS", "150")
+    bench_tables.show(bench_tables.Console(width=150), rows, "optax")
+    shown = capsys.readouterr().out
+    assert shown.count("zero2") == 2
+    assert "…" not in shown
+    assert "1.00 (1.00 to 1.00)" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--steps", "zero4"], "--steps 'zero4' is not known; did you mean 'zero3'?; there is ddp, zero1, zero2"),
+        (["--models", "resnet"], "--models 'resnet' is not known; there is decoder, llama, unrolled, conv"),
+        (["--machines", "h101:8"], "h101"),
+        (["--against", "x"], "--against 'x' is not known; there is ddp"),
+        (["--rows", "0"], "--rows 0 must be from 1"),
+        (["--rounds", "-1"], "--rounds -1 must be from 0"),
+        (["--microbatches", "0"], "--microbatches 0 must be"),
+        (["--options", "{"], "it must be JSON"),
+        (["--options", "[1]"], "it must be a JSON object"),
+        (["--processes", "1"], "--processes 1 must be from 2 to 64"),
+        (["--processes", "3"], "and divide --rows 16"),
+        (["--json", "nowhere/x.json"], "name a file in a folder that is there"),
+        (["--json", "/dev/null/x.json"], "name a file in a folder that is there and can be written to"),
+        (["--processes", "2", "--rounds", "0"], "--rounds 0 times nothing"),
+        (["--processes", "2", "--rounds", "1", "--torch", __file__], "is no Python that runs"),
+        (["--processes", "2", "--rounds", "1", "--torch", "/bin/ls"], "is no Python that runs"),
+        (["--steps"], "--steps names none: there is ddp"),
+        (["--machines"], "--machines names none: give some, as h100:8"),
+        (["--torch", "python3"], "--torch python3 is for --processes"),
+        (["more"], "unknown argument 'more': the name of an option stands before its value"),
+        (["--model", "conv"], "unknown option --model"),
+    ],
+)
+def test_what_is_wrong_is_one_line(given, says, capsys):
+    try:
+        status = main([*TOY, *given])
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_rows_that_cannot_be_dealt_are_told(capsys):
+    assert main([*TOY, "--machines", "cpu:8", "--steps", "zero2", "--rows", "12"]) == 1
+    assert "12 rows cannot be dealt to 8 devices" in capsys.readouterr().out

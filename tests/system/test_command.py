@@ -1,0 +1,39 @@
+"""Which process is the command: only there are signals and files of the process touched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxshard.system import command
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("started", "given", "expected"),
+    [
+        (["python", "-m", "jaxshard", "train", "-x"], ["-m", "train", "-x"], True),
+        (["python", "-W", "ignore", "-m", "jaxshard"], ["/lib/jaxshard/__main__.py"], True),
+        (["python", "/venv/bin/jaxshard", "plan"], ["/venv/bin/jaxshard", "plan"], True),
+        (["python", "-m", "mine", "-m", "jaxshard"], ["-m", "-m", "jaxshard"], False),
+        (["python", "-m", "pytest"], ["/lib/pytest/__main__.py"], False),
+        (["python", "train.py", "jaxshard"], ["train.py", "jaxshard"], False),
+        (["python", "-c", "import jaxshard"], ["-c"], False),
+        (["python"], [""], False),
+        ([], [], False),
+    ],
+)
+def test_the_command_is_known_by_how_it_was_started(monkeypatch, started, given, expected):
+    monkeypatch.setattr(sys, "orig_argv", started)
+    monkeypatch.setattr(sys, "argv", given)
+    assert command.is_command() == expected
+
+
+def test_a_program_that_imports_jaxshard_keeps_its_ctrl_c():
+    own = "signal.default_int_handler"
+    code = f"import signal; signal.signal(signal.SIGINT, {own}); import jaxshard; print(signal.getsignal(2) is {own})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"True\n"
