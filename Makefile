@@ -23,7 +23,7 @@ QUICK := tests/layout/test_layout.py tests/layout/test_options.py tests/step/tes
 # What a newer JAX can break, one of each kind; `make nightly` runs the whole suite on it.
 NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests/layout/test_options.py \
   tests/layout/test_layout.py tests/step/test_strategies.py tests/step/test_traps.py tests/optimizer/test_local_view.py \
-  tests/step/test_once.py tests/step/test_mutations.py tests/platforms/test_compiler_options.py tests/loss/test_backward.py \
+  tests/step/test_once.py tests/step/test_mutations.py tests/platforms/test_compiler_options.py tests/platforms/test_backward.py \
   tests/pipelining tests/plan/test_costs.py tests/inspect \
   tests/checkpoint tests/apps/test_config.py tests/docs/test_docstrings.py \
   tests/optimizer/test_precision.py::test_given_equal_gradients_every_strategy_rounds_alike \

@@ -15,8 +15,7 @@ import jax
 
 import jaxshard
 from jaxshard.apps.bench import models, steps
-from jaxshard.apps.bench.figures import figures
-from jaxshard.apps.bench.step import Task
+from jaxshard.apps.bench.step import Task, figures
 
 
 def task_of(options: argparse.Namespace) -> Task:

@@ -24,9 +24,8 @@ import numpy as np
 
 import jaxshard
 from jaxshard.apps.bench import models, ours, steps
-from jaxshard.apps.bench.figures import peak_bytes
 from jaxshard.apps.bench.measure import Running, alternated, beside, timed
-from jaxshard.apps.bench.step import Task
+from jaxshard.apps.bench.step import Task, peak_bytes
 from jaxshard.system.about import about
 
 SECONDS = 600  # for all cases

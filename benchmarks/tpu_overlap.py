@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard.apps.bench.figures import figures
+from jaxshard.apps.bench.step import figures
 
 Arrays = tuple[jax.Array, Any]
 LAYERS, WIDTH, ROWS = 6, 2048, 8192

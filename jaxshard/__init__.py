@@ -10,9 +10,8 @@ from jaxshard.layout.layout import Layout, Shardings
 from jaxshard.layout.options import Options
 from jaxshard.loss.arguments import whole
 from jaxshard.loss.check import LossReport, RowsError, check
-from jaxshard.loss.predict import Predict, predict
 from jaxshard.loss.unshard import lookup, unshard
-from jaxshard.loss.value_and_grad import Evaluate, ValueAndGrad, evaluate, value_and_grad
+from jaxshard.loss.value_and_grad import Evaluate, Predict, ValueAndGrad, evaluate, predict, value_and_grad
 from jaxshard.mesh import make_mesh
 from jaxshard.optimizer.optimizer import ShardedOptimizer
 from jaxshard.optimizer.precision import ShardedState

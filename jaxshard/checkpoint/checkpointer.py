@@ -19,8 +19,8 @@ from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint import other_options
-from jaxshard.checkpoint.agreed import of_first
 from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
+from jaxshard.checkpoint.reading import of_first
 from jaxshard.checkpoint.retention import Best, Retention
 from jaxshard.checkpoint.storage import leaves, manifest
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, not_installed, not_saved

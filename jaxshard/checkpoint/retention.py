@@ -1,11 +1,15 @@
-"""Which checkpoints are kept."""
+"""Which checkpoints are kept; the others' folders are deleted in a thread, so that nothing waits for it."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from jaxshard.base.types import is_whole
+from jaxshard.system import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +79,60 @@ class Retention:
         found = {step: metrics(step).get(best.metric) for step in steps}
         values = {step: x for step, x in found.items() if isinstance(x, int | float) and not math.isnan(x)}
         return sorted(values, key=lambda step: values[step], reverse=best.mode == "max")[: best.count]
+
+
+class Deletion:
+    """Folders that are being deleted, one after the other; of a link the link alone.
+
+    They were renamed just before. That is put on the disk first: a power cut must not leave half a step with its name.
+    """
+
+    def __init__(self):
+        self._left = list[Path]()
+        self._errors: list[str] = []
+        self._lock, self._idle = threading.Lock(), threading.Event()
+        self._idle.set()
+
+    def begin(self, folders: Iterable[Path]) -> None:
+        """Has these deleted, too."""
+        with self._lock:
+            self._left.extend(folders)
+            if self._left and self._idle.is_set():
+                self._idle.clear()
+                threading.Thread(target=self._run, name="jaxshard deletes old checkpoints", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until all are deleted, but not longer; returns whether they are."""
+        return self._idle.wait(seconds)
+
+    def errors(self) -> list[str]:
+        """Why folders could not be deleted, since this was last asked."""
+        with self._lock:
+            found, self._errors = self._errors, []
+        return found
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    self._idle.set()
+                    return
+                folders, self._left = self._left, []
+            for folder in self._renamed_for_good(folders):
+                with self._noted(), contextlib.suppress(FileNotFoundError):  # another run may delete it, too
+                    files.delete(folder)
+
+    def _renamed_for_good(self, folders: list[Path]) -> Iterator[Path]:
+        """Those whose names are on the disk; the next run that writes here deletes the others."""
+        for parent in {folder.parent for folder in folders}:
+            with self._noted(), contextlib.suppress(FileNotFoundError):
+                files.sync_folder(parent)
+                yield from (folder for folder in folders if folder.parent == parent)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            with self._lock:
+                self._errors.append(str(error))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from jaxshard.base.source import warn
-from jaxshard.checkpoint.deletion import Deletion
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.checkpoint.reading import check_saved
-from jaxshard.checkpoint.retention import Retention
+from jaxshard.checkpoint.retention import Deletion, Retention
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.checkpoint.storage import orbax_store
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError

@@ -16,7 +16,7 @@ from jaxshard.base.axes import REPLICA_AXIS, axes_of
 from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.types import AnyMesh, DType, Tree, is_whole
 from jaxshard.layout import memory_option
-from jaxshard.system.units import nearest
+from jaxshard.system.text import nearest
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
 Float: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"] | type[Any] | np.dtype[Any]

@@ -13,7 +13,7 @@ from jaxshard.base.axes import axes_in, canonical
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of
 from jaxshard.base.types import AxisSizes, Tree
 from jaxshard.layout.options import Config, Rules
-from jaxshard.system.units import nearest
+from jaxshard.system.text import nearest
 
 
 class ModelSpecs(NamedTuple):

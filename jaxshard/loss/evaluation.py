@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard import collectives
 from jaxshard.base.source import as_written_at
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
-from jaxshard.loss import backward, uses
+from jaxshard.loss import uses
 from jaxshard.loss.lookup import Lookup
 from jaxshard.loss.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
-from jaxshard.platforms import buckets
+from jaxshard.platforms import backward, buckets
 from jaxshard.programs.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT, SAME_NUMBERS
 from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smoothly

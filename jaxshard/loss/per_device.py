@@ -15,12 +15,13 @@ from jaxshard.base.tree import Names, is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import DType, T, Tree, TreeDef
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import backward, uses
+from jaxshard.loss import uses
 from jaxshard.loss.loss_program import LossOptions, Program
 from jaxshard.loss.unshard import AtFirstUse, Scale, Sharded, Value, lookup_dims
 from jaxshard.mesh import platform_of
 from jaxshard.optimizer.precision import like, wide
 from jaxshard.optimizer.sharding import Setup
+from jaxshard.platforms import backward
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.questions import varies_smoothly
 

@@ -16,7 +16,7 @@ from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
 from jaxshard.plan.roofline import Seconds
 from jaxshard.step.step import TrainStep, train_step
-from jaxshard.system.units import seconds_in_words, size_in_words
+from jaxshard.system.text import seconds_in_words, size_in_words
 
 # What a candidate trains with, (step, params, batch, *args) as `predict` takes them; and what makes it on a mesh.
 Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]

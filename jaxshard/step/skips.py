@@ -14,7 +14,7 @@ from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.source import warn
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Metrics, Tree
-from jaxshard.system.units import ordinal
+from jaxshard.system.text import ordinal
 
 _LOSS = "the loss"
 _CURES = (

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0  # for a killed process to be gone; one that waits for a dead disk stays
@@ -69,9 +69,9 @@ def _read(out: bytes | None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in (out or b"").decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            one: object = json.loads(line)
+            one: Any = json.loads(line)
             if isinstance(one, dict):
-                found.append(one)
+                found.append(cast(dict[str, Any], one))
     return found
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
-from jaxshard.system.unraisable import deal_with
 
 _NUMBERS = sorted(signal.valid_signals())
 _handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
@@ -211,3 +210,26 @@ def _assigning(code: CodeType, call: int) -> set[int]:
     """
     after = itertools.dropwhile(lambda one: one.offset <= call, dis.get_instructions(code))
     return {one.offset for one in itertools.takewhile(lambda one: one.opname.startswith(_MOVES), after)}
+
+
+class _Hook:
+    def __init__(
+        self,
+        deals: "Callable[[sys.UnraisableHookArgs], bool]",
+        before: "Callable[[sys.UnraisableHookArgs], object]",
+    ):
+        self.deals, self.before = deals, before
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if not self.deals(unraisable):
+            self.before(unraisable)
+
+
+def deal_with(deals: "Callable[[sys.UnraisableHookArgs], bool]") -> None:
+    """From now on Python does not print an error for which `deals` returns True. A second call changes nothing."""
+    hook = sys.unraisablehook
+    while isinstance(hook, _Hook):
+        if hook.deals is deals:
+            return
+        hook = hook.before
+    sys.unraisablehook = _Hook(deals, sys.unraisablehook)

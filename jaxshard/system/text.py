@@ -1,6 +1,9 @@
-"""Text that is shown: what comes from files and names cannot move the cursor, and commands can be copied."""
+"""Text that is shown: nothing in it moves the cursor, commands can be copied, sizes and times are in words."""
 
+import difflib
+import re
 import shlex
+from collections.abc import Iterable
 
 
 class LinesError(ValueError):
@@ -48,3 +51,83 @@ def _escaped(word: str) -> str:
 
 def _escape(c: str) -> str:
     return f"\\x{ord(c):02x}" if c < "\x80" else f"\\u{ord(c):04x}" if c < "\U00010000" else f"\\U{ord(c):08x}"
+
+
+def size_in_words(num_bytes: float) -> str:
+    """A size, to three significant digits, in the unit that suits it.
+
+    Args:
+      num_bytes: the size, in bytes.
+
+    >>> size_in_words(16_100_000_000)
+    '16.1 GB'
+    """
+    unit, scale = unit_of(num_bytes)
+    return f"{digits(num_bytes / scale)} {unit}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """A time, to three significant digits, in seconds or milliseconds.
+
+    Args:
+      seconds: the time, in seconds.
+
+    >>> seconds_in_words(0.0153)
+    '15.3 ms'
+    """
+    return f"{digits(seconds)} s" if seconds >= 0.9995 else f"{digits(seconds * 1e3)} ms"
+
+
+def unit_of(num_bytes: float) -> tuple[str, float]:
+    """(the unit that suits a size, the bytes in one such unit); 1 kB is 1000 B.
+
+    >>> unit_of(262_144)
+    ('kB', 1000.0)
+    """
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+    return next((pair for pair in units if abs(num_bytes) >= 0.9995 * pair[1]), units[-1])
+
+
+def digits(value: float) -> str:
+    """A number to three significant digits; all digits before the point are kept.
+
+    >>> digits(1344.5), digits(0.01534)
+    ('1,344', '0.0153')
+    """
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def size_from_words(words: str) -> int:
+    """Reads a size in B, kB, MB, GB or TB (powers of 1000), and returns it in bytes.
+
+    Raises:
+      ValueError: `words` is no number with one of these units.
+
+    >>> size_from_words("5GB"), size_from_words("1.5 mb")
+    (5000000000, 1500000)
+    """
+    scales = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?b)", words.strip().lower())
+    if not found:
+        raise ValueError(f"{words!r} is no size: write a number and B, kB, MB, GB or TB, such as 5GB")
+    return round(float(found[1]) * scales[found[2]])
+
+
+def ordinal(number: int) -> str:
+    """A number as a place in a row.
+
+    >>> [ordinal(n) for n in (1, 2, 3, 4, 11, 22, 112)]
+    ['1st', '2nd', '3rd', '4th', '11th', '22nd', '112th']
+    """
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error about an unknown name adds: the known name that is spelled like it, or nothing.
+
+    >>> nearest("tensr", ["data", "tensor"]), nearest("tp", ["data", "tensor"])
+    ("; did you mean 'tensor'?", '')
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

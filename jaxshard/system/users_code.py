@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxshard.base.source import place_of
-from jaxshard.system.text import LinesError
-from jaxshard.system.units import nearest
+from jaxshard.system.text import LinesError, nearest
 
 
 class UsersError(LinesError):

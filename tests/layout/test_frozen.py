@@ -12,7 +12,7 @@ from oracle import assert_close, distances
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.loss import backward
+from jaxshard.platforms import backward
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 LAYERS, WIDTH, RANK, VOCABULARY = 3, 64, 4, 512

@@ -17,8 +17,9 @@ from oracle import assert_close, distances, one_device, sharded
 
 import jaxshard
 from jaxshard import tensor
-from jaxshard.loss import backward, lookup
+from jaxshard.loss import lookup
 from jaxshard.optimizer import sharding, update
+from jaxshard.platforms import backward
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
 

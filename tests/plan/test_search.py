@@ -30,7 +30,7 @@ from jaxshard.plan.costs import costs_of
 from jaxshard.plan.program import Moved
 from jaxshard.plan.roofline import bandwidth_along
 from jaxshard.step.step import loss_of
-from jaxshard.system.units import seconds_in_words, size_in_words
+from jaxshard.system.text import seconds_in_words, size_in_words
 
 H100 = Target(chips.chip("h100"), 8, 80e9)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")

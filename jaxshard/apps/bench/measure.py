@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jaxshard.apps.bench import models
-from jaxshard.apps.bench.figures import figures
-from jaxshard.apps.bench.step import Step, Task
+from jaxshard.apps.bench.step import Step, Task, figures
 
 Tree = Any
 _WARM = 2  # rounds before the clock counts

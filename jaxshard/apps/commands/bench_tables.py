@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxshard.apps.bench.measure import Row
 from jaxshard.system.figures import by_own_settings
 from jaxshard.system.files import replace
-from jaxshard.system.units import digits, seconds_in_words
+from jaxshard.system.text import digits, seconds_in_words
 
 _MB = 1e6
 _Cell = Callable[[Mapping[str, float]], str]

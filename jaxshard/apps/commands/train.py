@@ -50,8 +50,7 @@ from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 from jaxshard.step.step import TrainStep
 from jaxshard.system.at_exit import ExitNotice
-from jaxshard.system.command import INTERRUPTED, is_command
-from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.command import INTERRUPTED, ended_at_once, is_command
 from jaxshard.system.streams import fail, output_not_needed
 from jaxshard.system.text import printable, printable_lines
 from jaxshard.system.users_code import UsersError

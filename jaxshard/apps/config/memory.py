@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 import jaxshard
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 _PLAIN_WIDTH = 120
 

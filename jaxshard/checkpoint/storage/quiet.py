@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxshard.base.types import T
-from jaxshard.system.unraisable import deal_with
+from jaxshard.system.interrupts import deal_with
 
 E = TypeVar("E", bound=BaseException)
 _LOGGERS = ("absl", "asyncio")

@@ -28,8 +28,7 @@ from jaxshard.cli.ckpt import huggingface as ckpt_huggingface
 from jaxshard.cli.ckpt.diff import differences
 from jaxshard.cli.ckpt.tables import make_console, say, show
 from jaxshard.system.command import INTERRUPTED, is_command
-from jaxshard.system.text import printable, shortened
-from jaxshard.system.units import size_from_words, size_in_words
+from jaxshard.system.text import printable, shortened, size_from_words, size_in_words
 
 _DESCRIPTION = """Looks at checkpoints, on the CPU.
 

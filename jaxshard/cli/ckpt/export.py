@@ -21,7 +21,7 @@ from safetensors.numpy import save, save_file
 
 from jaxshard.checkpoint.storage.leaves import Entry, Index
 from jaxshard.system.files import publish, replace, sync_folder, sync_tree, workplace
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 Read = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
 

@@ -24,12 +24,10 @@ from jaxshard.cli.doctor.sections import Section
 from jaxshard.platforms.compiler_options import OURS
 from jaxshard.system.about import about
 from jaxshard.system.apart import Told, told_by
-from jaxshard.system.command import INTERRUPTED, environment
-from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.command import INTERRUPTED, ended_at_once, environment
 from jaxshard.system.files import check_file, overwrite
 from jaxshard.system.streams import fail
-from jaxshard.system.text import printable
-from jaxshard.system.units import nearest
+from jaxshard.system.text import nearest, printable
 
 _COMMAND = "jaxshard doctor"
 _DESCRIPTION = """Looks at this machine: packages, the devices that JAX sees, collectives over all of them, compilers

@@ -10,8 +10,7 @@ from jaxshard.cli.doctor.findings import Finding
 from jaxshard.cli.doctor.sections import Section, ended_early, of
 from jaxshard.hardware.chips import chip_of
 from jaxshard.system.apart import Told
-from jaxshard.system.text import printable
-from jaxshard.system.units import seconds_in_words, size_in_words
+from jaxshard.system.text import printable, seconds_in_words, size_in_words
 
 _LEAST_SHARED = 10**9  # bytes
 _LEAST_LINK = 0.1  # of the links' bandwidth by the data sheet

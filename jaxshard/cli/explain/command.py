@@ -30,8 +30,7 @@ from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
 from jaxshard.step.step import loss_of
-from jaxshard.system.command import INTERRUPTED
-from jaxshard.system.ctrl_c import ended_at_once
+from jaxshard.system.command import INTERRUPTED, ended_at_once
 from jaxshard.system.files import check_file, overwrite
 from jaxshard.system.streams import fail
 

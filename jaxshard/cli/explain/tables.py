@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console
 
 from jaxshard.cli.explain.explanation import Explanation, Param, Sent
-from jaxshard.system.text import printable
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import printable, size_in_words
 
 _WIDTH, _CELL = 80, 10  # columns of a line, and of a number in it
 _INDENT = "    "

@@ -16,7 +16,7 @@ from jaxshard.mesh import make_mesh
 from jaxshard.optimizer.state import init
 from jaxshard.plan import Build, Row
 from jaxshard.step.step import loss_of
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 
 def compiled(

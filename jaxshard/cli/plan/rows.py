@@ -17,7 +17,7 @@ from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.search import Build, Built, Row
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 
 def building(config: Config) -> Build:

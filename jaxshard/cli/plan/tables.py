@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jaxshard.inspect import Report
 from jaxshard.plan import KINDS, Row
-from jaxshard.system.units import seconds_in_words, size_in_words
+from jaxshard.system.text import seconds_in_words, size_in_words
 
 _NAME_WIDTH = 14  # characters that a strategy's name gets at least, if it has as many
 

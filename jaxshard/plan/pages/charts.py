@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxshard.plan.prediction import KINDS
 from jaxshard.plan.search import Row
-from jaxshard.system.units import size_in_words
+from jaxshard.system.text import size_in_words
 
 OF_MEMORY = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"), strict=True))
 OF_TRAFFIC = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")

@@ -14,7 +14,7 @@ from jaxshard.plan.pages.charts import BAD, Chart, check, machine_in_words, memo
 from jaxshard.plan.search import Row
 from jaxshard.system.figures import by_own_settings
 from jaxshard.system.files import replace
-from jaxshard.system.units import size_in_words, unit_of
+from jaxshard.system.text import size_in_words, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

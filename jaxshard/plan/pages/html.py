@@ -25,7 +25,7 @@ from jaxshard.plan.pages.charts import (
 from jaxshard.plan.prediction import KINDS
 from jaxshard.plan.search import Row
 from jaxshard.system.files import replace
-from jaxshard.system.units import seconds_in_words, size_in_words
+from jaxshard.system.text import seconds_in_words, size_in_words
 
 
 def page(rows: Sequence[Row], path: Path, *, title: str, notes: Sequence[str] = ()) -> None:

@@ -20,11 +20,10 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 
 import jaxshard
 from jaxshard import collectives
-from jaxshard.loss import backward
 from jaxshard.loss.unshard import Sharded
 from jaxshard.optimizer import sharding, update
 from jaxshard.optimizer.optimizer import setup_of
-from jaxshard.platforms import buckets
+from jaxshard.platforms import backward, buckets
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"),
