@@ -29,7 +29,7 @@ MAX_FILE_FLOORS, MAX_FILE_ARROWS = 28, 1150  # of modules
 ORDER = (
     *("base", "system", "hardware", "processes", "mesh", "programs", "platforms", "digest", "guards", "collectives"),
     *("layout", "optimizer", "loss", "step", "strategies", "pipelining", "tensor", "inspect", "aot", "plan"),
-    *("checkpoint", "jaxshard", "apps", "cli", "__main__"),
+    *("checkpoint", "public", "jaxshard", "apps", "cli", "__main__"),
 )
 
 Graph = Mapping[str, set[str]]

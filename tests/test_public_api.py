@@ -74,10 +74,24 @@ def test_public_modules_come_when_asked_for():
 
 
 def test_importing_jaxshard_imports_no_module_that_few_need():
-    code = "import sys, jaxshard; print(*[m for m in sys.modules if m.startswith('jaxshard.')])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    wings = {name.split(".")[1] for name in found}
-    assert not wings & {"aot", "checkpoint", "guards", "inspect", "plan", "tensor", "trainer", "cli", "hardware"}
+    wings = {name.split(".")[1] for name in imported_by("import jaxshard; jaxshard.train_step") if "jaxshard." in name}
+    assert {"public", "step"} <= wings
+    assert not wings & {"aot", "checkpoint", "guards", "inspect", "plan", "tensor", "apps", "cli", "hardware"}
+
+
+@pytest.mark.parametrize("code", ["import jaxshard", "import jaxshard.cli; jaxshard.cli.main(['--help'])"])
+def test_jax_is_not_imported_before_it_is_used(code):
+    """It takes seconds, and `jaxshard --help` needs none of it."""
+    modules = imported_by(code)
+    assert "jaxshard.system.command" in modules
+    assert not modules & {"jax", "numpy", "optax", "jaxshard.public"}
+
+
+def imported_by(code):
+    """The names of all modules that a process of its own has imported after `code`."""
+    code = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
 
 
 WITHOUT_EXTRAS = """
