@@ -1,5 +1,6 @@
 """Eight simulated devices for every test, and fixtures that several modules share."""
 
+import gc
 import os
 import signal
 
@@ -14,6 +15,7 @@ compile_fast(not AS_USERS_COMPILE)
 keep_programs()
 if not AS_USERS_COMPILE:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
+gc.set_threshold(50_000, 10, 10)  # as Python has it (700), a tenth of the suite's time goes into collections
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import sys
 import matplotlib.figure
 import numpy as np
 import pytest
+from compiled_once import fast_environment
 
 from jaxshard.apps.config import seal, toml
 from jaxshard.apps.runs.run_folder import RunFolder
@@ -178,8 +179,8 @@ def test_a_run_whose_models_are_gone_is_not_started_anew_over_its_configuration(
 
 
 def test_a_backend_of_matplotlib_that_is_not_there_stops_no_run(run):
-    environment = os.environ | {"MPLBACKEND": "nope", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jaxshard", "train", "--resume", "--out", str(run)]
+    environment = fast_environment(MPLBACKEND="nope")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr
 

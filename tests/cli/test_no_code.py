@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_once import fast_environment
 
 from jaxshard.apps.config import seal, toml
 from jaxshard.cli import main
@@ -150,7 +151,7 @@ def started(*words, where, **more):
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, **more},
+        env=fast_environment(**more),
     )
 
 

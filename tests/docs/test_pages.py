@@ -1,13 +1,13 @@
 """README and docs: every Python block runs, every link leads somewhere, every file that is named is there."""
 
 import dataclasses
-import os
 import pkgutil
 import re
 import subprocess
 import sys
 
 import pytest
+from compiled_once import fast_environment
 from pages import AFTER, BEFORE, PAGES, ROOT, blocks_of
 
 from jaxshard.apps.config.config import Config
@@ -25,9 +25,8 @@ OPTION = re.compile(rf"`(?:--)?((?:{PARTS})\.(?!safetensors)[\w-]+)")
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_page_runs(name, tmp_path):
     """In a process of its own, outside of the checkout, where any warning is an error."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", str(RUNNER), name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=fast_environment(), check=False)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

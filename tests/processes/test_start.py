@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_once import fast_environment
 
 import jaxshard
 from jaxshard.processes import start
@@ -167,16 +168,13 @@ def _free_port():
 
 
 def _start(index, port, out):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "processes")]),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": str(index),
-        "TEST_OUT": str(out),
-    }
-    environment.pop("XLA_FLAGS", None)
+    environment = fast_environment(
+        PYTHONPATH=os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "processes"))),
+        JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
+        JAX_NUM_PROCESSES="2",
+        JAX_PROCESS_ID=str(index),
+        TEST_OUT=str(out),
+    )
     code = "import test_start; test_start.one_of_two_processes()"
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code],

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_once import fast_environment
 
 import jaxshard
 from jaxshard.system.interrupts import Interrupts
@@ -407,7 +408,7 @@ print("end", flush=True)
 
 def interrupt_again_and_again(guard, times):
     """Sends SIGINT at random moments to a loop of steps; how often its arrays were alive afterwards."""
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(jaxshard.__file__).parents[1])}
+    environment = fast_environment()
     command = [sys.executable, "-c", PROGRAM, guard, str(times)]
     chance = random.Random(0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as running:

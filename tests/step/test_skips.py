@@ -1,7 +1,5 @@
 """Steps that must change nothing: gradients that are not finite, a batch of weight 0. One verdict, everywhere."""
 
-import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_once import fast_environment
 from oracle import assert_close, assert_same_bits
 
 import jaxshard
@@ -264,8 +263,8 @@ def test_a_program_that_ends_tells_its_last_step():
         w = jnp.ones((8, 8))
         step(opt.place(w), opt.init(w), jnp.full((2, 8), jnp.nan))
         """
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(jaxshard.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=fast_environment(), check=True)
     assert "call 1 changed nothing: the gradient of (the only leaf) is not finite" in done.stderr
 
 
