@@ -9,7 +9,9 @@ EXTRA := dev
 # lies beside the environment's packages, where only the tests find it.
 pytest = PYTHONPATH=$(CURDIR)/$(1)/compilers $(1)/bin/python -m pytest -n 2 $(2) $(ARGS)
 
-# Python compiles a module when it is first used; pip would compile all.
+# Python compiles a module when it is first used, and keeps that; pip would compile all. Where nothing may be kept, each
+# of the programs that the tests start compiles JAX again, which takes 2 to 3 s.
+export PYTHONDONTWRITEBYTECODE :=
 install = $*/bin/python -m pip install --quiet --no-compile
 
 NIGHTLY_JAX := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple
