@@ -17,11 +17,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard import platforms
 from jaxshard.base.axes import Dims, beyond
 from jaxshard.base.axes import varying as varying
 from jaxshard.base.tree import Names, is_key, is_traced
 from jaxshard.base.types import AnyMesh, T, Tree
-from jaxshard.mesh import platform_here
 
 # The local view.
 
@@ -52,12 +52,11 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
 def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     """`scatter_sum` along one dim.
 
-    XLA for TPU turns that of 2-byte elements into an all-reduce, of twice the bytes, if the shards' last dim is an odd
-    multiple of 128. So x is transposed before and after, which XLA does by layouts alone.
+    On TPU that of 2-byte elements goes along another dim if the shards' last dim is an odd multiple of 128.
     """
     shard = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
     is_last = dim == x.ndim - 1 > 0
-    if platform_here() == "tpu" and is_last and x.dtype.itemsize == 2 and shard % 256 == 128:
+    if platforms.here().turns_narrow_scatters and is_last and x.dtype.itemsize == 2 and shard % 256 == 128:
         return _scatter_along(x.swapaxes(-1, -2), axes, dim - 1).swapaxes(-1, -2)
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
@@ -67,10 +66,9 @@ def _axis_by_axis(
 ) -> jax.Array:
     """Runs `along` over `axes` (outermost first): on TPU over one after another, in `order`; elsewhere all at once.
 
-    Both ways move the same bytes. But XLA for TPU turns a scatter or gather over a whole torus into an all-reduce of
-    twice the bytes (v5p:4x4x4, 8 x 8); and among GPUs, one ring of all devices sends less from node to node.
+    Both ways move the same bytes. Among GPUs, one ring of all devices sends less from node to node.
     """
-    if len(axes) == 1 or platform_here() != "tpu":
+    if len(axes) == 1 or not platforms.here().axis_by_axis:
         return along(x, axes)
     for axis in order:
         x = along(x, (axis,))
@@ -145,13 +143,8 @@ def _whole_backward(dims, held, stand_in, cotangent):
 
 
 def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
-    """`gradient`, but XLA for CPU cannot fold the transpose that autodiff puts after a weight's dot into that dot.
-
-    A folded dot misses the fast kernels if activations have more than two dims. The partitioner of a jit +
-    NamedSharding step never folds it. Compared with that step, a transformer's whole step took 1.09 to 1.15 times as
-    long when folded, and takes 1.02 times now. Perceptrons on few rows lose time to the copies (up to 1.2 times).
-    """
-    if gradient.ndim < 2 or platform_here() != "cpu":
+    """`gradient`, but XLA for CPU cannot fold the transpose that autodiff puts after a weight's dot into that dot."""
+    if gradient.ndim < 2 or not platforms.here().parts_from_dots:
         return gradient
     return jnp.swapaxes(lax.optimization_barrier(jnp.swapaxes(gradient, -1, -2)), -1, -2)
 

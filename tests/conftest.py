@@ -71,3 +71,17 @@ def count_compilations():
 
     yield count
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def as_on(monkeypatch):
+    """`as_on("tpu")`: from now on the code does on these devices what it does on that platform."""
+    from jaxshard import platforms
+
+    def on(name):
+        platform = platforms.named(name)
+        assert platform.name == name
+        monkeypatch.setattr(platforms, "of", lambda mesh: platform)
+        monkeypatch.setattr(platforms, "here", lambda: platform)
+
+    return on

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,13 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxshard import platforms
 from jaxshard.base.axes import Dims, axes_in, canonical, local_shape
 from jaxshard.base.tree import Names, path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.layout.options import Config
 
-_MOST_LAYERS = 256  # a first dim of more is no stack of layers
-_ROWS_OF_TABLE = 6  # a matrix of that many times more rows than columns is a table
+
+class CutOrder(NamedTuple):
+    """How a platform ranks the dims of an array, as `Platform.rank_of_cut` and `tile` say."""
+
+    rank: Callable[[int, tuple[int, ...], int, int | None], int]
+    tile: int | None
 
 
 class Place(NamedTuple):
@@ -95,11 +101,11 @@ def cut_leaf(
         return dataclasses.replace(whole, reason="a PRNG key")
     if size < max(config.min_shard_size, 1):
         return dataclasses.replace(whole, reason=_too_small(size, config.min_shard_size))
-    tiles = _tiles(dtype, config, platform)
+    order = _order(dtype, config, platform)
     found, places = dict[int, Names](), []
     for before, level in zip([{}, *levels], levels, strict=False):
         more = {axis: n for axis, n in level.items() if axis not in before}
-        found = _cut_further(shape, _free_dims(shape, spec), found, sizes, more, tiles)
+        found = _cut_further(shape, _free_dims(shape, spec), found, sizes, more, order)
         places.append(_described(whole, found))
     (cut, dims), ways = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
     if ways == 1:
@@ -124,13 +130,13 @@ def _cut_further(
     found: dict[int, Names],
     sizes: AxisSizes,
     more: dict[str, int],
-    tiles: int | None,
+    order: CutOrder,
 ) -> dict[int, Names]:
     """The best cut by `more` axes of the parts that `found` (dim -> axes) makes."""
     if not more:
         return found
     parts = tuple(size // math.prod(sizes[axis] for axis in found.get(dim, ())) for dim, size in enumerate(shape))
-    best, _ = _best_cut(parts, free, tuple(more.items()), tiles)
+    best, _ = _best_cut(parts, free, tuple(more.items()), order)
     return {dim: (*found.get(dim, ()), *best.get(dim, ())) for dim in found.keys() | best.keys()}
 
 
@@ -177,8 +183,8 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     taken = {axis for entry in leaf.spec for axis in axes_in(entry)}
     data_sizes = {axis: sizes[axis] for axis in config.cut_axes.state if sizes[axis] > 1 and axis not in taken}
     free = tuple(dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims)
-    tiles = _tiles(leaf.dtype, config, platform)
-    best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), tiles)
+    order = _order(leaf.dtype, config, platform)
+    best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
     if ways < math.prod(data_sizes.values()):
         return dataclasses.replace(leaf, at_home="its matrices go to owners for the update")
     home, home_dims = _described(leaf, best)
@@ -204,29 +210,29 @@ def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None)
 
 
-def _tiles(dtype: np.dtype, config: Config, platform: str) -> int | None:
-    """The number of elements that should divide the last dim's shards: 512 bytes of a reduced gradient, 128 at least.
+def _order(dtype: np.dtype, config: Config, platform: str) -> CutOrder:
+    found = platforms.named(platform)
+    return CutOrder(found.rank_of_cut, found.tile(_gradient_itemsize(dtype, config)))
 
-    Measured: the TPU compiler all-reduces bfloat16 shards with an odd multiple of 128 columns, at twice the bytes,
-    instead of reduce-scattering them. None: on GPU, where the order of dims counts, not their tiles.
+
+def _gradient_itemsize(dtype: np.dtype, config: Config) -> int:
+    """Bytes of an element of the reduced gradient.
 
     With masters all leaves are cut as narrow ones: so a state that is made of wide params lies as that of narrow ones.
     """
-    if platform == "gpu":
-        return None
     narrow = dtype if config.master_dtype is None else jnp.bfloat16
-    return max(128, 512 // np.dtype(narrow if config.reduce_dtype is None else config.reduce_dtype).itemsize)
+    return np.dtype(narrow if config.reduce_dtype is None else config.reduce_dtype).itemsize
 
 
 @functools.lru_cache(maxsize=4096)
 def _best_cut(
-    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], lanes: int | None
+    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], order: CutOrder
 ) -> tuple[dict[int, Names], int]:
     """The best cut that the free dims allow: (dim -> data axes that cut it, number of parts)."""
     data_sizes = dict(data_axes)
     assignments = itertools.product([None, *free], repeat=len(data_sizes))
     candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
-    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes, lanes))
+    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes, order))
     return best, math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
 
 
@@ -257,43 +263,16 @@ def _assign(
 
 
 def _badness(
-    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, lanes: int | None
+    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, order: CutOrder
 ) -> tuple[int | list[int], ...]:
     """Ranks a cut, smaller is better: more parts first, then what the platform's compiler prefers, then fewer dims."""
     ways = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
     ranks = []
     for dim, axes in dims.items():
         shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
-        if lanes is None:
-            ranks.append(_rank_by_order(dim, shape))
-        else:
-            wanted = min(lanes, 128) if is_table(shape) else lanes  # rows of a table are exchanged, not scattered
-            ranks.append(_rank_by_tiles(dim - len(shape), len(shape), shard, wanted))
+        ranks.append(order.rank(dim, shape, shard, order.tile))
     return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
-
-
-def _rank_by_order(dim: int, shape: tuple[int, ...]) -> int:
-    """How good a dim is to cut where memory is gathered in order: 0 is best."""
-    if len(shape) >= 3 and dim == 0 and shape[0] <= _MOST_LAYERS:
-        return len(shape)
-    return 1 - dim if is_table(shape) else dim
 
 
 def _too_small(size: int, least: int) -> str:
     return f"{size} element{'s' if size != 1 else ''}, under min_shard_size {least}"
-
-
-def is_table(shape: tuple[int, ...]) -> bool:
-    """Whether it is a matrix of at least six times as many rows as columns: an embedding."""
-    return len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]
-
-
-def _rank_by_tiles(dim: int, ndim: int, shard: int, lanes: int) -> int:
-    """How good a dim (counted from the end) is to cut into shards of this size: 0 is best."""
-    if dim == -1:
-        return 0 if shard % lanes == 0 else 4
-    if dim == -ndim and ndim >= 3:
-        return 5  # stacked layers: cutting these would gather all layers at once
-    if dim == -2:
-        return 1 if shard % 8 == 0 else 2
-    return 3

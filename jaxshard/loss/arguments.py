@@ -1,14 +1,49 @@
 """What a loss is called with: a batch, whose rows are split, and further arguments, which every device gets whole."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import Tree
-from jaxshard.loss.loss_program import LossOptions
+from jaxshard.base.types import Tree, is_whole
+from jaxshard.layout.options import check_flag
 from jaxshard.mesh import check_context
+from jaxshard.optimizer.sharding import Setup
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """A loss function, the optimizer's setup, and the options of `value_and_grad`."""
+
+    loss_fn: Callable[..., Tree]
+    setup: Setup
+    has_aux: bool
+    microbatches: int
+    weighted: bool
+    fold_keys: bool
+    differentiate: bool
+    per_row: bool = False  # all of aux has the batch's rows (`predict`)
+
+    @property
+    def checked(self) -> bool:
+        """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
+
+        Over the batch axes our own code makes every sum, so it needs no check.
+        """
+        ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
+        return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
+
+
+def check_options(who: str, options: LossOptions) -> None:
+    """Raises a TypeError for a loss that is no function or a flag that is no bool, a ValueError for `microbatches`."""
+    if not callable(options.loss_fn):
+        raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
+    for name in ("has_aux", "weighted", "fold_keys"):
+        check_flag(who, name, getattr(options, name))
+    if not is_whole(options.microbatches, 1):
+        raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
 
 
 @jax.tree_util.register_dataclass

@@ -10,15 +10,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
+from jaxshard import collectives, platforms
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.layout.options import Config
-from jaxshard.loss.gradients import LossFn, LossFunction, check_options
-from jaxshard.loss.loss_program import LossOptions
-from jaxshard.mesh import check_has_devices, platform_of
+from jaxshard.loss.arguments import LossOptions, check_options
+from jaxshard.loss.gradients import LossFn, LossFunction
+from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
+from jaxshard.platforms.platform import Platform
 from jaxshard.programs.jaxprs import axes_named, equations
 
 _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
@@ -142,7 +143,7 @@ class _Comparison:
         setup = options.setup
         quiet = dataclasses.replace(setup, config=dataclasses.replace(setup.config, rows="mixed"))
         self.options, self.params, self.args = dataclasses.replace(options, setup=quiet), params, args
-        self.program = LossFunction(self.options).notes(params, batch, *args).program
+        self.program = LossFunction(self.options).plan(params, batch, *args).program
         sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
         self.batch = jax.tree.map(lambda x: collectives.lying_at(x, sharding), batch)
         self._jitted = jax.jit(_dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
@@ -215,7 +216,7 @@ class _Comparison:
 
     def _tolerance(self, differences: Mapping[str, Difference]) -> float:
         """What rounding may do: at least what another order of a device's rows does, unless that is much."""
-        rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platform_of(self.options.setup.mesh)))
+        rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platforms.of(self.options.setup.mesh)))
         seen = differences.get(_WITHIN)
         far = 0.0 if seen is None else max(_or_inf(seen.loss), _or_inf(seen.worst[1]))
         return max(rounding, 10 * far) if far <= 30 * rounding else rounding
@@ -293,12 +294,11 @@ def _norms(tree: Tree, other: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
     return [norm(b.astype(sum_dtype(a)) - a) for a, b in pairs], [norm(a) for a, _ in pairs]
 
 
-def _coarsest_rounding(jaxpr: Jaxpr, platform: str) -> float:
+def _coarsest_rounding(jaxpr: Jaxpr, platform: Platform) -> float:
     """The largest rounding error of the dtypes that a program computes in."""
-    products = {"tpu": ["bfloat16"], "gpu": ["float16"]}  # as float32 products are rounded; tf32 has float16's bits
     dtypes = {v.aval.dtype for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
     floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return max(float(jnp.finfo(dtype).eps) for dtype in [*floating, *products.get(platform, ["float32"])])
+    return max(float(jnp.finfo(dtype).eps) for dtype in [*floating, *platform.product_dtypes])
 
 
 def _causes(

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard import collectives
+from jaxshard import collectives, platforms
 from jaxshard.base.source import as_written_at
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss import uses
@@ -42,7 +42,7 @@ def run(
         its backward pass alone, so that forward-mode differentiation fails.)
       smooth: which inputs may have gradients; None: all.
     """
-    ordered = backward.is_ordered() if ordered is None else ordered
+    ordered = platforms.here().orders_backward if ordered is None else ordered
     is_cut = any(isinstance(value, Sharded | AtFirstUse) for value in values)
     if not is_cut and not (ordered and backward.concerns(closed)):
         return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
@@ -260,7 +260,7 @@ def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Val
     if isinstance(value, AtFirstUse):
         return value.after(uses.mark(eqn))
     assert isinstance(value, Sharded)
-    if in_loop and backward.on_tpu():
+    if in_loop and platforms.here().casts_in_loops:
         value = value.cast_later()
     return checkpoint_name(value.whole(), MARK)
 

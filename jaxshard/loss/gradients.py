@@ -13,17 +13,17 @@ from jaxshard import collectives
 from jaxshard.base.axes import axes_of, without
 from jaxshard.base.source import warn
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
-from jaxshard.base.types import Tree, is_whole
-from jaxshard.layout.cutting import Leaf
+from jaxshard.base.types import T, Tree
 from jaxshard.layout.layout import Layout
-from jaxshard.layout.options import check_flag
-from jaxshard.loss.arguments import check_batch, checked_arguments
-from jaxshard.loss.loss_program import LossOptions, Program
-from jaxshard.loss.per_device import DeviceLoss, Notes, dtype_of_sums
+from jaxshard.loss.arguments import LossOptions, check_batch, checked_arguments
+from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
+from jaxshard.loss.loss_program import Program
+from jaxshard.loss.per_device import DeviceLoss, LossPlan
 from jaxshard.loss.unshard import Scale
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import within_reach
 from jaxshard.platforms import compiler_options as compilers
+from jaxshard.platforms.platform import StepKind, Value
 from jaxshard.programs.jaxprs import axes_named
 from jaxshard.programs.rows.verdict import RowsWarning
 
@@ -43,12 +43,11 @@ class LossFunction:
         return self.options.setup
 
     @property
-    def compiler_options(self) -> dict[str, compilers.Value]:
+    def compiler_options(self) -> dict[str, Value]:
         """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
         cuts = self.setup.config.cuts
-        return compilers.ours(
-            self.setup.mesh, params_cut=cuts.params, state_cut=cuts.state, checked=self.options.checked
-        )
+        kind = StepKind(params_cut=cuts.params, state_cut=cuts.state, checked=self.options.checked)
+        return compilers.ours(self.setup.mesh, kind)
 
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         setup = self.setup
@@ -87,74 +86,91 @@ class LossFunction:
 
         Args: as in a call; `ShapeDtypeStruct`s will do.
         """
-        return self.noted_layout(params, self.notes(params, batch, *args))
+        return self.planned_layout(params, self.plan(params, batch, *args))
 
-    def noted_layout(self, params: Tree, notes: Notes, state: Tree | None = None) -> Layout:
-        """The layout of params and state (as `init` makes it by default), with what a trace of the loss has found."""
+    def planned_layout(self, params: Tree, plan: LossPlan, state: Tree | None = None) -> Layout:
+        """The layout of params and state (as `init` makes it by default), with each parameter's plan in words."""
         found = self.setup.with_state(params, state)
-        noted = zip(found.params, notes.reasons, notes.inside, notes.looked_up, strict=True)
-        at_once = self.setup.config.regather == "step" and self.options.differentiate
-        gathers = {each[0].names: _how_gathered(*each, at_once=at_once) for each in noted}
-        sums = _of_sums(self.options, found.params)
-        return dataclasses.replace(found, gathers=gathers, loss_rows=str(notes.program.verdict), sums=sums)
+        gathers = {leaf.names: str(each) for leaf, each in zip(found.params, plan.leaves, strict=True)}
+        sums = _of_sums(self.options, plan.leaves)
+        return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan.program.verdict), sums=sums)
 
-    def notes(self, params: Tree, batch: Tree, *args: Tree) -> Notes:
-        """What a trace of the loss finds out; takes what `layout` takes."""
+    def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
+        """The traced loss, and what happens to each parameter in it; takes what `layout` takes."""
         check_batch(batch, self.options)
-        args, notes = checked_arguments(args, batch, self.options), Notes()
-        jax.eval_shape(lambda *a: self._traced(*a, notes=notes), params, batch, *args)
-        return notes
+        return self._plan(params, batch, checked_arguments(args, batch, self.options), None)
 
-    def _traced(self, params: Tree, batch: Tree, *args: Tree, notes: Notes | None = None) -> Tree:
-        found = self.measure(params, batch, args, notes=notes)
+    def _plan(self, params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> LossPlan:
+        plans = before_the_trace(self.setup.layout(params).params, self.options)
+
+        def body(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> _Static:
+            return _Static(DeviceLoss(self.options, plans, params, batch, args, scale).plan())
+
+        return jax.eval_shape(self._on_devices(body, P()), params, batch, args, scale).value
+
+    def _on_devices(self, body: Callable[..., Tree], out_specs: Tree) -> Callable[..., Tree]:
+        """`body(params, batch, args, scale)` on each device, with its parts of the params and the batch."""
+        setup, auto = self.setup, self.setup.config.auto_axes
+
+        def everywhere(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
+            param_specs = self._without_single(setup.layout(params).param_specs)
+            batch_spec = self._without_single(P(setup.batch_axes))
+            params = collectives.at(params, setup.mesh, param_specs)
+            batch = collectives.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
+            return jax.shard_map(
+                body,
+                mesh=setup.mesh,
+                in_specs=(jax.tree.map(lambda s: without(s, auto), param_specs), batch_spec, P(), P()),
+                out_specs=out_specs,
+                axis_names=set(setup.mesh.axis_names) - set(auto),
+                check_vma=self.options.checked,
+            )(params, batch, args, scale)
+
+        return everywhere
+
+    def _without_single(self, specs: T) -> T:
+        """The PartitionSpecs without axes of one device, which are in no type, so that nothing sums over them."""
+        single = tuple(axis for axis, size in self.setup.sizes.items() if size == 1)
+        return jax.tree.map(lambda spec: without(spec, single), specs)
+
+    def _traced(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
+        found = self.measure(params, batch, args)
         value = (found.loss, found.aux) if self.options.has_aux else found.loss
         if not self.options.differentiate:
             return value
         return value, self.setup.with_frozen(found.grads, params, lambda _: jnp.zeros(()))
 
-    def measure(
-        self,
-        params: Tree,
-        batch: Tree,
-        args: tuple[Tree, ...],
-        *,
-        scale: Scale = None,
-        notes: Notes | None = None,
-    ) -> "Measured":
-        """Loss, aux, weight and gradients, inside a trace.
+    def measure(self, params: Tree, batch: Tree, args: tuple[Tree, ...], *, scale: Scale = None) -> "Measured":
+        """Loss, aux, weight and gradients, inside a trace; warns of a loss that is no mean over rows.
 
-        The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients. `notes` is
-        filled with what the trace finds out; without it, a loss that is no mean over rows gets a warning.
+        The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients.
         """
-        setup, options, found_out = self.setup, self.options, notes or Notes()
+        setup, options = self.setup, self.options
         found, auto = setup.layout(params), setup.config.auto_axes
-        single = tuple(axis for axis, size in setup.sizes.items() if size == 1)  # in no type, so nothing sums over them
-        grad_leaf_specs = tuple(jax.tree.leaves(found.grad_specs))
-        specs = (found.param_specs, grad_leaf_specs, P(setup.batch_axes))
-        param_specs, grad_specs, batch_spec = jax.tree.map(lambda spec: without(spec, single), specs)
-        manual_param_specs, manual_grad_specs = jax.tree.map(lambda s: without(s, auto), (param_specs, grad_specs))
-        params = collectives.at(params, setup.mesh, param_specs)
-        batch = collectives.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
+        plan = self._plan(params, batch, args, scale)
+        grad_specs = self._without_single(tuple(jax.tree.leaves(found.grad_specs)))
+        of_grads = jax.tree.map(lambda s: without(s, auto), grad_specs) if options.differentiate else P()
 
         def body(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
-            return DeviceLoss(options, found, params, batch, args, scale, found_out).run()
+            return DeviceLoss(options, plan.leaves, params, batch, args, scale).run(plan.program)
 
-        (loss, averaged, weight), rows, grads = jax.shard_map(
-            body,
-            mesh=setup.mesh,
-            in_specs=(manual_param_specs, batch_spec, P(), P()),
-            out_specs=(P(), batch_spec, manual_grad_specs if options.differentiate else P()),
-            axis_names=set(setup.mesh.axis_names) - set(auto),
-            check_vma=options.checked,
-        )(params, batch, args, scale)
-        if notes is None:
-            _warn_if_mixed(found_out.program, options)
-            _warn_of_aux(found_out.program, options)
-            _warn_if_repeated(found_out.program, setup, axes_of(found.param_specs))
+        out_specs = (P(), self._without_single(P(setup.batch_axes)), of_grads)
+        (loss, averaged, weight), rows, grads = self._on_devices(body, out_specs)(params, batch, args, scale)
+        _warn_if_mixed(plan.program, options)
+        _warn_of_aux(plan.program, options)
+        _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
         if options.differentiate:
             grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
             grads = jax.tree.unflatten(jax.tree.structure(setup.trained(params)), grads)
-        return Measured(loss, _put_together(found_out.program, averaged, rows), weight, grads)
+        return Measured(loss, _put_together(plan.program, averaged, rows), weight, grads)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+    """What a trace returns besides arrays: it is part of its results' structure."""
+
+    value: LossPlan
 
 
 class Measured(NamedTuple):
@@ -206,25 +222,9 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
         )
 
 
-def _how_gathered(leaf: Leaf, reason: str | None, inside: bool, looked_up: bool, *, at_once: bool) -> str:
-    if leaf.frozen:
-        where = "where unshard is" if reason is None else f"at its first use: {reason}"
-        return f"gathered {where}" if inside else "never moved"
-    if not inside:
-        return "never moved but for its gradient" if not leaf.params.dims else ""
-    if at_once and leaf.params.dims:
-        return "gathered once per step"
-    if looked_up:
-        rows = "its rows exchanged where the loss looks them up"
-        return rows if leaf.params.dims else "its rows' gradients exchanged"
-    gradient = "its gradient scattered" if leaf.dims else "its gradient summed"
-    what = "gathered" if leaf.params.dims else gradient
-    return f"{what} where unshard is" if reason is None else f"{what} at its first use: {reason}"
-
-
-def _of_sums(options: LossOptions, leaves: Sequence[Leaf]) -> str:
+def _of_sums(options: LossOptions, plans: Sequence[LeafPlan]) -> str:
     """A sentence for gradients of 2 bytes that are added up over several microbatches; else ""."""
-    dtypes = {dtype_of_sums(options.setup, leaf) for leaf in leaves if not leaf.frozen}
+    dtypes = {plan.sum_dtype for plan in plans if not plan.leaf.frozen}
     narrow = sorted(str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4)
     if not narrow or options.microbatches == 1 or not options.differentiate:
         return ""
@@ -233,16 +233,6 @@ def _of_sums(options: LossOptions, leaves: Sequence[Leaf]) -> str:
         "are off by 0.4% with 4 microbatches, 0.8% with 64, 1.6% with 256 (measured); reduce_dtype=jnp.float32 adds "
         "them up in float32"
     )
-
-
-def check_options(who: str, options: LossOptions) -> None:
-    """Raises a TypeError for a loss that is no function or a flag that is no bool, a ValueError for `microbatches`."""
-    if not callable(options.loss_fn):
-        raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
-    for name in ("has_aux", "weighted", "fold_keys"):
-        check_flag(who, name, getattr(options, name))
-    if not is_whole(options.microbatches, 1):
-        raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
 
 
 def check_global(batch: Tree) -> None:

@@ -10,37 +10,14 @@ import jax.numpy as jnp
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.loss import evaluation, unshard
+from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.unshard import Scale, Value
-from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import core, equations, open_jaxpr
 from jaxshard.programs.primitives import READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOptions:
-    """A loss function, the optimizer's setup, and the options of `value_and_grad`."""
-
-    loss_fn: Callable[..., Tree]
-    setup: Setup
-    has_aux: bool
-    microbatches: int
-    weighted: bool
-    fold_keys: bool
-    differentiate: bool
-    per_row: bool = False  # all of aux has the batch's rows (`predict`)
-
-    @property
-    def checked(self) -> bool:
-        """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
-
-        Over the batch axes our own code makes every sum, so it needs no check.
-        """
-        ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
-        return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxshard.base.types import Params, Tree
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.gradients import LossFn, LossFunction, check_options
-from jaxshard.loss.loss_program import LossOptions
+from jaxshard.loss.arguments import LossOptions, check_options
+from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 
 Value = TypeVar("Value", covariant=True)

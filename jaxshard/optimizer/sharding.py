@@ -10,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard import platforms
 from jaxshard.base.memo import by_shapes
 from jaxshard.base.tree import named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree
@@ -18,11 +19,10 @@ from jaxshard.layout.cutting import deal_leaf
 from jaxshard.layout.layout import Layout, Shardings, check_specs_used, layout_params, layout_state
 from jaxshard.layout.memory_option import HOST
 from jaxshard.layout.options import Config
-from jaxshard.mesh import platform_of
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices
 from jaxshard.optimizer.inner.trace import Settled, Start, Traced, first_state, settled, state_of_values, update_of
-from jaxshard.optimizer.inner.whole_operands import ALL, fragile
+from jaxshard.optimizer.inner.whole_operands import ALL, FOURIER, fragile
 from jaxshard.optimizer.precision import ShardedState
 
 
@@ -152,7 +152,7 @@ class Setup:
         return self._where_it_runs(_start(self, params).fragile)
 
     def _where_it_runs(self, fragile: frozenset[str]) -> frozenset[str]:
-        return fragile if platform_of(self.mesh) == "cpu" else fragile - {"fft"}
+        return fragile if platforms.of(self.mesh).transforms_whole_rows else fragile - FOURIER
 
     def settled(self, params: Tree, state: Tree) -> Settled:
         """The shapes of the state after an update of `state`; for nearly all optimizers, they stay."""
@@ -172,7 +172,7 @@ _KINDS = {"device": None, "host": HOST}  # memory kinds, of `Leaf.memory`
 
 @by_shapes
 def _layout(setup: Setup, params: Tree) -> Layout:
-    return layout_params(setup.config, params, setup.sizes, platform_of(setup.mesh))
+    return layout_params(setup.config, params, setup.sizes, platforms.of(setup.mesh).name)
 
 
 @by_shapes

@@ -14,12 +14,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
+from jaxshard import collectives, platforms
 from jaxshard.base.axes import beyond
 from jaxshard.base.tree import is_traced, matched, named_leaves, shapes_of
 from jaxshard.base.types import Tree
 from jaxshard.layout.layout import Layout
-from jaxshard.mesh import platform_of
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.host_state import HostState
 from jaxshard.optimizer.inner.update import Update, fast, update
@@ -158,11 +157,10 @@ def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
 def _sends_updates(setup: Setup, found: Layout) -> bool:
     """Whether updates, not new params, move to where the params live.
 
-    The compiler's peak memory is, if updates or params are gathered: 1896 or 2782 MB on TPU, 2124 or 1981 MB on H100.
     If params are cut differently from their updates, moving updates spares an optimizer that does not read params from
     having them moved there.
     """
-    return _gathers_by_constraint(setup, found) or platform_of(setup.mesh) == "tpu"
+    return _gathers_by_constraint(setup, found) or platforms.of(setup.mesh).sends_updates
 
 
 def _gathers_by_constraint(setup: Setup, found: Layout) -> bool:
@@ -173,11 +171,9 @@ def _gathers_by_constraint(setup: Setup, found: Layout) -> bool:
 def _selects_whole(setup: Setup) -> bool:
     """Whether new or old params are selected after the all-gather instead of before it.
 
-    The compiler's peak memory for a model with masters, selecting after or before: on TPU 438 or 625 MB (zero1), 436 or
-    500 MB (zero2), since selecting before copied all old params whole. On CPU selecting before takes less: XLA writes
-    the gathered params over the old ones.
+    Where selecting before takes less memory, XLA writes the gathered params over the old ones.
     """
-    return platform_of(setup.mesh) == "tpu"
+    return platforms.of(setup.mesh).selects_after_gather
 
 
 def _with_extra(step: Callable[..., Tree], extra: Extra) -> Callable[..., Tree]:
@@ -213,8 +209,7 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
         return tree
     leaves, treedef = jax.tree.flatten(tree)
     over = None
-    if old is not None and platform_of(setup.mesh) == "gpu":
-        # Behind a barrier, so that the optimizer's kernels, which write over the old state, do not transpose as well.
+    if old is not None and platforms.of(setup.mesh).holds_before_gather:
         leaves, over = [lax.optimization_barrier(x) for x in leaves], jax.tree.leaves(old)
     whole = collectives.gather_all(leaves, setup.mesh, froms, tos, dims, over=over)
     return jax.tree.unflatten(treedef, whole)

@@ -17,27 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxshard import platforms
 from jaxshard.base.axes import varying
 from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
-from jaxshard.mesh import platform_here
 from jaxshard.programs.jaxprs import equations
 from jaxshard.programs.primitives import PRODUCTS
-
-
-def is_ordered() -> bool:
-    """Whether the loss that is traced now runs on GPUs or TPUs."""
-    return platform_here() in ("gpu", "tpu")
-
-
-def on_tpu() -> bool:
-    """Whether the loss that is traced now runs on TPUs, where some rules would cost memory."""
-    return platform_here() == "tpu"
 
 
 def has_own_rule(eqn: Equation) -> bool:
     """Whether an equation's backward pass differs from JAX's: of a pick of one element per row; on GPU of a product."""
     is_product = eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]
-    return (is_product and not on_tpu()) or _picks(eqn)
+    return (is_product and platforms.here().orders_products) or _picks(eqn)
 
 
 def concerns(jaxpr: Jaxpr) -> bool:
@@ -151,13 +141,12 @@ def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
     one kernel, as where the loss multiplies logits by one-hot targets. The output layer's gradients: 524 MB without,
     262 MB with it.
 
-    On TPU the elements are taken by a sum over the same places, too. To gather them, XLA would write all logits to
-    memory in float32, beside those in bfloat16 that are kept (zero2 with masters: 1205 MB, 1008 MB with it).
+    On TPU the elements are taken by a sum over the same places, too.
     """
 
     @jax.custom_vjp
     def pick(rows, ids):
-        return _summed_pick(eqn, rows, ids) if on_tpu() else _bind(eqn, rows, ids)
+        return _summed_pick(eqn, rows, ids) if platforms.here().picks_by_sums else _bind(eqn, rows, ids)
 
     def backward(ids, cotangent):
         return jnp.where(_places(rows.shape, ids), cotangent, jnp.zeros_like(cotangent)), None

@@ -16,9 +16,8 @@ from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.digest import digests
 from jaxshard.layout.layout import Layout
 from jaxshard.layout.options import check_flag
-from jaxshard.loss.arguments import check_batch, checked_arguments
-from jaxshard.loss.gradients import LossFn, LossFunction, check_global, check_options
-from jaxshard.loss.loss_program import LossOptions
+from jaxshard.loss.arguments import LossOptions, check_batch, check_options, checked_arguments
+from jaxshard.loss.gradients import LossFn, LossFunction, check_global
 from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.inner.trace import Settled
 from jaxshard.optimizer.inner.update import fast
@@ -27,6 +26,7 @@ from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import check_state, nearest, within_reach
 from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
+from jaxshard.platforms.platform import Value
 from jaxshard.processes import agreement
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import DRAWS
@@ -50,7 +50,7 @@ def train_step(
     donate: bool = True,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
-    compiler_options: Mapping[str, compilers.Value] | None = None,
+    compiler_options: Mapping[str, Value] | None = None,
 ) -> "TrainStep":
     """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
@@ -108,7 +108,7 @@ class TrainStep:
         donate: bool,
         extra: ExtraFn | None,
         max_skips: int | None,
-        given: dict[str, compilers.Value],
+        given: dict[str, Value],
     ):
         self._loss, self._setup, self._given = loss, loss.setup, given
         self.donate, self._extra, self._max_skips = donate, extra, max_skips
@@ -136,7 +136,7 @@ class TrainStep:
         self._verdicts.tell()
 
     @property
-    def compiler_options(self) -> dict[str, compilers.Value]:
+    def compiler_options(self) -> dict[str, Value]:
         """The options for XLA that it is compiled with: jaxshard's, and those that were given."""
         return self._loss.compiler_options | self._given
 

@@ -12,7 +12,6 @@ from oracle import assert_close, distances
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.platforms import backward
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 LAYERS, WIDTH, RANK, VOCABULARY = 3, 64, 4, 512
@@ -112,11 +111,10 @@ def test_with_other_options(x64, options):
     assert_close({k: p[k] for k in ("lora", "out")}, expected("adamw"), 1e-12)
 
 
-@pytest.mark.parametrize("on_tpu", [False, True])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("strategy", "microbatches"), [("ddp", 1), ("zero2", 1), ("zero3", 1), ("zero3", 3)])
-def test_in_the_order_of_gpus_and_tpus(x64, monkeypatch, strategy, microbatches, on_tpu):
-    monkeypatch.setattr(backward, "is_ordered", lambda: True)
-    monkeypatch.setattr(backward, "on_tpu", lambda: on_tpu)
+def test_in_the_order_of_gpus_and_tpus(x64, as_on, strategy, microbatches, platform):
+    as_on(platform)
     p, _, _ = train(make(strategy), microbatches=microbatches)
     assert_same_base(p)
     assert_close({k: p[k] for k in ("lora", "out")}, expected("adamw"), 1e-12)

@@ -1,5 +1,6 @@
 """Params that `specs` cut over an axis of the batch: experts, to which tokens are sent."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, distances, one_device, sharded
 
 import jaxshard
+from jaxshard.loss import gradients, leaf_plan
 from jaxshard.tensor import expert_parallel
 
 WIDTH, HIDDEN, EXPERTS, LAYERS, ROWS, LENGTH = 8, 12, 8, 2, 16, 6
@@ -200,9 +202,12 @@ def test_experts_that_the_axis_does_not_divide():
 
 
 def test_gradients_of_experts_summed_over_their_axis_are_seen(x64, monkeypatch):
-    from jaxshard.loss.per_device import DeviceLoss
+    real = leaf_plan.before_the_trace
 
-    monkeypatch.setattr(DeviceLoss, "_summed_over", lambda self, leaf: self.setup.split_axes)
+    def everywhere(leaves, options):
+        return [dataclasses.replace(plan, summed=options.setup.split_axes) for plan in real(leaves, options)]
+
+    monkeypatch.setattr(gradients, "before_the_trace", everywhere)
     opt = jaxshard.zero2(inner(), mesh_of(2, 4), **OVER_BOTH)
     got = sharded(loss_of("expert"), opt, params(), batches(3))
     assert max(distances(got[0], expected()[0]).values()) > 1e-4

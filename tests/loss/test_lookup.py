@@ -18,8 +18,6 @@ from oracle import assert_close, distances, one_device, sharded
 import jaxshard
 from jaxshard import tensor
 from jaxshard.loss import lookup
-from jaxshard.optimizer import sharding, update
-from jaxshard.platforms import backward
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
 
@@ -275,13 +273,11 @@ MESHES = {
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", MESHES)
-def test_meshes(monkeypatch, wanted, name, platform):
+def test_meshes(as_on, wanted, name, platform):
     strategy, axes, options = MESHES[name]
     mesh = mesh_of(AxisType.Explicit if name == "explicit" else AxisType.Auto, **axes)
     if platform == "gpu":
-        monkeypatch.setattr(backward, "is_ordered", lambda: True)
-        for module in (update, sharding):
-            monkeypatch.setattr(module, "platform_of", lambda mesh: "gpu")
+        as_on(platform)
     got = sharded(some, opt_of(strategy, mesh=mesh, **options), some_tables(), batches())
     for a, b in zip(got, wanted, strict=True):
         assert_close(a, b, 1e-12)

@@ -21,7 +21,7 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 import jaxshard
 from jaxshard import collectives
 from jaxshard.loss.unshard import Sharded
-from jaxshard.optimizer import sharding, update
+from jaxshard.optimizer import update
 from jaxshard.optimizer.optimizer import setup_of
 from jaxshard.platforms import backward, buckets
 
@@ -32,11 +32,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch):
+def as_on_gpu(as_on):
     """What the code does on GPUs, on these devices."""
-    monkeypatch.setattr(backward, "is_ordered", lambda: True)
-    for module in (update, sharding):
-        monkeypatch.setattr(module, "platform_of", lambda mesh: "gpu")
+    as_on("gpu")
 
 
 def sgd():
@@ -365,8 +363,8 @@ def test_losses_of_strangers(loss, strategy):
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_of_strangers_by_the_rules_for_tpus(monkeypatch, loss, strategy):
-    monkeypatch.setattr(backward, "on_tpu", lambda: True)
+def test_losses_of_strangers_by_the_rules_for_tpus(as_on, loss, strategy):
+    as_on("tpu")
     want = one_device(LOSSES[loss], sgd(), weights(), rows())
     got = sharded(LOSSES[loss], opt_of(strategy), weights(), rows())
     for a, b in zip(got, want, strict=True):
@@ -379,8 +377,8 @@ def test_a_parameter_that_is_cast_later_keeps_its_bits():
     np.testing.assert_array_equal(np.asarray(later).view(np.uint32), values.view(np.uint32))
 
 
-def test_narrow_shards_are_scattered_transposed_on_tpu(monkeypatch):
-    monkeypatch.setattr(collectives, "platform_here", lambda: "tpu")
+def test_narrow_shards_are_scattered_transposed_on_tpu(as_on):
+    as_on("tpu")
     mesh, rng = jaxshard.make_mesh(), np.random.default_rng(1)
     x = rng.integers(-4, 5, (8, 3, 8 * 128)).astype(jnp.bfloat16)
     scatter = jax.shard_map(

@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxshard
 from jaxshard.layout.options import STRATEGIES
-from jaxshard.platforms.compiler_options import OURS, SEVERAL_AT_ONCE, SMALL_GATHERS, SUMS_BEHIND, TWO_STEPS_IN_ONE
+from jaxshard.platforms import OURS
+from jaxshard.platforms.gpu import SEVERAL_AT_ONCE, SMALL_GATHERS, SUMS_BEHIND, TWO_STEPS_IN_ONE
 
 PAGE = Path(__file__).parents[2] / "docs" / "compiler_options.md"
 PARAMS = {"w": np.ones((16, 8), np.float32)}

@@ -112,9 +112,9 @@ def test_narrow_params_with_masters_keep_their_bits_too(strategy, whole, monkeyp
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_old_or_new_params_are_chosen_after_the_gather_as_on_a_tpu(strategy, monkeypatch):
+def test_old_or_new_params_are_chosen_after_the_gather_as_on_a_tpu(strategy, as_on):
     """Of cut ones, XLA for TPU copied all params whole: the choice is among whole ones."""
-    monkeypatch.setattr(update, "platform_of", lambda mesh: "tpu")
+    as_on("tpu")
     opt = make(strategy, master_dtype=jnp.float32)
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params())
     text = jaxshard.train_step(loss, opt).lower(narrow, opt.init(narrow), batch(0)).compile().as_text()

@@ -23,7 +23,6 @@ from oracle import (
 )
 
 import jaxshard
-from jaxshard import collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
 
@@ -170,10 +169,10 @@ def test_several_data_axes_each_cut_a_dim_of_their_own(x64, strategy):
 @pytest.mark.parametrize("as_on_tpu", [False, True])
 @pytest.mark.parametrize("axes", [("slice", "data"), ("data", "slice")])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_several_data_axes_on_one_dim_in_either_order(x64, strategy, axes, as_on_tpu, monkeypatch):
+def test_several_data_axes_on_one_dim_in_either_order(x64, strategy, axes, as_on_tpu, as_on):
     """All at once, or (as on a TPU) one axis after the other: every device must get its own part."""
     if as_on_tpu:
-        monkeypatch.setattr(collectives, "platform_here", lambda: "tpu")
+        as_on("tpu")
     mesh = jax.make_mesh((2, 4), ("slice", "data"), axis_types=(AxisType.Auto,) * 2)
     opt = getattr(jaxshard, strategy)(optax.sgd(0.1, momentum=0.9), mesh, data_axes=axes)
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from jaxshard.cli.doctor import sections as doctor_sections
 from jaxshard.cli.doctor.devices import Machine
 from jaxshard.cli.doctor.findings import Finding, Here
 from jaxshard.cli.doctor.sections import Section
-from jaxshard.platforms.compiler_options import OURS
+from jaxshard.platforms import OURS
 from jaxshard.system.about import about
 from jaxshard.system.apart import Told, told_by
 from jaxshard.system.command import INTERRUPTED, ended_at_once, environment

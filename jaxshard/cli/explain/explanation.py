@@ -18,7 +18,7 @@ from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import gathers
+from jaxshard.loss import leaf_plan
 from jaxshard.step.step import TrainStep, loss_of
 
 
@@ -121,12 +121,12 @@ class Explanation:
 def explained(subject: Subject) -> Explanation:
     """What the layout and a trace of the loss say."""
     loss = loss_of(subject.step)
-    notes = loss.notes(subject.params, subject.batch, *subject.more)
-    layout = loss.noted_layout(subject.params, notes, subject.state)
+    plan = loss.plan(subject.params, subject.batch, *subject.more)
+    layout = loss.planned_layout(subject.params, plan, subject.state)
     states = _states(layout)
     found = [
         _param(layout, leaf, states.get(leaf.names, []), lines)
-        for leaf, lines in zip(layout.params, gathers.lines(notes), strict=True)
+        for leaf, lines in zip(layout.params, leaf_plan.lines(plan.program.jaxpr, plan.leaves), strict=True)
     ]
     return Explanation(
         strategy=layout.config.strategy,
@@ -224,7 +224,7 @@ _PARTS = (
     ("optimizer/inner/update.py", "", "the update"),
     ("loss/per_device.py", "DeviceLoss._finish", "the gradients' reduction, after the backward pass"),
     ("loss/per_device.py", "DeviceLoss._reduced", "the mean of the loss over devices"),
-    ("loss/per_device.py", "DeviceLoss.__init__", "params are gathered once per step"),
+    ("loss/per_device.py", "DeviceLoss._at_the_start", "params are gathered once per step"),
     ("loss/gradients.py", "", "the gradients"),
 )
 """Parts of a step of jaxshard: the file and the function that traced it, and what it is for."""

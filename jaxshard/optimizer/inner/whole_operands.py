@@ -16,7 +16,8 @@ from jaxshard.programs.primitives import CUMULATIVE
 from jaxshard.programs.rerun import bound, rerun
 
 Whole = Callable[[jax.Array], jax.Array]
-ALL = CUMULATIVE | {"fft"}
+FOURIER = frozenset({"fft"})
+ALL = CUMULATIVE | FOURIER
 
 
 class _Mend(NamedTuple):
@@ -38,7 +39,7 @@ def fragile(program: Jaxpr) -> frozenset[str]:
     """The names of the operations in the program, at any depth, whose operands must not be cut."""
     found = {eqn.primitive.name for eqn in equations(program)} & ALL
     cumulative = frozenset(found & CUMULATIVE)
-    return frozenset(found & {"fft"}) | (cumulative if len(cumulative) > 1 else frozenset())
+    return frozenset(found & FOURIER) | (cumulative if len(cumulative) > 1 else frozenset())
 
 
 def with_whole_operands(fn: Callable[..., T], whole: Whole, names: frozenset[str]) -> Callable[..., T]:

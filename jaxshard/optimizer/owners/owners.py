@@ -16,12 +16,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
+from jaxshard import collectives, platforms
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.source import warn
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
-from jaxshard.mesh import platform_of
 from jaxshard.optimizer.inner.trace import first_state, update_of
 from jaxshard.optimizer.inner.update import fast, update, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer
@@ -202,12 +201,8 @@ class _Member(NamedTuple):
 
 
 def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None:
-    """Warns of simulated devices that may wait for each other forever.
-
-    XLA for CPU (jax 0.10 to 0.12) runs collectives, which block, and the parts of linear algebra on one pool of
-    threads. Seen with Shampoo: 7 of 8 threads in an all-to-all, and an `eigh` of the last device without a thread.
-    """
-    if platform_of(mesh) != "cpu" or not isinstance(mesh, Mesh):
+    """Warns of simulated devices that may wait for each other forever, in the one pool of threads that they have."""
+    if not platforms.of(mesh).blocks_threads or not isinstance(mesh, Mesh):
         return
     names = {eqn.primitive.name for one in members for eqn in equations(one.unit.program)} & LINEAR_ALGEBRA
     here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)

@@ -1,0 +1,211 @@
+"""What happens to each parameter in a step's loss: where it becomes whole, and where its gradient is summed.
+
+Shards go in. The plan of a parameter says where it is gathered and where its gradient is reduced. Microbatches are a
+scan, and the sums are divided once. Plans are made by pure functions of the layout, the options and the traced loss,
+before the loss is evaluated.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxshard import platforms
+from jaxshard.base.axes import Dims, axes_of
+from jaxshard.base.source import line_of
+from jaxshard.base.tree import Names
+from jaxshard.base.types import DType, Equation, Jaxpr, Var
+from jaxshard.layout.cutting import Leaf
+from jaxshard.loss import uses
+from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.unshard import deferred, lookup_dims
+from jaxshard.optimizer.precision import like
+from jaxshard.optimizer.sharding import Setup
+from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
+from jaxshard.programs.primitives import CASTS, INLINED, REMAT
+from jaxshard.programs.questions import varies_smoothly
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """What happens to one parameter in the loss, on its way from rest to a reduced gradient.
+
+    Attributes:
+      leaf: its shape, and where it lives.
+      gather: where it becomes whole: "never" (it is whole at rest), at the "start" of the step, or at each "use".
+      reduce: where its gradient is reduced: "none" is asked for, "after" the backward pass, or "at use", within it.
+      scattered: the dims along which a microbatch's gradient is scattered, and the sum over microbatches is cut.
+      summed: the axes over which its gradient is summed: those that split the batch, without those that its spec names.
+      sum_dtype: the dtype of these sums.
+      reason: why the loss gets it whole at its first use; None: it goes to marks (`unshard`) and lookups alone.
+      looks_up: the loss looks rows up in it, which devices exchange, and does nothing else with it.
+    """
+
+    leaf: Leaf
+    gather: Literal["never", "start", "use"]
+    reduce: Literal["none", "after", "at use"]
+    scattered: Dims
+    summed: Names
+    sum_dtype: DType
+    reason: str | None = None
+    looks_up: bool = False
+
+    @property
+    def held(self) -> Dims:
+        """The dims along which it is cut when the loss begins."""
+        return self.leaf.params.dims if self.gather == "use" else ()
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether a collective gathers it, or reduces its gradient, where the loss uses it."""
+        return self.gather == "use" or self.reduce == "at use"
+
+    @property
+    def table_dims(self) -> Dims:
+        """The dims along which a table is cut whose rows are exchanged; () where they cannot be."""
+        return lookup_dims(self.scattered, self.held)
+
+    def __str__(self) -> str:
+        if self.leaf.frozen:
+            return f"gathered {self._where}" if self.gather == "use" else "never moved"
+        if self.gather == "start":
+            return "gathered once per step"
+        if not self.is_moved:
+            return "never moved but for its gradient" if self.reduce == "after" else "never moved"
+        if self.looks_up:
+            exchanged = "its rows exchanged where the loss looks them up"
+            return exchanged if self.gather == "use" else "its rows' gradients exchanged"
+        gradient = "its gradient scattered" if self.leaf.dims else "its gradient summed"
+        return f"{'gathered' if self.gather == 'use' else gradient} {self._where}"
+
+    @property
+    def _where(self) -> str:
+        return "where unshard is" if self.reason is None else f"at its first use: {self.reason}"
+
+
+def before_the_trace(leaves: Sequence[Leaf], options: LossOptions) -> tuple[LeafPlan, ...]:
+    """The plans as far as the layout and the options decide them."""
+    return tuple(_before_the_trace(leaf, options) for leaf in leaves)
+
+
+def _before_the_trace(leaf: Leaf, options: LossOptions) -> LeafPlan:
+    at_once = options.differentiate and options.setup.config.regather == "step"
+    gather = ("start" if at_once else "use") if leaf.params.dims else "never"
+    is_differentiated = options.differentiate and not leaf.frozen
+    held = leaf.params.dims if gather == "use" else ()
+    scattered = leaf.grads.dims if is_differentiated else held
+    reduce = ("at use" if scattered else "after") if is_differentiated else "none"
+    summed = tuple(axis for axis in options.setup.split_axes if axis not in axes_of(leaf.spec))
+    return LeafPlan(leaf, gather, reduce, scattered, summed, _sum_dtype(options.setup, leaf))
+
+
+def _sum_dtype(setup: Setup, leaf: Leaf) -> DType:
+    """The dtype in which the gradients of a parameter are added up over microbatches and devices."""
+    given = like(setup.config.reduce_dtype, leaf.dtype)
+    is_wide = setup.config.auto_axes and platforms.of(setup.mesh).widens_sums
+    return jnp.promote_types(given, jnp.float32) if is_wide else given
+
+
+def after_the_trace(plans: Sequence[LeafPlan], jaxpr: Jaxpr, options: LossOptions) -> tuple[LeafPlan, ...]:
+    """The plans for a traced loss, by how it uses each parameter.
+
+    Raises:
+      ValueError: the loss uses a parameter as its layout does not allow.
+    """
+    for index, plan in enumerate(plans):
+        _check_own_axes(index, plan.leaf, jaxpr, options)
+        _check_frozen(plan, jaxpr, options)
+    once = not options.setup.config.cuts.accumulators
+    if once and _reduces_once(jaxpr, options):
+        plans = [_reduced_once(plan, options.setup.config.min_shard_size) for plan in plans]
+    return tuple(_by_uses(index, plan, jaxpr, once) for index, plan in enumerate(plans))
+
+
+def _reduces_once(jaxpr: Jaxpr, options: LossOptions) -> bool:
+    """Whether gradients that are summed whole are reduced once all the same where autodiff makes them.
+
+    They are if the step has one microbatch, and no pipeline, which makes several.
+    """
+    return options.differentiate and options.microbatches == 1 and not uses.defers(jaxpr)
+
+
+def _reduced_once(plan: LeafPlan, min_shard_size: int) -> LeafPlan:
+    """The plan of a whole parameter whose gradient is reduced at its one use, if it is worth a reduction of its own."""
+    if plan.leaf.frozen:
+        return plan
+    is_large = bool(plan.summed) and math.prod(plan.leaf.shape) >= max(min_shard_size, 1)
+    return dataclasses.replace(plan, reduce="at use" if is_large else "after", scattered=plan.leaf.dims)
+
+
+def _by_uses(index: int, plan: LeafPlan, jaxpr: Jaxpr, once: bool) -> LeafPlan:
+    table, inputs = plan.table_dims, open_jaxpr(jaxpr)
+    reason = uses.why_not_lazy(jaxpr, index, plan.scattered, looked_up_by=table, once=once and not plan.leaf.frozen)
+    looks_up = plan.is_moved and uses.only_looked_up(inputs, inputs.invars[index], table)
+    return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
+
+
+def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) -> None:
+    """Raises a ValueError if rows meet a parameter that `specs` cut over their own axis, and do not move along it.
+
+    Each device would train on the parts of such a parameter that its own rows meet.
+    """
+    for axis in sorted(axes_of(leaf.spec) & {*options.setup.split_axes}):
+        wrt = [i == index for i in range(len(open_jaxpr(jaxpr).invars))]
+        if varies_smoothly(jaxpr, wrt, but_along=axis)[0]:
+            raise ValueError(
+                f"specs: {leaf.path} has {leaf.spec}, and {axis!r} splits the batch, too: what the loss makes "
+                "of it must go along that axis (jaxshard.tensor.expert_parallel sends it; a penalty needs "
+                f"jax.lax.psum(x, {axis!r})). Or leave {axis!r} out of specs: the strategy cuts over it itself"
+            )
+
+
+def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
+    """Raises a ValueError for a frozen parameter of which a schedule with a backward pass of its own would fail."""
+    leaf = plan.leaf
+    if not leaf.frozen or not options.differentiate or not uses.defers(jaxpr):
+        return
+    if plan.held or leaf.dtype.itemsize < 2 or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise ValueError(
+            f"frozen: {leaf.path} ({leaf.dtype}{', cut' if plan.held else ''}) cannot be in a pipeline whose "
+            'schedule has a backward pass of its own: give jaxshard.pipeline(schedule="gpipe"), or a base in '
+            "bfloat16 or float32 that ZeRO does not cut (zero=2)"
+        )
+
+
+# Where in the user's source.
+
+
+def lines(jaxpr: Jaxpr, plans: Sequence[LeafPlan]) -> list[tuple[str, ...]]:
+    """For each parameter the lines where the loss gathers it or looks its rows up, or where its gradient is reduced.
+
+    They are in the order in which the loss comes to them. () where that happens outside of the loss, or not at all.
+    """
+    program = open_jaxpr(jaxpr)
+    each = zip(program.invars, plans, strict=False)  # more inputs follow
+    return [_lines_of(program, var, plan) if plan.is_moved else () for var, plan in each]
+
+
+def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
+    if plan.reason is None or plan.looks_up:
+        trails = _used(program, var, (), INLINED | REMAT | {"scan"})
+    else:
+        trails = itertools.islice(_used(program, var, (), INLINED), 1)
+    return tuple(dict.fromkeys(filter(None, map(line_of, trails))))
+
+
+def _used(
+    program: Jaxpr, var: Var, around: Sequence[Equation], entered: frozenset[str]
+) -> Iterator[tuple[Equation, ...]]:
+    """Each use of a variable, after the calls around it; the programs of `entered` calls are entered."""
+    for eqn, position in uses.uses_of(open_jaxpr(program), var):
+        trail, name = (*around, eqn), eqn.primitive.name
+        if name in CASTS:
+            yield from _used(program, eqn.outvars[0], around, entered)
+        elif name in entered and deferred(eqn) is None:
+            inner = open_jaxpr(inner_jaxpr(eqn))
+            yield from _used(inner, inner.invars[position], trail, entered)
+        else:
+            yield trail

@@ -1,0 +1,73 @@
+"""XLA for GPU.
+
+Figures of options are of the step in `benchmarks/NOTES.md`: 12 layers of width 1024, float32, for 8 x H100.
+"""
+
+from jaxshard.platforms.platform import MOST_LAYERS, CompilerOption, Platform, is_table
+
+
+def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None) -> int:
+    """The first dim that is no stack of layers is best, then the next; of a table its features.
+
+    XLA for GPU gathers and scatters along the first dim in memory, and transposes what is cut along another.
+    """
+    del shard, tile
+    if len(shape) >= 3 and dim == 0 and shape[0] <= MOST_LAYERS:
+        return len(shape)
+    return 1 - dim if is_table(shape) else dim
+
+
+TWO_STEPS_IN_ONE = CompilerOption(
+    "xla_gpu_enable_while_loop_double_buffering",
+    True,
+    "gpu",
+    "always",
+    lambda step: True,
+    "Makes two steps of each loop one, and so spares copies of what a loop carries. Kernels other than matrix products "
+    "move 30.3 GB instead of 32.3 GB (zero2).",
+)
+SMALL_GATHERS = CompilerOption(
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    8_000_000,
+    "gpu",
+    "where params are cut (zero3, fsdp, hsdp)",
+    lambda step: step.params_cut,
+    "Joins gathers only up to 8 MB. With XLA's own 30 MB a whole layer in bfloat16 is one gather, and its first matrix "
+    "product waits for all of it; with 8 MB its second weight is gathered beside its first product. In bfloat16, "
+    "products cover 802 MB instead of 368 MB of the 1046 MB that collectives take.",
+)
+SEVERAL_AT_ONCE = CompilerOption(
+    "xla_gpu_experimental_parallel_collective_overlap_limit",
+    4,
+    "gpu",
+    "where params are cut (zero3, fsdp, hsdp)",
+    lambda step: step.params_cut,
+    "Lets the output layer be gathered beside the last layers, which have collectives of their own. Products cover "
+    "1638 MB instead of 1507 MB of 2091 MB.",
+)
+SUMS_BEHIND = CompilerOption(
+    "xla_gpu_enable_pipelined_all_reduce",
+    True,
+    "gpu",
+    "where gradients are summed whole (ddp)",
+    lambda step: not step.state_cut,
+    "Sums a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of 866 "
+    "MB.",
+    renamed=("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON"),
+)
+
+GPU = Platform(
+    name="gpu",
+    rank_of_cut=rank_of_cut,
+    tile=lambda itemsize: None,
+    compiler_options=(TWO_STEPS_IN_ONE, SMALL_GATHERS, SEVERAL_AT_ONCE, SUMS_BEHIND),
+    product_dtypes=("float16",),  # tf32 has float16's bits
+    orders_backward=True,
+    # XLA puts products off until something reads their results (platforms/backward.py).
+    orders_products=True,
+    # XLA would gather what a microbatch needs first (and its output layer) beside the microbatch before, at 224 MB of
+    # 1208 MB (`benchmarks/NOTES.md`).
+    holds_microbatches=True,
+    # Otherwise the optimizer's kernels, which write over the old state, would transpose as well.
+    holds_before_gather=True,
+)
