@@ -9,8 +9,8 @@ from jaxshard.loss.arguments import whole as whole
 from jaxshard.loss.check import LossReport as LossReport
 from jaxshard.loss.check import RowsError as RowsError
 from jaxshard.loss.check import check as check
-from jaxshard.loss.unshard import lookup as lookup
-from jaxshard.loss.unshard import unshard as unshard
+from jaxshard.loss.params.unshard import lookup as lookup
+from jaxshard.loss.params.unshard import unshard as unshard
 from jaxshard.loss.value_and_grad import Evaluate as Evaluate
 from jaxshard.loss.value_and_grad import Predict as Predict
 from jaxshard.loss.value_and_grad import ValueAndGrad as ValueAndGrad

@@ -1,4 +1,4 @@
-"""The strategies side by side: each says what is cut over the data axes, and takes the same options."""
+"""The strategies side by side: each says what is sharded over the data axes. All take what `ddp` takes."""
 
 from typing import Unpack
 
@@ -14,11 +14,9 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 
     Args:
       inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
+      mesh: a mesh with the data axes (and the replica axes, for `hsdp`), of Auto or of Explicit axes; for plans an
+        `AbstractMesh` will do.
+      **options: `jaxshard.Options` lists them, and says what each does.
 
     Returns:
       A `ShardedOptimizer`.
@@ -37,20 +35,7 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`.
 
     >>> from jaxshard.mesh import abstract_mesh
     >>> zero1(optax.adamw(1e-3), abstract_mesh(8))
@@ -62,20 +47,7 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`.
 
     >>> from jaxshard.mesh import abstract_mesh
     >>> zero2(optax.adamw(1e-3), abstract_mesh(8))
@@ -87,20 +59,7 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`.
 
     >>> from jaxshard.mesh import abstract_mesh
     >>> zero3(optax.adamw(1e-3), abstract_mesh(8))
@@ -115,20 +74,7 @@ fsdp = zero3
 def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """Hybrid sharded: as zero3 over the data axes; copies over the replica axes all-reduce shards once per step.
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes and the replica axes, of Auto or of Explicit axes, or an `AbstractMesh`.
-      **options: specs, data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`.
 
     >>> from jaxshard.mesh import abstract_mesh
     >>> hsdp(optax.adamw(1e-3), abstract_mesh(8, replica=2))
@@ -142,22 +88,7 @@ def tensor_parallel(
 ) -> ShardedOptimizer:
     """Layers cut as `specs` say (Shoeybi et al. 2020), for the blocks of `jaxshard.tensor`; data parallel around.
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`, needed here.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> from jaxshard.mesh import abstract_mesh
@@ -172,22 +103,7 @@ def pipeline_parallel(
 ) -> ShardedOptimizer:
     """Stacked layers cut into stages as `specs` say, run by `jaxshard.pipeline`; data parallel around.
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`, needed here.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> from jaxshard.mesh import abstract_mesh
@@ -204,25 +120,9 @@ def hybrid(
     zero: Zero = 2,
     **options: Unpack[CommonOptions],
 ) -> ShardedOptimizer:
-    """Tensor and pipeline parallel as `specs` say, and ZeRO level 0 (ddp), 1, 2 or 3 over the data axes.
+    """Tensor and pipeline parallel as `specs` say, and ZeRO level 0 (ddp), 1, 2 or 3 (`zero`) over the data axes.
 
-    Args:
-      inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes, of Auto or of Explicit axes; for plans an `AbstractMesh` will do.
-      specs: how the model's own axes cut the params: a pytree, or prefix, of PartitionSpecs, or rules
-        [(regex on the '/'-joined path, PartitionSpec), ...], first match wins; None: they cut nothing.
-      zero: the level of ZeRO over the data axes.
-      **options: data_axes, replica_axes, params_axes, grads_axes, state_axes, regather, frozen,
-        min_shard_size, reduce_dtype, master_dtype, moment_dtype, state_memory, stochastic_rounding, loss_scale,
-        auto_axes, rows;
-        `jaxshard.Options` says what each does.
-
-    Returns:
-      A `ShardedOptimizer`.
-
-    Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+    Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> from jaxshard.mesh import abstract_mesh

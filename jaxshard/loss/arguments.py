@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
 from jaxshard.base.types import Tree, is_whole
-from jaxshard.layout.options import check_flag
+from jaxshard.layout.checks import check_flag
 from jaxshard.mesh import check_context
 from jaxshard.optimizer.sharding import Setup
 

@@ -18,8 +18,8 @@ from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, check_batch, checked_arguments
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
 from jaxshard.loss.loss_program import Program
+from jaxshard.loss.params.unshard import Scale
 from jaxshard.loss.per_device import DeviceLoss, LossPlan
-from jaxshard.loss.unshard import Scale
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import within_reach
 from jaxshard.platforms import compiler_options as compilers

@@ -19,9 +19,9 @@ from jaxshard.base.source import line_of
 from jaxshard.base.tree import Names
 from jaxshard.base.types import DType, Equation, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
-from jaxshard.loss import uses
 from jaxshard.loss.arguments import LossOptions
-from jaxshard.loss.unshard import deferred, lookup_dims
+from jaxshard.loss.params import uses
+from jaxshard.loss.params.unshard import deferred, lookup_dims
 from jaxshard.optimizer.precision import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
@@ -69,10 +69,10 @@ class LeafPlan:
         return lookup_dims(self.scattered, self.held)
 
     def __str__(self) -> str:
-        if self.leaf.frozen:
-            return f"gathered {self._where}" if self.gather == "use" else "never moved"
         if self.gather == "start":
             return "gathered once per step"
+        if self.leaf.frozen:
+            return f"gathered {self._where}" if self.gather == "use" else "never moved"
         if not self.is_moved:
             return "never moved but for its gradient" if self.reduce == "after" else "never moved"
         if self.looks_up:

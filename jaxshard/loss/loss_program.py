@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
-from jaxshard.loss import evaluation, unshard
 from jaxshard.loss.arguments import LossOptions
-from jaxshard.loss.unshard import Scale, Value
+from jaxshard.loss.params import unshard
+from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import core, equations, open_jaxpr
 from jaxshard.programs.primitives import READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
@@ -27,14 +27,12 @@ class Program:
     Attributes:
       verdict: what is known of its rows.
       roles: what each input is.
-      differentiate: whether gradients are asked for.
     """
 
     jaxpr: Jaxpr
     out_tree: TreeDef
     verdict: Verdict
     roles: tuple[str, ...]
-    differentiate: bool
 
     @property
     def row_dims(self) -> tuple[int | None, ...]:
@@ -97,19 +95,9 @@ class Program:
             for role, is_read in zip(roles, read_as_keys, strict=True)
         ]
         verdict = _verdict(jaxpr, of_rows, roles, batch, options)
-        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles), options.differentiate)
+        program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
         _check_aux(program, shapes, options)
         return program
-
-    def run(
-        self, values: Sequence[Value], batch: Tree, args: tuple[Tree, ...], scale: Scale
-    ) -> tuple[Tree, Tree, Tree]:
-        """Runs the loss on params that may be `Sharded`; returns (loss, weight, aux)."""
-        flat = [*values, *jax.tree.leaves((batch, args, scale))]
-        ordered = None if self.differentiate else False
-        smooth = [role == "param" for role in self.roles]
-        outs = evaluation.run(self.jaxpr, flat, range(len(values)), ordered=ordered, smooth=smooth)
-        return jax.tree.unflatten(self.out_tree, [jnp.asarray(x) for x in outs])
 
 
 def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

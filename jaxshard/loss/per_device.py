@@ -14,10 +14,12 @@ from jaxshard.base.axes import axes_of_dims, beyond
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import Tree
 from jaxshard.layout.cutting import Leaf
+from jaxshard.loss import ordered
 from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
-from jaxshard.loss.unshard import AtFirstUse, Scale, Sharded, Value
+from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward
 
@@ -119,7 +121,17 @@ class DeviceLoss:
         """(loss, weight, aux) of one microbatch."""
         pairs = zip(self._values(shards, diff), self.plans, strict=True)
         values = [x if plan.reason is None else _at_first_use(x) for x, plan in pairs]
-        return jax.tree.map(self._varied, self.program.run(values, batch, self._folded(index), self.scale))
+        return jax.tree.map(self._varied, self._evaluated(values, batch, self._folded(index)))
+
+    def _evaluated(self, values: Sequence[Value], batch: Tree, args: Tree) -> Tree:
+        """(loss, weight, aux) as the loss returns them."""
+        program, flat = self.program, [*values, *jax.tree.leaves((batch, args, self.scale))]
+        if self.options.differentiate:
+            smooth = [role == "param" for role in program.roles]
+            outs = ordered.run(program.jaxpr, flat, range(len(values)), smooth)
+        else:
+            outs = Evaluation.run(program.jaxpr, flat)
+        return jax.tree.unflatten(program.out_tree, [jnp.asarray(x) for x in outs])
 
     def _varied(self, x: jax.Array) -> jax.Array:
         """`x` with a type that varies over the batch axes.

@@ -9,8 +9,9 @@ import optax
 
 from jaxshard.base.tree import check_alive, check_same_structure
 from jaxshard.base.types import AnyMesh, Params, T, Tree
+from jaxshard.layout.checks import checked_config
 from jaxshard.layout.layout import Layout, Shardings, check_arrays
-from jaxshard.layout.options import Config, checked_config
+from jaxshard.layout.options import Config
 from jaxshard.mesh import check_context, check_has_devices
 from jaxshard.optimizer import state as states
 from jaxshard.optimizer.inner.update import fast

@@ -12,7 +12,8 @@ from jax import lax
 from jaxshard import collectives
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Jaxpr, Scalar, Tree
-from jaxshard.loss import evaluation, unshard, uses
+from jaxshard.loss import ordered
+from jaxshard.loss.params import unshard, uses
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
 from jaxshard.pipelining.timetable import Info, Plan, Work
@@ -159,7 +160,7 @@ class _Device:
 
     def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
         chunk: Tree = work.round * self.plan.num_stages + self.index
-        return evaluation.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
+        return ordered.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
 
     # Forward alone.
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Tree
-from jaxshard.loss import unshard
+from jaxshard.loss.params import unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.one_f_one_b import Pipe
 from jaxshard.pipelining.stages import Parts

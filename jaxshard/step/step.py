@@ -14,8 +14,8 @@ from jaxshard import collectives
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.digest import digests
+from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
-from jaxshard.layout.options import check_flag
 from jaxshard.loss.arguments import LossOptions, check_batch, check_options, checked_arguments
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
 from jaxshard.mesh import check_has_devices

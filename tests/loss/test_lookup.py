@@ -17,7 +17,7 @@ from oracle import assert_close, distances, one_device, sharded
 
 import jaxshard
 from jaxshard import tensor
-from jaxshard.loss import lookup
+from jaxshard.loss.params import lookup
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
 

@@ -20,7 +20,7 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 
 import jaxshard
 from jaxshard import collectives
-from jaxshard.loss.unshard import Sharded
+from jaxshard.loss.params.unshard import Sharded
 from jaxshard.optimizer import update
 from jaxshard.optimizer.optimizer import setup_of
 from jaxshard.platforms import backward, buckets

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jaxshard.base.axes import Dims
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
-from jaxshard.loss import lookup
-from jaxshard.loss.unshard import LOOKUP_MARK, MARK, deferred
+from jaxshard.loss.params import lookup
+from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT
 

@@ -2,8 +2,8 @@
 
 The loss is traced once with whole, abstract parameters, so that it sees the shapes, sizes and structure of one device.
 `unshard` leaves a mark on each leaf. A leaf is lazy if it goes to marks alone, through nothing but `scan`, `jit` and
-`jax.checkpoint` (see `core.uses`). The traced program then runs with the leaf's shard in its place, and gathers it at
-the mark (see `core.evaluation`). Any other leaf is gathered where the loss first uses it.
+`jax.checkpoint` (see `loss.params.uses`). The traced program then runs with the leaf's shard in its place, and gathers
+it at the mark (see `loss.evaluation`). Any other leaf is gathered where the loss first uses it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxshard import collectives
 from jaxshard.base.axes import Dims
 from jaxshard.base.tree import Names, is_traced
 from jaxshard.base.types import DType, Equation, T, Var
-from jaxshard.loss.lookup import Lookup, exchanged, looked_up
+from jaxshard.loss.params.lookup import Lookup, exchanged, looked_up
 
 MARK = "jaxshard.unshard"
 LOOKUP_MARK = "jaxshard.lookup"

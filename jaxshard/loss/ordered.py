@@ -1,0 +1,165 @@
+"""An evaluation of the loss that orders its backward pass, for GPU and TPU (`platforms.backward` says how and why).
+
+It has rules for the backward pass alone, so that forward-mode differentiation fails. (The order is not written into
+the program beforehand: barriers hold back the gradients of cut parameters, which only an evaluation has, and a program
+written anew would be traced once more.)
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxshard import platforms
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
+from jaxshard.loss.evaluation import Evaluation
+from jaxshard.loss.params import uses
+from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
+from jaxshard.platforms import backward, buckets
+from jaxshard.programs.jaxprs import inner_jaxpr, is_literal
+from jaxshard.programs.primitives import INLINED, SAME_NUMBERS
+from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smoothly
+
+_KEEPS_WEIGHT = SAME_NUMBERS | {"transpose", "name"}
+"""Make of a whole parameter the same one: cast, in another shape, or marked."""
+
+
+def run(
+    closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), smooth: Sequence[bool] | None = None
+) -> list[Value]:
+    """Evaluates a program that is differentiated, on GPU and TPU with an ordered backward pass.
+
+    Args:
+      closed, values: as for `Evaluation.run`.
+      weights: which inputs are parameters. (Those that are cut are known to be.)
+      smooth: which inputs may have gradients; None: all.
+    """
+    if not platforms.here().orders_backward:
+        return Evaluation.run(closed, values)
+    return OrderedEvaluation.run(closed, values, weights=weights, smooth=smooth)
+
+
+class OrderedEvaluation(Evaluation):
+    """One evaluation of a program, with an ordered backward pass.
+
+    Attributes:
+      weights: the variables that are whole parameters, cast and reshaped ones too.
+      smooth: the variables that may have gradients.
+    """
+
+    always_prevents_cse = True
+
+    def __init__(
+        self,
+        closed: Jaxpr,
+        values: Sequence[Tree],
+        *,
+        in_loop: bool = False,
+        weights: Iterable[int] = (),
+        smooth: Sequence[bool] | None = None,
+    ):
+        super().__init__(closed, values, in_loop=in_loop)
+        self.smooth = variables_that_vary_smoothly(self.jaxpr, [True] * len(values) if smooth is None else smooth)
+        self.weights = {self.jaxpr.invars[i] for i in weights}
+        self._reduced_before = {} if in_loop else self._buckets()
+
+    @classmethod
+    def concerns(cls, closed: Jaxpr) -> bool:
+        """Whether a program has an equation with a rule of its own."""
+        return backward.concerns(closed)
+
+    def _run(self, place: int, eqn: Equation) -> None:
+        if place in self._reduced_before:
+            self._order(place)
+        self._gather_first_used(eqn)
+        later = self._gradients_before(place, eqn)
+        if later or self._takes_cut(eqn):
+            self._run_waiting()
+            outs = self._run_with_cut(eqn)
+            self.weights |= {eqn.outvars[0]} if uses.mark(eqn) else set()
+            self._set(eqn, self._after_gradients_of(later, eqn.outvars, outs))
+        elif self._run_by_own_rule(eqn):
+            return
+        else:
+            self._waiting.append(eqn)
+        if eqn.primitive.name in _KEEPS_WEIGHT and self._is_weight(eqn.invars[0]):
+            self.weights.add(eqn.outvars[0])
+
+    def _is_weight(self, v: Var) -> bool:
+        return not is_literal(v) and v in self.weights
+
+    def _gather(self, v: Var, value: AtFirstUse) -> None:
+        super()._gather(v, value)
+        self.weights.add(v)
+
+    def _run_called(self, eqn: Equation) -> list[Value]:
+        weights = [i for i, v in enumerate(eqn.invars) if self._is_weight(v)]
+        smooth = [not is_literal(v) and v in self.smooth for v in eqn.invars]
+        values = [self._read(v) for v in eqn.invars]
+        return self.run(inner_jaxpr(eqn), values, weights=weights, in_loop=self.in_loop, smooth=smooth)
+
+    def _run_by_own_rule(self, eqn: Equation) -> bool:
+        """Runs an equation whose backward pass has rules of its own, or a call of such; False if it is neither."""
+        is_call = eqn.primitive.name in INLINED and deferred(eqn) is None and backward.concerns(inner_jaxpr(eqn))
+        if not is_call and (not backward.has_own_rule(eqn) or any(is_literal(v) for v in eqn.invars)):
+            return False
+        self._run_waiting()
+        if is_call:
+            self._set(eqn, self._run_called(eqn))
+        else:
+            operands: list[Tree] = [self.env[v] for v in eqn.invars]
+            self._set(eqn, [backward.bind(eqn, operands, [self._is_weight(v) for v in eqn.invars])])
+        return True
+
+    def _buckets(self) -> dict[int, list[Var]]:
+        """As `buckets.reduced_before`."""
+        cut = {v: slot for v in self.jaxpr.invars if (slot := _gradient_slot(self.env[v])) is not None}
+        return buckets.reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
+
+    def _order(self, place: int) -> None:
+        """Has the backward pass go past an equation when the gradients of the next bucket are reduced."""
+        self._run_waiting()
+        variables = buckets.live(self.jaxpr, place, self.weights)
+        variables = [v for v in variables if isinstance(self.env[v], jax.Array)]
+        tied = self._after_gradients_of(self._reduced_before[place], variables, [self.env[v] for v in variables])
+        self.env |= dict(zip(variables, tied, strict=True))
+
+    def _gradients_before(self, place: int, eqn: Equation) -> list[Var]:
+        """The cut parameters whose gradients are to be reduced before a scan's backward pass begins.
+
+        That is, those that only equations after the scan use.
+        """
+        if eqn.primitive.name != "scan":
+            return []
+        return [v for v in uses.first_used_after(self.jaxpr, place) if _gradient_slot(self._value(v)) is not None]
+
+    def _after_gradients_of(self, params: list[Var], variables: list[Var], values: list[Value]) -> list[Value]:
+        """The values of variables, whose backward pass begins when the gradients of these parameters are reduced.
+
+        Only of those that have gradients: else JAX would differentiate what is made of the others, too.
+        """
+        places = [i for i, v in enumerate(variables) if v in self.smooth]
+        if not params or not places:
+            return values
+        slots = [_gradient_slot(self.env[v]) for v in params]
+        slots, floating = backward.before_the_rest(slots, [values[i] for i in places])
+        for v, x in zip(params, slots, strict=True):
+            cut = self.env[v]
+            assert not isinstance(cut, jax.Array)
+            self.env[v] = cut.with_stand_in(x)
+        found = dict(zip(places, floating, strict=True))
+        return [found.get(i, x) for i, x in enumerate(values)]
+
+    @classmethod
+    def rematerialized(cls, again: Callable[..., list[Value]], inner: OpenJaxpr, eqn: Equation, in_loop: bool) -> Any:
+        """`again`, computed again in the backward pass; in a loop only activations wait for that."""
+        if in_loop and eqn.params["policy"] is None and not eqn.effects:
+            return backward.Recomputed(again, tuple(varies_smoothly(inner, [True] * len(inner.invars))))
+        return super().rematerialized(again, inner, eqn, in_loop)
+
+
+def _gradient_slot(value: Value | None) -> jax.Array | None:
+    """The array by which the loss is differentiated in place of a cut parameter."""
+    if isinstance(value, AtFirstUse):
+        return _gradient_slot(value.sharded)
+    return value.stand_in if isinstance(value, Sharded) and value.local is not None else None
