@@ -1,6 +1,8 @@
 """The strategies side by side: each says what is sharded over the data axes. All take what `ddp` takes."""
 
-from typing import Unpack
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
 
 import optax
 
@@ -8,7 +10,17 @@ from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.layout.options import CommonOptions, Options, Rules, Zero
 from jaxshard.optimizer.optimizer import ShardedOptimizer, make
 
+Strategy = TypeVar("Strategy", bound=Callable[..., Any])
 
+
+def _with_options(strategy: Strategy) -> Strategy:
+    """Adds the options, a line each, to the docstring of a strategy: they are written once, in `Options`."""
+    listed = (inspect.getdoc(Options) or "").partition("In a line each")[2]
+    strategy.__doc__ = f"{inspect.getdoc(strategy) or ''}\n\nThe options, in a line each{listed}"
+    return strategy
+
+
+@_with_options
 def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """Data parallel: each device has everything whole; gradients are all-reduced once per step (Li et al. 2020).
 
@@ -32,6 +44,7 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
     return make("ddp", inner, mesh, **options)
 
 
+@_with_options
 def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
@@ -44,6 +57,7 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
     return make("zero1", inner, mesh, **options)
 
 
+@_with_options
 def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
@@ -56,6 +70,7 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
     return make("zero2", inner, mesh, **options)
 
 
+@_with_options
 def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
@@ -71,6 +86,7 @@ def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 fsdp = zero3
 
 
+@_with_options
 def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
     """Hybrid sharded: as zero3 over the data axes; copies over the replica axes all-reduce shards once per step.
 
@@ -83,6 +99,7 @@ def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[O
     return make("hsdp", inner, mesh, **options)
 
 
+@_with_options
 def tensor_parallel(
     inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
 ) -> ShardedOptimizer:
@@ -98,6 +115,7 @@ def tensor_parallel(
     return make("tensor_parallel", inner, mesh, specs=specs, **options)
 
 
+@_with_options
 def pipeline_parallel(
     inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
 ) -> ShardedOptimizer:
@@ -113,6 +131,7 @@ def pipeline_parallel(
     return make("pipeline_parallel", inner, mesh, specs=specs, **options)
 
 
+@_with_options
 def hybrid(
     inner: optax.GradientTransformation,
     mesh: AnyMesh,
