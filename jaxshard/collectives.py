@@ -1,4 +1,6 @@
-"""Moves params, grads and state between devices; no other module does.
+"""Moves params, gradients and state between devices.
+
+Lookups, owners of matrices, tensor blocks, pipelines and digests have collectives of their own, beside what they do.
 
 A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), which also fit a slice of a stacked
 leaf. In the local view (inside `jax.shard_map`) functions take this device's part; in the global view they take whole
