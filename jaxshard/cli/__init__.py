@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -12,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from jaxshard.system import streams
-from jaxshard.system.command import INTERRUPTED, is_command
-from jaxshard.system.text import printable, shortened
+from jaxshard.system import command as process
+from jaxshard.system.text import nearest, printable, shortened
 
 _HELP = """\
 jaxshard shards any optax optimizer over a JAX device mesh.
@@ -94,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       SIGTERM. 141: who read the output has left (`train` goes on). After 75 and 134 the same command is worth another
       try.
     """
-    if is_command():
+    if process.is_command():
         _show_any_character()
-        streams.without_lines_of_gloo()
+        process.without_lines_of_gloo()
     status = _run(arguments)
-    if status == INTERRUPTED and is_command():  # JAX crashes where Python ends while XLA compiles
+    if status == process.INTERRUPTED and process.is_command():  # JAX crashes where Python ends while XLA compiles
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -115,16 +113,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
     if command not in _COMMANDS:
-        return streams.fail("jaxshard", printable(f"{unknown_command(command, [*_COMMANDS])} (jaxshard --help)"), 2)
+        return process.fail("jaxshard", printable(f"{unknown_command(command, [*_COMMANDS])} (jaxshard --help)"), 2)
     try:
         module = importlib.import_module(_COMMANDS[command])
     except ModuleNotFoundError as error:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
     try:
-        with streams.output_needed():
+        with process.output_needed():
             return module.command(rest)
-    except streams.OutputGoneError as gone:
+    except process.OutputGoneError as gone:
         if isinstance(gone.reason, BrokenPipeError):  # who read the output has left, as `head` does
             return 128 + signal.SIGPIPE
         print(f"jaxshard {command}: standard output cannot be written: {gone}", file=sys.stderr)
@@ -144,6 +142,5 @@ def unknown_command(name: str, known: Sequence[str]) -> str:
     "no command 'plann'; did you mean 'plan'? There is train, plan"
     """
     name = shortened(name, 60)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}? There" if near else "; there"
-    return f"no command {name!r}{hint} is {', '.join(known)}"
+    hint = nearest(name, known)
+    return f"no command {name!r}{f'{hint} There' if hint else '; there'} is {', '.join(known)}"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxshard.base.types import Scalar
-from jaxshard.system.figures import by_own_settings
+from jaxshard.system.small_files import by_own_settings
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved")

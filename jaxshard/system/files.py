@@ -4,8 +4,7 @@ The folder that a caller names may be a link, and so may a folder above it. What
 deleted here, is never reached through a link.
 
 New files get a random name that no link can be planted at, and are replaced whole, so that no reader meets half of one.
-A killed process leaves such names behind. They are locked as long as their process lives; the next writer of the folder
-deletes those whose lock is free.
+Such names are locked while their process lives; the next writer of the folder deletes those whose lock is free.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ _TEMPORARY = re.compile(r"\.jaxshard-[0-9a-f]{24}")
 _FOLDER = ".d"  # ends the name of a temporary folder, which stands beside the locked file of the same name
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the disk's own cache alone
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nor does a pipe keep us waiting
-# What is asked for does not exist there.
-_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}
+_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}  # it does not exist there
 _MAY_NOT = {errno.EACCES, errno.EPERM}
 _NOT_OURS = {errno.ENOENT, *_MAY_NOT}
 _READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NAME_IN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # it may be unreadable, on Linux
 
 
 def is_temporary(name: str) -> bool:
@@ -52,14 +51,13 @@ def replace(path: Path, content: str | bytes | Write) -> None:
       path: in a folder that is there.
       content: text, bytes, or what writes them to the open file that it is given.
     """
-    with _naming(path), _opened(path.parent) as folder:
+    with _naming(path), _opened(path.parent, _NAME_IN_FOLDER) as folder:
         _delete_left(folder)
         name, number = _new_file(folder)
         try:
             with os.fdopen(number, "wb") as file:
-                _writer(content)(file)
-                file.flush()
-                _sync(number)
+                _write(content, file)
+                sync_file(file)
                 os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -72,13 +70,11 @@ def overwrite(path: Path, content: str | bytes) -> None:
     """Writes to what the user named for it: a file, new or not, a link to one, a pipe or a device."""
     with _naming(path):
         with path.open("wb") as file:
-            _writer(content)(file)
+            _write(content, file)
             file.flush()
-            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            if is_file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 _sync(file.fileno())
-        if is_file:
-            sync_folder(path.resolve().parent)
+                sync_folder(path.resolve().parent)
 
 
 def append(path: str | Path, folder: int | None = None) -> BinaryIO:
@@ -133,7 +129,7 @@ def publish(path: Path, target: Path) -> None:
 @contextlib.contextmanager
 def workplace(folder: Path) -> Generator[Path]:
     """An empty folder in `folder`, of a random name, that no other user may enter; it is deleted at the end."""
-    with _opened(folder) as opened:
+    with _opened(folder, _NAME_IN_FOLDER) as opened:
         _delete_left(opened)
         with _naming(folder):
             name, number = _new_file(opened)
@@ -146,11 +142,11 @@ def workplace(folder: Path) -> Generator[Path]:
             os.close(number)
 
 
-def _writer(content: str | bytes | Write) -> Write:
+def _write(content: str | bytes | Write, file: BinaryIO) -> None:
     if callable(content):
-        return content
-    data = content.encode() if isinstance(content, str) else content
-    return lambda file: file.write(data)
+        content(file)
+    else:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 # Temporary names.
@@ -171,8 +167,7 @@ def _new_file(folder: int) -> tuple[str, int]:
 def _delete_left(folder: int) -> None:
     """Deletes what killed processes of this user have left; what cannot be deleted now is left to the next writer."""
     with contextlib.suppress(OSError):
-        number = os.open(".", _READ_FOLDER, dir_fd=folder)
-        with _closing(number):
+        with _opened(".", _READ_FOLDER, folder) as number:
             names = os.listdir(number)
         for name in filter(_TEMPORARY.fullmatch, names):
             with contextlib.suppress(OSError):
@@ -183,8 +178,7 @@ def _delete_if_left(name: str, folder: int) -> None:
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         return
-    number = os.open(name, os.O_RDWR | _NO_LINK, dir_fd=folder)
-    with _closing(number):
+    with _opened(name, os.O_RDWR | _NO_LINK, folder) as number:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _delete_both(name, folder)
 
@@ -227,7 +221,7 @@ def sync_tree(folder: Path, but: Iterable[str] = ()) -> None:
     Raises:
       OSError: the disk could not take what was written.
     """
-    with _naming(folder), _opened(folder) as top:
+    with _naming(folder), _opened(folder, _NAME_IN_FOLDER) as top:
         for _, folders, names, opened in os.fwalk(".", topdown=True, onerror=_raised, dir_fd=top):
             folders[:] = [name for name in folders if name not in but]
             but = ()
@@ -256,19 +250,15 @@ def _raised(error: OSError) -> None:
 def _sync_file(name: str, folder: int) -> None:
     """Syncs a file; what is none, is gone by now or may not be read has nothing of ours to be kept."""
     with _unless(_NOT_OURS):
-        if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            return
-        number = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
-        with _closing(number):
-            _sync(number)
+        if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            with _opened(name, os.O_RDONLY | _NO_LINK, folder) as number:
+                _sync(number)
 
 
 def _sync_folder(path: str | Path, folder: int | None) -> None:
     """Syncs a folder, where this user may read it, and the file system can."""
-    with _unless(_MAY_NOT):
-        number = os.open(path, _READ_FOLDER, dir_fd=folder)
-        with _closing(number), _unless(_CANNOT):
-            _sync(number)
+    with _unless(_MAY_NOT), _opened(path, _READ_FOLDER, folder) as number, _unless(_CANNOT):
+        _sync(number)
 
 
 def _sync(number: int) -> None:
@@ -290,17 +280,11 @@ def _unless(numbers: Container[int | None]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Generator[int]:
-    """The number of a folder, to name what is in it; on Linux it needs not be readable."""
-    number = os.open(folder, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
-    with _closing(number):
-        yield number
-
-
-@contextlib.contextmanager
-def _closing(number: int) -> Generator[None]:
+def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int]:
+    """The number of what is opened by a path, or by a name in an open folder."""
+    number = os.open(path, flags, dir_fd=folder)
     try:
-        yield
+        yield number
     finally:
         os.close(number)
 
@@ -314,31 +298,3 @@ def _naming(path: Path) -> Generator[None]:
         if not isinstance(error.filename, str) or error.filename == "." or is_temporary(error.filename):
             error.filename, error.filename2 = str(path), None
         raise
-
-
-# What is there.
-
-
-def nearest_above(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
-def check_room(option: str, path: Path) -> None:
-    """Raises ValueError if no folder can be made at `path`, or none that is there be written to; `option` names it."""
-    nearest = nearest_above(path)
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
-
-
-def check_file(option: str, path: Path) -> None:
-    """Raises ValueError if no file can be written at `path`, where nothing is changed; `option` names it."""
-    is_new = not path.exists()
-    try:
-        if is_new or path.is_dir() or path.is_file():
-            path.open("ab").close()
-        if is_new:
-            path.resolve().unlink()
-    except OSError as error:
-        reason = f"{option} {path}: {error.strerror}: name a file in a folder that is there and can be written to"
-        raise ValueError(reason) from None

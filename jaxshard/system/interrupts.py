@@ -4,6 +4,7 @@ Python runs handlers in the main thread between two instructions: also after a c
 memory (donation), before the caller has assigned the results. An exception there (Ctrl-C) would lose both.
 """
 
+import concurrent.futures
 import dis
 import importlib
 import inspect
@@ -233,3 +234,31 @@ def deal_with(deals: "Callable[[sys.UnraisableHookArgs], bool]") -> None:
             return
         hook = hook.before
     sys.unraisablehook = _Hook(deals, sys.unraisablehook)
+
+
+# When Python begins to end.
+
+
+class ExitNotice:
+    """Calls `told` in a thread once Python begins to end, unless `off` was called before.
+
+    Args:
+      told: from then on no `ThreadPoolExecutor` takes work. Python waits for it.
+      name: of the thread.
+    """
+
+    def __init__(self, told: Callable[[], object], name: str):
+        self._told, self._is_off = told, False
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)  # which would end if nothing held it
+        self._idle = self._pool.submit(threading.current_thread).result()
+        threading.Thread(target=self._wait, name=name).start()
+
+    def off(self) -> None:
+        """The call is no longer wanted."""
+        self._is_off = True
+        self._pool.shutdown(wait=False)
+
+    def _wait(self) -> None:
+        self._idle.join()
+        if not self._is_off:
+            self._told()

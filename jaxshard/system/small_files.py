@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import json
 import os
 import select
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _PIPE_SECONDS = 2.0  # in which a pipe's writer must go on
 _BLOCK, _LARGE_BLOCK = 2**16, 2**20
+_SETTINGS, _MOST_SETTINGS = Path("matplotlibrc"), 2**20
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -132,3 +139,21 @@ def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
             return
         most -= len(block)
         yield block
+
+
+def by_own_settings(draw: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that draws, with matplotlib's own settings, not those of a `matplotlibrc` in the current folder: it
+    may ask for LaTeX, or for more dots than there is memory.
+
+    It raises OSError where that file, which matplotlib reads all the same, has no end.
+    """
+
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if _SETTINGS.exists() and not _SETTINGS.is_dir():
+            check(_SETTINGS, _MOST_SETTINGS)
+        style: Any = importlib.import_module("matplotlib.style")  # its types are partly unknown
+        with style.context("default"):
+            return draw(*args, **kwargs)
+
+    return drawn

@@ -13,7 +13,7 @@ import pytest
 from compiled_once import fast_flags
 
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.system.streams import Lasting
+from jaxshard.system.command import Lasting
 
 ROOT = Path(__file__).parents[2]
 TINY = """

@@ -37,3 +37,9 @@ def test_a_program_that_imports_jaxshard_keeps_its_ctrl_c():
     code = f"import signal; signal.signal(signal.SIGINT, {own}); import jaxshard; print(signal.getsignal(2) is {own})"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"True\n"
+
+
+def test_looking_whether_a_file_can_be_written_leaves_a_dangling_link_as_it_was(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    command.check_file("--json", tmp_path / "link")
+    assert os.listdir(tmp_path) == ["link"]

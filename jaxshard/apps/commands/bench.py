@@ -23,9 +23,7 @@ from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console, say
 from jaxshard.system import files
 from jaxshard.system.about import about
-from jaxshard.system.command import INTERRUPTED, ended_at_once
-from jaxshard.system.files import check_file, check_room
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, check_file, check_room, ended_at_once, fail
 from jaxshard.system.text import nearest
 
 _DESCRIPTION = """Steps of jaxshard beside those by other means: memory, traffic and overlap as the machines' own

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxshard.apps.bench.measure import Row
-from jaxshard.system.figures import by_own_settings
 from jaxshard.system.files import replace
+from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import digits, seconds_in_words
 
 _MB = 1e6

@@ -21,8 +21,7 @@ from jaxshard.apps.records.display import loss_in_words
 from jaxshard.apps.trainer.build import prepare
 from jaxshard.apps.trainer.finished_run import opened
 from jaxshard.apps.trainer.vocabulary import check_tokenizer, kept_tokenizer, tokens_by
-from jaxshard.system.command import INTERRUPTED, ended_at_once
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 
 _DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
 

@@ -16,8 +16,7 @@ from jaxshard.apps.config.config import Config
 from jaxshard.apps.trainer import generate
 from jaxshard.apps.trainer.finished_run import opened
 from jaxshard.apps.trainer.vocabulary import kept_tokenizer
-from jaxshard.system.command import INTERRUPTED, ended_at_once
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 from jaxshard.system.text import printable_lines
 
 _DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.

@@ -15,9 +15,7 @@ import tyro
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.data import tokenizing
 from jaxshard.apps.data.data import readable
-from jaxshard.system.command import INTERRUPTED, ended_at_once, is_command
-from jaxshard.system.files import check_room
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, check_room, ended_at_once, fail, is_command
 from jaxshard.system.text import printable, shell_command
 
 _COMMAND = "jaxshard tokenize"

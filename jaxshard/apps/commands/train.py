@@ -49,9 +49,8 @@ from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.mesh import check_has_devices
 from jaxshard.processes import agreement
 from jaxshard.step.step import TrainStep
-from jaxshard.system.at_exit import ExitNotice
-from jaxshard.system.command import INTERRUPTED, ended_at_once, is_command
-from jaxshard.system.streams import fail, output_not_needed
+from jaxshard.system.command import INTERRUPTED, ended_at_once, fail, is_command, output_not_needed
+from jaxshard.system.interrupts import ExitNotice
 from jaxshard.system.text import printable, printable_lines
 from jaxshard.system.users_code import UsersError
 

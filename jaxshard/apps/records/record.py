@@ -22,8 +22,8 @@ from jaxshard.apps.records.trackers import Before, Tracker
 from jaxshard.apps.runs.folder_watch import FolderWatch
 from jaxshard.apps.runs.metrics import Record
 from jaxshard.apps.runs.run_folder import RunFolder
-from jaxshard.system.figures import by_own_settings
 from jaxshard.system.files import replace, sync_file
+from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import printable
 
 _EVENTS: Any = event_pb2  # made at run time

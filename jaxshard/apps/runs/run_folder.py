@@ -23,7 +23,8 @@ from jaxshard.apps.runs.metrics import Record
 from jaxshard.base.types import Tree
 from jaxshard.checkpoint import Best, Checkpointer
 from jaxshard.system import files, small_files
-from jaxshard.system.files import check_room, replace
+from jaxshard.system.command import check_room
+from jaxshard.system.files import replace
 from jaxshard.system.text import shell_command
 
 

@@ -31,7 +31,7 @@ from jaxshard.checkpoint.storage.quiet import forgotten, quiet, quietly
 from jaxshard.checkpoint.storage.trouble import check_files_free, is_file, is_folder
 from jaxshard.processes import agreement
 from jaxshard.system import files
-from jaxshard.system.at_exit import ExitNotice
+from jaxshard.system.interrupts import ExitNotice
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 _ARRAYS, _ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it

@@ -24,9 +24,8 @@ from jaxshard.cli.doctor.sections import Section
 from jaxshard.platforms import OURS
 from jaxshard.system.about import about
 from jaxshard.system.apart import Told, told_by
-from jaxshard.system.command import INTERRUPTED, ended_at_once, environment
-from jaxshard.system.files import check_file, overwrite
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, check_file, ended_at_once, environment, fail
+from jaxshard.system.files import overwrite
 from jaxshard.system.text import nearest, printable
 
 _COMMAND = "jaxshard doctor"

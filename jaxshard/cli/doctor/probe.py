@@ -113,7 +113,7 @@ def without_devices(path: str) -> Lines:
 
 def _folder(path: Path) -> Lines:
     from jaxshard.cli.doctor.folder import trials
-    from jaxshard.system.files import nearest_above
+    from jaxshard.system.command import nearest_above
 
     place = nearest_above(path)
     yield {"tried": str(place), "free_bytes": shutil.disk_usage(place).free}

@@ -30,9 +30,8 @@ from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
 from jaxshard.step.step import loss_of
-from jaxshard.system.command import INTERRUPTED, ended_at_once
-from jaxshard.system.files import check_file, overwrite
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, check_file, ended_at_once, fail
+from jaxshard.system.files import overwrite
 
 _COMMAND = "jaxshard explain"
 _DESCRIPTION = """Explains a training step: where each parameter lies and why, its bytes on each device, the line that

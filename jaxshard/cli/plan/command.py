@@ -31,9 +31,7 @@ from jaxshard.plan import search
 from jaxshard.plan.choices import Target
 from jaxshard.plan.search import Row
 from jaxshard.system import files
-from jaxshard.system.command import INTERRUPTED, ended_at_once
-from jaxshard.system.files import check_room
-from jaxshard.system.streams import fail
+from jaxshard.system.command import INTERRUPTED, check_room, ended_at_once, fail
 from jaxshard.system.text import printable, size_in_words
 
 _DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxshard.plan.pages.charts import BAD, Chart, check, machine_in_words, memory_chart, traffic_chart
 from jaxshard.plan.search import Row
-from jaxshard.system.figures import by_own_settings
 from jaxshard.system.files import replace
+from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import size_in_words, unit_of
 
 if TYPE_CHECKING:
