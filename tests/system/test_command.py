@@ -43,3 +43,10 @@ def test_looking_whether_a_file_can_be_written_leaves_a_dangling_link_as_it_was(
     (tmp_path / "link").symlink_to(tmp_path / "there")
     command.check_file("--json", tmp_path / "link")
     assert os.listdir(tmp_path) == ["link"]
+
+
+def test_the_command_begins_before_jax_is_imported():
+    """Ctrl-C while JAX was being imported crashed it, and `environment` had what JAX adds."""
+    code = "import sys, jaxshard; jaxshard.zero2; at = [*sys.modules].index; print(at('jaxshard.system.command') < at('jax'))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"True\n"
