@@ -20,10 +20,9 @@ import jax
 from jax.experimental import topologies
 
 from jaxshard.base.source import warn
-from jaxshard.hardware import rings
-from jaxshard.hardware.compilers import PACKAGES, READABLE, topology_options
+from jaxshard.hardware.chips import ring_bytes
+from jaxshard.hardware.machines import PACKAGES, READABLE, examples, topology_options
 from jaxshard.hardware.machines import Machine as Machine
-from jaxshard.hardware.machines import examples
 from jaxshard.hardware.machines import machine as machine
 from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
@@ -203,7 +202,7 @@ def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, ob
         sorted(options.items()),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         [_version(package) for package in packages],
-        [inspect.getsource(module) for module in (reports, traffic, hlo, rings)],
+        [inspect.getsource(module) for module in (reports, traffic, hlo, ring_bytes)],
     ]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 

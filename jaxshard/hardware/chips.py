@@ -1,6 +1,6 @@
-"""What one device of each kind can do at best: the figures that makers publish, for estimates and plans.
+"""What one device of each kind can do at best: the figures that makers publish, and the bytes that a ring sends.
 
-They are peaks, dense: a real step reaches a part of each, never more.
+The figures are peaks, dense: a real step reaches a part of each, never more.
 """
 
 import dataclasses
@@ -195,3 +195,28 @@ def nearest(name: str) -> str | None:
     'h100'
     """
     return next(iter(difflib.get_close_matches(name.lower(), CHIPS, n=1, cutoff=0.7)), None)
+
+
+def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+    """Bytes that each device sends in a collective, on a ring of g devices and for a payload of b bytes.
+
+    The rings are those of ZeRO (Rajbhandari et al. 2020, section 7), after Thakur, Rabenseifner, Gropp, "Optimization
+    of Collective Communication Operations in MPICH", 2005.
+
+    An all-reduce sends 2(g-1)/g b, a permute b (from its busiest device), any other collective (g-1)/g b. One device
+    alone (g = 1) sends 0 bytes.
+
+    Args:
+        kind: "all-reduce", "all-gather", ..., as `inspect.Collective.kind`.
+        payload_bytes: b, as `inspect.Collective.bytes`.
+        group_size: g, the number of devices that take part.
+
+    >>> ring_bytes("all-reduce", 800, 8)
+    1400.0
+    """
+    if group_size <= 1:
+        return 0.0
+    if kind == "collective-permute":
+        return float(payload_bytes)
+    factor = 2 if kind == "all-reduce" else 1
+    return factor * (group_size - 1) * payload_bytes / group_size

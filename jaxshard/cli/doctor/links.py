@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.hardware.rings import ring_bytes
+from jaxshard.hardware.chips import ring_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _AXIS = "all"
