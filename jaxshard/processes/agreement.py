@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxshard.base.tree import is_key, named_leaves, path_of
 from jaxshard.base.types import T, Tree
-from jaxshard.processes.barrier import wait_for_all
 
 MEETING_SECONDS = 600  # how much later than the first process the last one may arrive: it may read larger shards
 _meetings = itertools.count()  # a barrier's name serves once
@@ -41,7 +40,7 @@ def meet(what: str) -> None:
         return
     name = f"jaxshard.{next(_meetings)}"
     try:
-        wait_for_all(name, MEETING_SECONDS)
+        _wait_for_all(name, MEETING_SECONDS)
     except ModuleNotFoundError:  # no orbax: JAX's own barrier, which has no time limit
         from jax.experimental import multihost_utils
 
@@ -53,13 +52,30 @@ def meet(what: str) -> None:
         ) from error
 
 
+def _wait_for_all(name: str, seconds: float) -> None:
+    """Waits until all processes have called this with the same name. Each name serves once.
+
+    JAX has this barrier in the client of its coordination service, and no public way to it: `sync_global_devices` waits
+    without a limit and names nobody. Orbax has a public way; no other module but `checkpoint.storage` uses orbax.
+
+    Raises:
+      ModuleNotFoundError: orbax is not installed.
+      Exception: not all came within `seconds`. The message, which is the coordination service's, names who is missing;
+        its type depends on the version of JAX.
+    """
+    from orbax.checkpoint import multihost
+
+    wait = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    wait(key=name, timeout_ms=int(seconds * 1000))
+
+
 def take_leave(seconds: float) -> None:
     """Leaves `jax.distributed` in order if all processes call this within `seconds`; otherwise it changes nothing.
 
     A process that ends without it breaks off what other processes still do; if it is the coordinator, it ends them.
     """
     with contextlib.suppress(Exception):
-        wait_for_all("jaxshard.end", seconds)
+        _wait_for_all("jaxshard.end", seconds)
         jax.distributed.shutdown()
 
 

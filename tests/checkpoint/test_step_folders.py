@@ -51,4 +51,4 @@ def test_orbax_is_known_to_one_module_for_storage_and_to_one_for_its_barrier():
     package = Path(jaxshard.__file__).parent
     told = re.compile(r"^\s*(from|import) orbax|_CHECKPOINT_METADATA|commit_success|orbax-checkpoint-tmp", re.MULTILINE)
     knowing = {str(path.relative_to(package)) for path in package.rglob("*.py") if told.search(path.read_text())}
-    assert knowing - {"cli/ckpt/command.py"} == {"checkpoint/storage/orbax_store.py", "processes/barrier.py"}
+    assert knowing - {"cli/ckpt/command.py"} == {"checkpoint/storage/orbax_store.py", "processes/agreement.py"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxshard.processes import lines
 from jaxshard.processes.lines import Call
-from jaxshard.processes.roll_call import roll_call
+from jaxshard.processes.start import roll_call
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_flood_of_callers_keeps_nobody_out(address):
 
 
 def test_nor_does_it_where_process_0_may_open_few_files(address):
-    code = f"from jaxshard.processes.roll_call import roll_call; roll_call({address!r}, 2, 0, 60.0)"
+    code = f"from jaxshard.processes.start import roll_call; roll_call({address!r}, 2, 0, 60.0)"
     command = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", sys.executable, "-c", code]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process, contextlib.ExitStack() as silent:
         for _ in range(100):
@@ -324,7 +324,7 @@ def endlessly(connection):
     ],
 )
 def test_what_is_no_process_0_does_not_hold_a_caller_up(address, answer, monkeypatch):
-    monkeypatch.setattr("jaxshard.processes.roll_call._LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr("jaxshard.processes.start._LAST_WORDS_SECONDS", 0.5)
     start = time.monotonic()
     with in_its_place(address, answer):
         (error,) = outcomes(address, [(2, 1)], seconds=1.0)
@@ -453,12 +453,12 @@ def strangers_answer(address, num_answers, seed):
 
 def test_a_caller_takes_any_answer(address, monkeypatch):
     monkeypatch.setenv("JAXSHARD_RUN_ID", "mine")
-    monkeypatch.setattr("jaxshard.processes.roll_call._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("jaxshard.processes.start._PAUSE_SECONDS", 0)
     strangers_answer(address, 200, seed=0)
 
 
 @pytest.mark.nightly
 def test_a_caller_takes_10_000_answers(address, monkeypatch):
     monkeypatch.setenv("JAXSHARD_RUN_ID", "mine")
-    monkeypatch.setattr("jaxshard.processes.roll_call._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("jaxshard.processes.start._PAUSE_SECONDS", 0)
     strangers_answer(address, 10_000, seed=1)
