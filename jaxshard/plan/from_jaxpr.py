@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
-from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, pruned
-from jaxshard.plan.propagation import followed
+from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
 

@@ -6,9 +6,9 @@ Memory is that of a compiler that fuses (`fusion`): an array makes room after it
 import heapq
 from collections.abc import Sequence
 
+from jaxshard.plan import xla_gpu
 from jaxshard.plan.fusion import Fusion, distinct
 from jaxshard.plan.program import Block, Op, Value, product_flops
-from jaxshard.plan.xla import xla_gpu
 from jaxshard.programs.primitives import FUSED, UPDATES
 
 

@@ -21,10 +21,8 @@ from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.optimizer.precision import like
-from jaxshard.plan import from_jaxpr, program
-from jaxshard.plan.costs import Costs, costs_of
-from jaxshard.plan.roofline import Seconds, roofline
-from jaxshard.plan.xla import xla_gpu, xla_tpu
+from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
+from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline
 from jaxshard.step.step import TrainStep, loss_of
 
 KINDS = ("params", "grads", "state", "batch", "activations")

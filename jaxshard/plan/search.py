@@ -13,8 +13,8 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from jaxshard import strategies
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.plan.choices import Candidate, Target
+from jaxshard.plan.costs import Seconds
 from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
-from jaxshard.plan.roofline import Seconds
 from jaxshard.step.step import TrainStep, train_step
 from jaxshard.system.text import seconds_in_words, size_in_words
 

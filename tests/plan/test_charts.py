@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from jaxshard import plan
 from jaxshard.hardware import chips
-from jaxshard.plan.pages import charts, drawing
+from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages import html as pages
 from jaxshard.system import text
 
@@ -70,7 +70,7 @@ def runs(picture, colour):
 def test_each_bar_is_as_long_as_its_row_says(rows, tmp_path, kind):
     # On a limit that all fit, so that nothing is hatched. The last run is the legend's.
     picture = drawn(with_memory(rows, 100 * MB), tmp_path / "plan.png")
-    lengths = np.array(runs(picture, dict(zip(plan.KINDS, charts.OF_MEMORY.values(), strict=True))[kind])[:-1])
+    lengths = np.array(runs(picture, dict(zip(plan.KINDS, drawing.OF_MEMORY.values(), strict=True))[kind])[:-1])
     expected = np.array([row.prediction.memory[kind] for row in rows], float)
     assert len(set(expected)) > 1
     np.testing.assert_allclose(lengths / lengths[0], expected / expected[0], atol=2.5 / lengths[0])
@@ -78,7 +78,7 @@ def test_each_bar_is_as_long_as_its_row_says(rows, tmp_path, kind):
 
 def test_traffic_is_drawn_by_axes(rows, tmp_path):
     picture = drawn(rows, tmp_path / "plan.png")
-    data, replica = (runs(picture, colour)[:-1] for colour in charts.OF_TRAFFIC[:2])
+    data, replica = (runs(picture, colour)[:-1] for colour in drawing.OF_TRAFFIC[:2])
     sent = [row.prediction.costs.wire_bytes_by_axes() for row in rows]
     assert len(data) == len(rows)
     assert len(replica) == sum("replica" in found for found in sent) == 2  # hsdp, and with its state over both
@@ -89,7 +89,7 @@ def test_traffic_is_drawn_by_axes(rows, tmp_path):
 def test_a_bar_beyond_the_limit_is_marked(rows, tmp_path):
     def red(memory_bytes):
         picture = drawn(with_memory(rows, memory_bytes), tmp_path / "plan.png")
-        return sum(runs(picture, charts.BAD))
+        return sum(runs(picture, drawing.BAD))
 
     none, one, all_rows = red(100 * MB), red(NEAR), red(5 * MB)
     assert none < one < all_rows
@@ -99,7 +99,7 @@ def test_what_is_beyond_the_limit_is_hatched(rows, tmp_path):
     def filled(memory_bytes):
         """The share of ddp's activations, the last part of its bar, that has their plain colour."""
         picture = drawn(with_memory(rows[:1], memory_bytes), tmp_path / "plan.png")[:220]  # above the legend
-        hits = np.abs(picture - np.array(to_rgb(charts.OF_MEMORY["activations"]), np.float32)).max(-1) < 0.02
+        hits = np.abs(picture - np.array(to_rgb(drawing.OF_MEMORY["activations"]), np.float32)).max(-1) < 0.02
         lines, columns = np.nonzero(hits)
         return hits.sum() / (np.ptp(lines) + 1) / (np.ptp(columns) + 1)
 
@@ -296,7 +296,7 @@ def test_the_charts_of_a_page_share_no_ids_and_name_none_that_is_not_there(rows,
 
 def test_the_charts_follow_the_pages_colours(rows, tmp_path):
     charted = "".join(re.findall(r"<svg class=\"chart\".*?</svg>", written(rows, tmp_path / "plan.html"), re.S))
-    colours = {*charts.OF_MEMORY.values(), *charts.OF_TRAFFIC, charts.OTHERS}
+    colours = {*drawing.OF_MEMORY.values(), *drawing.OF_TRAFFIC, drawing.OTHERS}
     assert set(re.findall(r"#[0-9a-f]{6}", charted)) <= colours
     assert {"var(--ink)", "var(--bad)"} <= set(re.findall(r"var\(--\w+\)", charted))
 
@@ -330,8 +330,8 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
     sent = {f"axis{i}": 10.0 + i for i in range(8)} | {"tiny": 0.01}
     costs = type("Costs", (), {"wire_bytes_by_axes": lambda self: sent})()
     shown = [type("Row", (), {"prediction": type("P", (), {"costs": costs, "wire_bytes": sum(sent.values())})()})]
-    monkeypatch.setattr(charts, "names_of", lambda rows: ["one"])
-    chart = charts.traffic_chart(shown)
+    monkeypatch.setattr(drawing, "names_of", lambda rows: ["one"])
+    chart = drawing.traffic_chart(shown)
     assert list(chart.parts) == [*(f"along axis{i}" for i in (7, 6, 5, 4, 3, 2)), "along 3 others"]
     assert chart.totals == [pytest.approx(sum(sent.values()))]
     assert len(chart.colours) == 7

@@ -26,9 +26,8 @@ from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh
 from jaxshard.optimizer.state import init
 from jaxshard.plan import Candidate, Target, from_jaxpr
-from jaxshard.plan.costs import costs_of
+from jaxshard.plan.costs import bandwidth_along, costs_of
 from jaxshard.plan.program import Moved
-from jaxshard.plan.roofline import bandwidth_along
 from jaxshard.step.step import loss_of
 from jaxshard.system.text import seconds_in_words, size_in_words
 

@@ -14,7 +14,7 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.types import AxisSizes
 from jaxshard.layout.layout import Layout
 from jaxshard.plan.pages import drawing
-from jaxshard.plan.pages.charts import (
+from jaxshard.plan.pages.drawing import (
     axes_sent_along,
     check,
     fits_in_words,

@@ -8,7 +8,8 @@
 * cuDNN takes a convolution's kernel in another order of dims than JAX's programs keep it in. XLA transposes each one
   before its first convolution, and keeps that for the backward pass.
 
-Products that it would put off, and loops that it would begin early, wait in our programs: `core.backward` orders them.
+Products that it would put off, and loops that it would begin early, wait in our programs, which
+`platforms.backward` orders.
 """
 
 from collections.abc import Mapping
