@@ -86,7 +86,7 @@ def _kernel_bytes(module: hlo.Module, computation: str, trips: int) -> float:
 
 def _is_free(instruction: hlo.Instruction) -> bool:
     name = instruction.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-    return name in _FREE or name in hlo.COLLECTIVES or name in ("async", "copy-done", "custom-call")
+    return name in _FREE or name in traffic.COLLECTIVES or name in ("async", "copy-done", "custom-call")
 
 
 def _bytes_moved(module: hlo.Module, made: dict[str, hlo.Instruction], instruction: hlo.Instruction) -> float:

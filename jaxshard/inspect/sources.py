@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxshard.inspect import hlo
-from jaxshard.inspect.traffic import text_of
+from jaxshard.inspect.traffic import COLLECTIVES, text_of
 
 
 class Frame(NamedTuple):
@@ -39,7 +39,7 @@ def frames(compiled_or_text: jax.stages.Compiled | str) -> dict[str, list[tuple[
     found: dict[str, list[tuple[Frame, ...]]] = {}
     for computation, made in program.module.computations.items():
         for instruction in made.values():
-            if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES:
+            if instruction.opcode.removesuffix("-start") in COLLECTIVES:
                 own, given = program.stacks.of(instruction), instruction.operand_names
                 theirs = [] if own and len(given) == 1 else [program.origin(computation, name) for name in given]
                 found[instruction.name] = list(dict.fromkeys(filter(None, [own, *theirs])))

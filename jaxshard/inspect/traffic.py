@@ -1,6 +1,7 @@
 """The collectives of a compiled program, read from its HLO text."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,8 +9,22 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxshard.hardware.rings import ring_bytes
+from jaxshard.hardware.chips import ring_bytes
 from jaxshard.inspect import hlo
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "map", "fft"} | {
+    *("reduce", "reduce-window", "select-and-scatter", "sort", "scatter", "gather", "cholesky", "triangular-solve")
+}
+_IDLE_CALL = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends per step: by the rings of `base.rings`, times `trips`."""
+        """Bytes that a device sends per step: by the rings of `hardware.chips`, times `trips`."""
         return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
 
     def axes(self, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
@@ -143,7 +158,7 @@ def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective
         opcode = instruction.opcode
         if opcode.endswith(("-done", "-update")):
             continue
-        if opcode.removesuffix("-start") in hlo.COLLECTIVES:
+        if opcode.removesuffix("-start") in COLLECTIVES:
             if not _is_continuation(module, name, instruction):
                 yield _collective(module, name, instruction, around)
         elif opcode == "while":
@@ -154,7 +169,7 @@ def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective
                 for callee in instruction.called(key):
                     yield from _walk(module, callee, inside)
         elif callees := instruction.called(*_CALLS):
-            window = hlo.overlapped(module, name, instruction)
+            window = _overlapped(module, name, instruction)
             for callee in callees:
                 scatters = around.scatters or any("all-reduce-scatter" in n for n in (callee, instruction.name))
                 inside = around._replace(scatters=scatters)
@@ -175,7 +190,7 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
     size, dtypes = _operand_bytes(module, computation, instruction)
     groups = hlo.groups_of(instruction, module.num_devices)
     group_size = max(map(len, groups), default=1)
-    window = hlo.overlapped(module, computation, instruction)
+    window = _overlapped(module, computation, instruction)
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return Collective(
         kind=kind,
@@ -207,3 +222,61 @@ def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instru
     if instruction.opcode == "all-reduce":  # TPU: may take bfloat16 and sum in float32; its partial sums travel
         return max(given, hlo.bytes_of(instruction.shape), key=lambda found: found[0])
     return given
+
+
+# What runs while an asynchronous operation is under way: the instructions scheduled between its start and its done.
+
+
+def _overlapped(module: hlo.Module, computation: str, start: hlo.Instruction) -> tuple[str, ...] | None:
+    """Names of the compute instructions between `start` and its done; None if it starts nothing asynchronous."""
+    chain = _chain(_inside(module, start))
+    if not (start.opcode.endswith("-start") or (chain and _calls(_inside(module, start), "AsyncCollectiveStart"))):
+        return None
+    if '"is_sync":true' in start.attributes:
+        return None
+    carried, found = {start.name}, []  # carried: what hands the running operation on to its done
+    schedule = itertools.dropwhile(lambda i: i.name != start.name, module.computations[computation].values())
+    for instruction in itertools.islice(schedule, 1, None):
+        inside = _inside(module, instruction)
+        if not carried.isdisjoint(instruction.operand_names):
+            if instruction.opcode.endswith("-done") or (
+                _chain(inside) == chain and _calls(inside, "AsyncCollectiveDone")
+            ):
+                break
+            if instruction.opcode in ("get-tuple-element", "async-update") or (chain and _chain(inside) == chain):
+                carried.add(instruction.name)
+        if _computes(module, computation, instruction):
+            found.append(instruction.name)
+    return tuple(found)
+
+
+def _computes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> bool:
+    """Whether it is work on arrays: no loop counter, and of the fusions with a collective those that also compute."""
+    if instruction.opcode not in _COMPUTE or _IDLE_CALL.search(instruction.attributes):
+        return False
+    made = module.computations[computation]
+    operands = [made[name] for name in instruction.operand_names if name in made]
+    if not any(re.search(r"\[\d", i.shape) for i in (instruction, *operands)):
+        return False
+    inside = _inside(module, instruction)
+    if not any(i.opcode in COLLECTIVES for i in inside):
+        return True
+    return _chain(inside) is not None and any(i.opcode in _COMPUTE - {"custom-call"} for i in inside)
+
+
+def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+    """The instructions of a fusion."""
+    callees = instruction.called("calls") if instruction.opcode == "fusion" else []
+    return [inner for callee in callees for inner in module.computations.get(callee, {}).values()]
+
+
+def _chain(inside: list[hlo.Instruction]) -> tuple[str, ...] | None:
+    """TPU spreads a collective over a chain of fusions, a copy of it in each: what all copies have in common."""
+    for i in inside:
+        if i.opcode in COLLECTIVES and "async_collective_fusion_config" in i.attributes:
+            return i.opcode, *re.findall(r'\b(?:channel_id|chain_id)="?\d+', i.attributes)
+    return None
+
+
+def _calls(inside: list[hlo.Instruction], target: str) -> bool:
+    return any(f'custom_call_target="{target}"' in i.attributes for i in inside)
