@@ -57,8 +57,7 @@ class Pipe:
         self.kind = stages.settled(parts, axis, chunk, shared, microbatch, info)
         self.stage = _Function.trace(parts.stage, chunk, self.kind, info)
         self.last = _Function.trace(parts.last_fn, shared, self.kind, microbatch, info)
-        stages.check_loss(self.last.outs)
-        _check_loss_varies(self.last.outs, self.cast)
+        stages.check_loss(self.last.outs, self.cast)
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
         # Held here, since the traced program holds this pipe: whoever meets the part's equation then finds the part.
         self.part = unshard.Deferred(self.run, self.why_not_lazy)
@@ -80,7 +79,7 @@ class Pipe:
         num_params = self.num_blocks + self.num_shared
         params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
         params = stages.cast(list(params), self.cast)
-        diff, held = [_diff(p) for p in params], [_held(p) for p in params]
+        diff, held = map(list, zip(*map(_apart, params), strict=True))
 
         @jax.custom_vjp
         def loss_of(diff, held, data, scale):
@@ -208,7 +207,11 @@ class _Device:
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
         at = _Carry(
-            collectives.zeros(self.pipe.kind), kept, self._no_loss(), _floats(collectives.zeros(self.pipe.kind)), sums
+            collectives.zeros(self.pipe.kind),
+            kept,
+            self._no_loss(),
+            stages.floats(collectives.zeros(self.pipe.kind)),
+            sums,
         )
         first, both = plan.delay, plan.num_ticks
         at = self._scan(lambda device, at, t: device._forward(diff, at, t)[0], at, 0, first)
@@ -223,8 +226,11 @@ class _Device:
 
     def _at(self, t: Scalar) -> "_Device":
         """This device in tick `t`, its shards tied to the tick, so that XLA does not gather them before the loop."""
-        device, pairs = copy.copy(self), zip(self.params, self.held, strict=True)
-        device.held = [lax.optimization_barrier((x, t))[0] if _is_shard(p) else x for p, x in pairs]
+        device = copy.copy(self)
+        is_shard = [isinstance(p, unshard.Sharded) and p.held for p in self.params]
+        device.held = [
+            lax.optimization_barrier((x, t))[0] if yes else x for x, yes in zip(self.held, is_shard, strict=True)
+        ]
         return device
 
     def _forward(self, diff: list[Tree], at: _Carry, t: Scalar) -> tuple[_Carry, Tree, Work]:
@@ -240,9 +246,9 @@ class _Device:
         at, y, work = self._forward(diff, at, t)
 
         def head(shared: list[Tree], floats: list[Tree]) -> Tree:
-            return self._last(shared, _with_floats(y, floats), work)
+            return self._last(shared, stages.with_floats(y, floats), work)
 
-        loss, pull = jax.vjp(head, self._shared_diff(diff), _floats(y))
+        loss, pull = jax.vjp(head, self._shared_diff(diff), stages.floats(y))
         seed = scale.astype(sum_dtype(loss)) / self.plan.num_microbatches
         d_shared, dy = pull(jnp.ones_like(loss) * seed.astype(loss.dtype))
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._in_last_chunk(work))
@@ -255,11 +261,11 @@ class _Device:
         x, blocks = stages.at(at.kept, slot), self._blocks(diff, work.round)
 
         def stage(blocks: list[Tree], floats: list[Tree]) -> Tree:
-            return _floats(self._stage(blocks, _with_floats(x, floats), work))
+            return stages.floats(self._stage(blocks, stages.with_floats(x, floats), work))
 
-        _, pull = jax.vjp(stage, blocks, _floats(x))
+        _, pull = jax.vjp(stage, blocks, stages.floats(x))
         d_blocks, dx = pull(stages.select(self._in_last_chunk(work), dy_of_loss, at.dx))
-        _, pull = jax.vjp(lambda shared: _floats(self._first(shared, work)), self._shared_diff(diff))
+        _, pull = jax.vjp(lambda shared: stages.floats(self._first(shared, work)), self._shared_diff(diff))
         (d_shared,) = pull(dx)
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self.is_first & (work.round == 0))
         if self.plan.virtual > 1:
@@ -280,18 +286,9 @@ class _Device:
         return new
 
 
-def _diff(value: Tree) -> Tree:
-    """The array that the loss is differentiated by, of one parameter."""
-    return value.stand_in if isinstance(value, unshard.Sharded) else value
-
-
-def _held(value: Tree) -> Tree:
-    """The shard or whole copy that `_joined` puts beside it; None for a parameter that is a plain array."""
-    return value.local if isinstance(value, unshard.Sharded) else None
-
-
-def _is_shard(value: Tree) -> bool:
-    return isinstance(value, unshard.Sharded) and bool(value.held)
+def _apart(value: Tree) -> tuple[Tree, Tree]:
+    """(what the loss is differentiated by; the shard or whole copy that `_joined` puts beside it, or None)."""
+    return (value.stand_in, value.local) if isinstance(value, unshard.Sharded) else (value, None)
 
 
 def _joined(template: Tree, diff: Tree, held: Tree) -> Tree:
@@ -302,22 +299,3 @@ def _joined(template: Tree, diff: Tree, held: Tree) -> Tree:
 
 def _is_primal(x: Tree) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
-
-
-def _floats(x: Tree) -> list[Tree]:
-    """The floating leaves of an activation, which have gradients; others (masks, segment ids) have none."""
-    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-
-def _with_floats(x: Tree, floats: list[Tree]) -> Tree:
-    new = iter(floats)
-    return jax.tree.map(lambda leaf: next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, x)
-
-
-def _check_loss_varies(loss: Tree, axes: tuple[str, ...]) -> None:
-    others = sorted(collectives.varying_of_shape(loss) - set(axes))
-    if others:
-        raise TypeError(
-            f"pipeline: the loss of last_fn differs over {others}; sum or average it over these (jax.lax.psum, "
-            "jax.lax.pmean, or jaxshard.tensor's blocks)"
-        )

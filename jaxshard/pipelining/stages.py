@@ -63,6 +63,16 @@ def cast(tree: Tree, axes: tuple[str, ...]) -> Tree:
     return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
 
 
+def floats(x: Tree) -> list[Tree]:
+    """The floating leaves of an activation, which have gradients; others (masks, segment ids) have none."""
+    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def with_floats(x: Tree, floats: list[Tree]) -> Tree:
+    new = iter(floats)
+    return jax.tree.map(lambda leaf: next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, x)
+
+
 def settled(parts: Parts, axis: str, blocks: Tree, shared: Tree, microbatch: Tree, info: Info) -> Tree:
     """The activation's shapes, dtypes and varying axes, which are the same into and out of every stage.
 
@@ -93,11 +103,16 @@ def _check_activation(x: Tree, y: Tree) -> None:
             )
 
 
-def check_loss(loss: Tree) -> None:
-    """Raises a TypeError unless `last_fn` returned a floating scalar."""
+def check_loss(loss: Tree, axes: tuple[str, ...] | None = None) -> None:
+    """Raises a TypeError unless `last_fn` returned a floating scalar, which differs over none but `axes`, if given."""
     if not hasattr(loss, "shape"):
         raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
             f"pipeline: last_fn must return a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
+        )
+    if axes is not None and (others := sorted(collectives.varying_of_shape(loss) - set(axes))):
+        raise TypeError(
+            f"pipeline: the loss of last_fn differs over {others}; sum or average it over these (jax.lax.psum, "
+            "jax.lax.pmean, or jaxshard.tensor's blocks)"
         )
