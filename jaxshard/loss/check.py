@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, platforms
+from jaxshard import platforms
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.collectives import global_view
 from jaxshard.layout.options import Config
 from jaxshard.loss.arguments import LossOptions, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
@@ -145,7 +146,7 @@ class _Comparison:
         self.options, self.params, self.args = dataclasses.replace(options, setup=quiet), params, args
         self.program = LossFunction(self.options).plan(params, batch, *args).program
         sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
-        self.batch = jax.tree.map(lambda x: collectives.lying_at(x, sharding), batch)
+        self.batch = jax.tree.map(lambda x: global_view.lying_at(x, sharding), batch)
         self._jitted = jax.jit(_dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
         self.parts = setup.num_batch_shards * options.microbatches
         self.rows = jax.tree.leaves(batch)[0].shape[0] // self.parts // self.program.verdict.group
@@ -203,7 +204,7 @@ class _Comparison:
         return self._of(dataclasses.replace(self.options, microbatches=2 * self.options.microbatches), self.batch)
 
     def _difference(self, loss: jax.Array, grads: Tree) -> Difference:
-        pairs = jax.tree.map(lambda mine, other: collectives.lying_at(other, mine.sharding), self.grads, grads)
+        pairs = jax.tree.map(lambda mine, other: global_view.lying_at(other, mine.sharding), self.grads, grads)
         far, sizes = jax.device_get(jax.jit(_norms)(self.grads, pairs))
         params = jax.device_get(jax.jit(_norms)(self.params, self.params))[1]
         whole = math.sqrt(sum(float(size) ** 2 for size in sizes))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
 from jaxshard.base.axes import axes_of, without
 from jaxshard.base.source import warn
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import T, Tree
+from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, check_batch, checked_arguments
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
@@ -60,14 +60,14 @@ class LossFunction:
         check_alive("batch", batch)
         check_alive("argument", args)
         check_global(batch)
-        params = collectives.laid_out(params, shardings)
+        params = global_view.laid_out(params, shardings)
         rows = NamedSharding(setup.mesh, P(setup.batch_axes))
-        batch = jax.tree.map(lambda x: collectives.lying_at(x, rows), batch)
+        batch = jax.tree.map(lambda x: global_view.lying_at(x, rows), batch)
         return self._jitted(params, batch, *within_reach(setup, args))
 
     def _differentiable(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         """As `_traced`; raises a TypeError with the cure if it is differentiated in forward mode."""
-        args = collectives.lying_anywhere(args, self.setup.mesh)
+        args = global_view.lying_anywhere(args, self.setup.mesh)
         try:
             return self._traced(params, batch, *args)
         except TypeError as error:
@@ -115,8 +115,8 @@ class LossFunction:
         def everywhere(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
             param_specs = self._without_single(setup.layout(params).param_specs)
             batch_spec = self._without_single(P(setup.batch_axes))
-            params = collectives.at(params, setup.mesh, param_specs)
-            batch = collectives.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
+            params = global_view.at(params, setup.mesh, param_specs)
+            batch = global_view.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
             return jax.shard_map(
                 body,
                 mesh=setup.mesh,
@@ -160,7 +160,7 @@ class LossFunction:
         _warn_of_aux(plan.program, options)
         _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
         if options.differentiate:
-            grads = collectives.at(grads, setup.mesh, grad_specs) if auto else grads
+            grads = global_view.at(grads, setup.mesh, grad_specs) if auto else grads
             grads = jax.tree.unflatten(jax.tree.structure(setup.trained(params)), grads)
         return Measured(loss, _put_together(plan.program, averaged, rows), weight, grads)
 

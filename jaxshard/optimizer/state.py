@@ -23,6 +23,7 @@ from jaxshard.base.tree import (
     structure,
 )
 from jaxshard.base.types import Params, T, Tree
+from jaxshard.collectives import global_view
 from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.layout import Layout, warn_if_awkward
 from jaxshard.layout.memory_option import HOST
@@ -38,7 +39,7 @@ def place(setup: Setup, params: Params) -> Params:
     """A copy of the params at rest on the mesh; see `ShardedOptimizer.place`."""
     found = setup.strictly(params)
     if is_traced(params):
-        return collectives.at(params, setup.mesh, found.param_specs)
+        return global_view.at(params, setup.mesh, found.param_specs)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         return jax.tree.map(shape_of, params, setup.param_shardings(params))
     check_has_devices("place", setup.mesh)
@@ -61,18 +62,18 @@ def init(setup: Setup, params: Tree) -> Tree:
         return jax.tree.map(shape_of, setup.abstract_state(params), shardings)
     fragile, plain = setup.fragile_at_init(params), setup.plain_init
     if fragile:
-        plain = with_whole_operands(plain, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
-    make = collectives.globally(plain, setup.mesh, found.state_specs)
+        plain = with_whole_operands(plain, lambda x: global_view.whole_in_rows(x, setup.mesh), fragile)
+    make = global_view.globally(plain, setup.mesh, found.state_specs)
     if is_traced(params):
         which, trained = setup.frozen(params), setup.trained(params)
-        return make(collectives.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
+        return make(global_view.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
     _check_before_init(setup, params, found)
-    params = collectives.at(params, setup.mesh, found.param_specs)
+    params = global_view.at(params, setup.mesh, found.param_specs)
     state = jax.jit(make, out_shardings=shardings)(params)
     if is_traced((params, state)):  # concrete params, within a trace; the state may have no leaves
         return state
-    taken = {address for leaf in jax.tree.leaves(params) for address in collectives.buffers(leaf)}
-    return jax.tree.map(lambda x: collectives.copied(x) if collectives.buffers(x) & taken else x, state)
+    taken = {address for leaf in jax.tree.leaves(params) for address in global_view.buffers(leaf)}
+    return jax.tree.map(lambda x: global_view.copied(x) if global_view.buffers(x) & taken else x, state)
 
 
 def _init_by_values(setup: Setup, params: Tree) -> Tree:
@@ -85,8 +86,8 @@ def _init_by_values(setup: Setup, params: Tree) -> Tree:
 
 def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
     """A copy of concrete arrays, laid out by `specs`, also where it is made within a trace."""
-    placed = jax.tree.map(collectives.copy_to, tree, setup.named(specs) if shardings is None else shardings)
-    return collectives.at(placed, setup.mesh, specs) if is_traced(placed) else placed
+    placed = jax.tree.map(global_view.copy_to, tree, setup.named(specs) if shardings is None else shardings)
+    return global_view.at(placed, setup.mesh, specs) if is_traced(placed) else placed
 
 
 def _check_before_init(setup: Setup, params: Tree, found: Layout) -> None:
@@ -133,7 +134,7 @@ def within_reach(setup: Setup, args: T) -> T:
 
     def move(x: Tree) -> Tree:
         away = isinstance(x, jax.Array) and x.committed and x.sharding.device_set != devices
-        return collectives.copy_to(x, everywhere) if away else x
+        return global_view.copy_to(x, everywhere) if away else x
 
     return jax.tree.map(move, args)
 

@@ -14,10 +14,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, platforms
+from jaxshard import platforms
 from jaxshard.base.axes import beyond
 from jaxshard.base.tree import is_traced, matched, named_leaves, shapes_of
 from jaxshard.base.types import Tree
+from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.host_state import HostState
@@ -51,10 +52,10 @@ def advance(
     shapes = shapes_of(state)
     after = setup.with_state(like, setup.settled(like, shapes).state)
     new_state_specs = after.state_specs
-    grads = collectives.moved(fast(grads), setup.mesh, fast(found.grad_specs), fast(found.home_specs))
+    grads = global_view.moved(fast(grads), setup.mesh, fast(found.grad_specs), fast(found.home_specs))
     params_at_home = None
     if params is not None:
-        params_at_home = collectives.moved(params, setup.mesh, found.param_specs, found.home_specs)
+        params_at_home = global_view.moved(params, setup.mesh, found.param_specs, found.home_specs)
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
@@ -63,9 +64,9 @@ def advance(
     options = {"new": new, "judges": judges, "specs": specs, "is_far": bool(on_host), "run": run}
     step = _with_extra(partial(shard_step, setup, **options), extra)
     if fragile:
-        step = with_whole_operands(step, lambda x: collectives.whole_in_rows(x, setup.mesh), fragile)
+        step = with_whole_operands(step, lambda x: global_view.whole_in_rows(x, setup.mesh), fragile)
     agreed = Verdict._make([P(), P()]) if judges else None
-    step = collectives.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
+    step = global_view.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
     if on_host:
         cuts = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, cuts, on_host, over_params=new).around(step)
@@ -202,7 +203,7 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
     `old`: params that the result replaces, whose memory it may take.
     """
     if _gathers_by_constraint(setup, found):
-        return collectives.on(tree, setup.mesh, found.home_specs, found.param_specs)
+        return global_view.on(tree, setup.mesh, found.home_specs, found.param_specs)
     froms, tos = [leaf.home or leaf.cut for leaf in found.params], [leaf.params.spec for leaf in found.params]
     dims = [beyond(leaf.home_dims if leaf.home else leaf.dims, leaf.params.dims) for leaf in found.params]
     if not any(dims):
@@ -211,7 +212,7 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
     over = None
     if old is not None and platforms.of(setup.mesh).holds_before_gather:
         leaves, over = [lax.optimization_barrier(x) for x in leaves], jax.tree.leaves(old)
-    whole = collectives.gather_all(leaves, setup.mesh, froms, tos, dims, over=over)
+    whole = global_view.gather_all(leaves, setup.mesh, froms, tos, dims, over=over)
     return jax.tree.unflatten(treedef, whole)
 
 

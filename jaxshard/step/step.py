@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
+from jaxshard.collectives import global_view
 from jaxshard.digest import digests
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
@@ -254,7 +254,7 @@ class TrainStep:
         if self._max_skips is not None:
             # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
             found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
-        norm, bad_leaf, finite = collectives.globally(judged, setup.mesh, (P(), P(), P()))(
+        norm, bad_leaf, finite = global_view.globally(judged, setup.mesh, (P(), P(), P()))(
             found.loss, fast(found.grads)
         )
         ok = found.weight != 0 if self._loss.options.weighted else None

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxshard import collectives
 from jaxshard.base.types import Metrics, T, Tree
+from jaxshard.collectives import global_view
 from jaxshard.layout.memory_option import HOST
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -56,7 +56,7 @@ def placed(tree: T, shardings: Tree) -> T:
     def place(x: Tree, sharding: NamedSharding) -> jax.Array:
         found = placed_leaf(x, sharding)
         if id(found) in taken:
-            found = collectives.copied(found)
+            found = global_view.copied(found)
         taken.add(id(found))
         return found
 
@@ -65,7 +65,7 @@ def placed(tree: T, shardings: Tree) -> T:
 
 def placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
     """`x` itself if it has this sharding, else a copy, so that a donating step takes the copy and leaves `x`."""
-    return x if isinstance(x, jax.Array) and x.sharding == sharding else collectives.copy_to(x, sharding)
+    return x if isinstance(x, jax.Array) and x.sharding == sharding else global_view.copy_to(x, sharding)
 
 
 def run(program: Tree, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree, Metrics]:

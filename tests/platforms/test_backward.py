@@ -20,6 +20,7 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 
 import jaxshard
 from jaxshard import collectives
+from jaxshard.collectives import global_view
 from jaxshard.loss.params.unshard import Sharded
 from jaxshard.optimizer import update
 from jaxshard.optimizer.optimizer import setup_of
@@ -525,7 +526,7 @@ def test_gather_over_old_arrays(kind):
 
     @jax.jit
     def gathered(placed, old):
-        return collectives.gather_all(placed, mesh, froms, [P()] * len(cuts), dims, over=old)
+        return global_view.gather_all(placed, mesh, froms, [P()] * len(cuts), dims, over=old)
 
     for got, want in zip(gathered(placed, old), arrays, strict=True):
         assert got.is_fully_replicated

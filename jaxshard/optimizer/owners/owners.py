@@ -16,11 +16,12 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives, platforms
+from jaxshard import platforms
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.source import warn
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
+from jaxshard.collectives import global_view
 from jaxshard.optimizer.inner.trace import first_state, update_of
 from jaxshard.optimizer.inner.update import fast, update, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer
@@ -239,7 +240,7 @@ def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
         operands = [[next(given) for _ in range(count)] for count in counts]
         specs = [[*member.unit.specs] for member in members]
         out_specs = [[*member.unit.out_specs] for member in members]
-        mesh = jax.sharding.get_abstract_mesh() if collectives.is_explicit(dealing.mesh) else dealing.mesh
+        mesh = jax.sharding.get_abstract_mesh() if global_view.is_explicit(dealing.mesh) else dealing.mesh
         deal = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
         return [x for outs in deal(operands) for x in outs]
 

@@ -1,0 +1,201 @@
+"""The global view: whole arrays, and trees of them, laid out over a mesh, copied and gathered; XLA partitions."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.base.axes import Dims
+from jaxshard.base.tree import is_key, is_traced
+from jaxshard.base.types import AnyMesh, T, Tree
+
+
+def is_explicit(mesh: AnyMesh) -> bool:
+    """Whether the mesh has Explicit axes, as `jax.make_mesh` makes them."""
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
+    """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
+
+    If a leaf is traced, or `traced` is set, each leaf gets a sharding constraint. Otherwise an array whose sharding
+    differs is copied, and any other is returned itself.
+    """
+    traced = traced or is_traced(tree)
+    return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
+
+
+def on(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
+    """As `at(tree, mesh, tos)`, for a tree that lies under `froms`: in a trace, leaves that stay get no constraint."""
+    if not is_traced(tree):
+        return at(tree, mesh, tos)
+    return jax.tree.map(lambda x, a, b: x if a == b else _at(x, NamedSharding(mesh, b), True), tree, froms, tos)
+
+
+def moved(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
+    """As `at(tree, mesh, tos)`, and in a trace `tree` itself is laid out by `froms`.
+
+    Otherwise XLA lays out `tree` by `tos` too, and what the user's program makes of it: params would leave a scan cut.
+    """
+    return on(_held_at(tree, mesh, froms, tos) if is_traced(tree) else tree, mesh, froms, tos)
+
+
+def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
+    """As `at(tree, mesh, specs)`, in a trace, for a tree that goes on to `tos`.
+
+    Of two constraints, one after the other, XLA takes the second for whatever else uses the array: `params + updates`
+    would be cut. So a shard_map that does nothing is between them.
+    """
+    tree = at(tree, mesh, specs)
+    if is_explicit(mesh):
+        return tree
+
+    def held(x: jax.Array, spec: P, to: P) -> jax.Array:
+        return x if spec == to else jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return jax.tree.map(held, tree, specs, tos)
+
+
+def lying_anywhere(tree: T, mesh: AnyMesh) -> T:
+    """`tree`, which XLA may lay out in any way; for traced arrays on their way into a shard_map, or elsewhere.
+
+    Otherwise XLA lays out an array that a shard_map takes whole, but that nothing else lays out, as a whole one: new
+    params that a second loss takes as a further argument would leave the program whole.
+    """
+
+    def anywhere(x: Tree) -> Tree:
+        if not is_traced(x) or not x.ndim or is_explicit(mesh):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
+
+    return jax.tree.map(anywhere, tree)
+
+
+def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
+    if not traced:
+        return lying_at(x, sharding)
+    if is_explicit(sharding.mesh):  # pyright: ignore[reportArgumentType]
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
+    """`x`, whole on each device, in the order of its rows; within `globally`."""
+    if not is_traced(x):
+        return lying_at(x, NamedSharding(x.sharding.mesh, P())) if isinstance(x.sharding, NamedSharding) else x
+    x = lax.with_sharding_constraint(x, P() if is_explicit(mesh) else NamedSharding(mesh, P()))
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def laid_out(tree: T, shardings: Tree) -> T:
+    """Concrete arrays laid out by `shardings`: each itself if it lies so already, else a copy."""
+    return jax.tree.map(lying_at, tree, shardings)
+
+
+def lying_at(x: Tree, sharding: NamedSharding) -> jax.Array:
+    """`x` itself if it lies under an equivalent sharding, else a copy under `sharding`."""
+    if isinstance(x, jax.Array) and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
+        return x
+    return copy_to(x, sharding)
+
+
+def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callable[..., Tree]:
+    """`fn` in the global view: it takes whole logical arrays, XLA partitions it, `out_specs` lay out its results."""
+    if not is_explicit(mesh):
+        return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args))
+    out_sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+    return jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=out_sharding)
+
+
+def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A copy of `x` under `sharding`, in new buffers, so that donating it leaves the caller's array alive.
+
+    `jax.device_put(..., may_alias=False)` alone shares memory on CPU (jax 0.10 to 0.12): the first device's buffer when
+    it replicates, and the memory of aligned NumPy arrays.
+    """
+    if isinstance(x, jax.Array) and is_key(x):
+        return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        whole = np.array(x)  # `device_put` would send the whole array to all processes, to compare
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    placed = jax.device_put(x, sharding, may_alias=False)
+    if is_traced(placed):
+        return placed  # a trace copies what it is given
+    if isinstance(x, jax.Array):
+        return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
+    start = np.asarray(x).ctypes.data
+    if any(start <= address < start + placed.nbytes for address in buffers(placed)):
+        return jax.device_put(np.array(x), sharding)  # of a copy that nobody else has; `jnp.copy` would be compiled
+    return placed
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """A true copy with the same sharding; under Explicit axes `jnp.copy` alone adds trailing Nones to its spec."""
+    return jax.device_put(jnp.copy(x), x.sharding)
+
+
+def buffers(x: jax.Array) -> set[int]:
+    """The addresses of this process's buffers of `x`."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
+
+
+def gather_all(
+    leaves: Sequence[jax.Array],
+    mesh: AnyMesh,
+    froms: Sequence[P],
+    tos: Sequence[P],
+    dims: Sequence[Dims],
+    *,
+    over: Sequence[jax.Array] | None = None,
+) -> list[jax.Array]:
+    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf.
+
+    Args:
+      over: arrays under `tos` that are not used again. Stacks of layers are gathered layer by layer and written over
+        these, so that no more than a layer is there twice. (XLA for GPU gathers along the first dim in memory. A stack
+        that is cut along another it gathers whole, and then transposes.)
+    """
+    moved = [i for i, cuts in enumerate(dims) if cuts]
+    if not moved:
+        return list(leaves)
+
+    def body(shards: dict[int, jax.Array], old: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        found: dict[int, jax.Array] = {}
+        for length, stacks in _stacks(old, dims).items():
+
+            def one(layer: jax.Array, whole: dict[int, jax.Array], stacks: Sequence[int] = stacks):
+                parts = {i: lax.dynamic_index_in_dim(shards[i], layer, keepdims=False) for i in stacks}
+                return {
+                    i: lax.dynamic_update_index_in_dim(whole[i], collectives.gather(part, dims[i]), layer, 0)
+                    for i, part in parts.items()
+                }
+
+            found |= lax.fori_loop(0, length, one, {i: old[i] for i in stacks})
+        return found | {i: collectives.gather(shards[i], dims[i]) for i in moved if i not in found}
+
+    def of_moved(values: Sequence[T]) -> dict[int, T]:
+        return {i: values[i] for i in moved}
+
+    old, old_specs = ({}, {}) if over is None else (of_moved(over), of_moved(tos))
+    in_specs, out_specs = (of_moved(froms), old_specs), of_moved(tos)
+    whole = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        of_moved(leaves), old
+    )
+    return [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _stacks(arrays: Mapping[int, jax.Array], dims: Sequence[Dims]) -> dict[int, list[int]]:
+    """The arrays of three dims or more whose first dim is not cut, by its size."""
+    found: dict[int, list[int]] = {}
+    for i, x in arrays.items():
+        if x.ndim >= 3 and all(-dim != x.ndim for dim, _ in dims[i]):
+            found.setdefault(x.shape[0], []).append(i)
+    return found
