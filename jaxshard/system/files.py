@@ -68,13 +68,12 @@ def replace(path: Path, content: str | bytes | Write) -> None:
 
 def overwrite(path: Path, content: str | bytes) -> None:
     """Writes to what the user named for it: a file, new or not, a link to one, a pipe or a device."""
-    with _naming(path):
-        with path.open("wb") as file:
-            _write(content, file)
-            file.flush()
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                _sync(file.fileno())
-                sync_folder(path.resolve().parent)
+    with _naming(path), path.open("wb") as file:
+        _write(content, file)
+        file.flush()
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            _sync(file.fileno())
+            sync_folder(path.resolve().parent)
 
 
 def append(path: str | Path, folder: int | None = None) -> BinaryIO:

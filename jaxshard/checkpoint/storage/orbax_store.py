@@ -1,6 +1,6 @@
 """What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module here knows its ways.
 
-Its barrier, which is another matter, is in `jaxshard.processes.barrier`.
+Its barrier, which is another matter, is in `jaxshard.processes.agreement`.
 """
 
 import contextlib
