@@ -16,7 +16,7 @@ from jaxshard import plan
 from jaxshard.hardware import chips
 from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages import html as pages
-from jaxshard.system import text
+from jaxshard.system.text import size_in_words
 
 MB = 1e6
 NEAR = 30 * MB  # of memory: ddp does not fit, the others do
@@ -281,7 +281,7 @@ def test_bars_of_the_page_are_to_scale(rows, tmp_path):
     np.testing.assert_allclose(widths / widths[0, 0], expected / expected[0, 0], atol=1e-3)
     np.testing.assert_allclose(starts[:, 1:], (starts + widths)[:, :-1], atol=0.02)
     assert len(set(starts[:, 0])) == 1
-    assert [found[key][0] for key in keys[0]] == [text.size_in_words(num_bytes) for num_bytes in expected[0]]
+    assert [found[key][0] for key in keys[0]] == [size_in_words(num_bytes) for num_bytes in expected[0]]
     sent = [found[row.candidate.name, "along data"][2] for row in rows]
     expected = [row.prediction.costs.wire_bytes_by_axes()["data"] for row in rows]
     np.testing.assert_allclose(np.array(sent) / sent[0], np.array(expected) / expected[0], atol=1e-3)
@@ -357,4 +357,4 @@ def test_rows_of_one_target(rows, tmp_path, show):
     ],
 )
 def test_sizes_have_units(num_bytes, text):
-    assert text.size_in_words(num_bytes) == text
+    assert size_in_words(num_bytes) == text
