@@ -1,7 +1,5 @@
 """Frozen params: in the loss like others, cut and gathered like others, but without gradient, update and state."""
 
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
@@ -11,10 +9,11 @@ import optax
 
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of, structure, unflatten
 from jaxshard.base.types import Tree
+from jaxshard.layout.paths import by_rules, by_tree
 
 
-def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> list[bool]:
-    """For each leaf of `params`, whether it is frozen.
+def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> tuple[list[bool], str]:
+    """(for each leaf of `params`, whether it is frozen; what is wrong with a rule that matches none, or "").
 
     Args:
       frozen: regular expressions on the '/'-joined path, of which any match freezes; a tree, or prefix, of bools; or
@@ -27,31 +26,15 @@ def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> list[bool]:
     """
     names = [names for names, _ in named_leaves(params)]
     if frozen is None:
-        return [False] * len(names)
-    if is_rules(frozen):
-        return [any(_search(rule, "/".join(name)) for rule in frozen) for name in names]
-    given = _given(frozen)
-    return [_of_prefix(given, name) for name in names]
+        return [False] * len(names), ""
+    if _is_rules(frozen):
+        return by_rules("frozen", [(rule, True) for rule in frozen], names, False)
+    absent = "nothing is said of the parameter {}; give True or False for it"
+    return by_tree("frozen", _given(frozen), names, absent)
 
 
-def is_rules(frozen: Tree) -> TypeGuard[Sequence[str]]:
-    """Whether it is a list of regular expressions."""
+def _is_rules(frozen: Tree) -> TypeGuard[Sequence[str]]:
     return isinstance(frozen, list | tuple) and all(isinstance(rule, str) for rule in frozen)
-
-
-def unused(frozen: Tree | Sequence[str] | None, params: Tree) -> str:
-    """The error message for a rule that matches no parameter, or an empty text."""
-    paths = ["/".join(names) for names, _ in named_leaves(params)]
-    if frozen is not None and not is_rules(frozen):
-        names = [names for names, _ in named_leaves(params)]
-        extra = next((given for given in _given(frozen) if not any(n[: len(given)] == given for n in names)), None)
-        return "" if extra is None else f"frozen: {path_of(extra)} is no parameter; drop it, or mend its path"
-    rules = frozen if is_rules(frozen) else ()
-    missed = next((rule for rule in rules if not any(_search(rule, path) for path in paths)), None)
-    if missed is None:
-        return ""
-    near = difflib.get_close_matches(missed, paths, n=3, cutoff=0.0)
-    return f"frozen: the rule {missed!r} matches no parameter; mend or drop it. The nearest paths: {near}"
 
 
 def in_words(which: Sequence[bool], params: Tree) -> str:
@@ -64,13 +47,6 @@ def in_words(which: Sequence[bool], params: Tree) -> str:
     )
 
 
-def _search(rule: str, path: str) -> bool:
-    try:
-        return re.search(rule, path) is not None
-    except re.error as error:
-        raise ValueError(f"frozen: the rule {rule!r} is no regular expression: {error}; mend it") from None
-
-
 def _given(frozen: Tree) -> dict[Names, bool]:
     given: dict[Names, bool] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(frozen)[0]:
@@ -81,13 +57,6 @@ def _given(frozen: Tree) -> dict[Names, bool]:
             )
         given[names_of(path)] = bool(value)
     return given
-
-
-def _of_prefix(given: dict[Names, bool], names: Names) -> bool:
-    prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None)
-    if prefix is None:
-        raise ValueError(f"frozen: nothing is said of the parameter {path_of(names)}; give True or False for it")
-    return given[prefix]
 
 
 def nothing() -> Tree:

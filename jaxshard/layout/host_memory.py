@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +11,7 @@ from jaxshard.base.tree import path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.memory_option import MemoryRules, fraction
+from jaxshard.layout.paths import first_rules
 
 
 def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: AxisSizes) -> list[Leaf]:
@@ -51,12 +51,10 @@ def _by_bytes(leaves: Sequence[Leaf], may: Sequence[bool], fraction: float, size
 
 
 def _by_rules(leaves: Sequence[Leaf], may: Sequence[bool], rules: MemoryRules) -> list[bool]:
-    used, chosen = set[str](), list[bool]()
-    for leaf, yes in zip(leaves, may, strict=True):
-        rule = next(((regex, memory) for regex, memory in rules if re.search(regex, path_of(leaf.names))), None)
-        used |= {rule[0]} if rule else set()
-        chosen.append(yes and rule is not None and rule[1] == "host")
-    if unused := [regex for regex, _ in rules if regex not in used]:
-        paths = ", ".join(path_of(leaf.names) for leaf in leaves[:8])
-        raise ValueError(f"state_memory: the rule {unused[0]!r} matches no leaf of the state; there are {paths}")
-    return chosen
+    paths = [path_of(leaf.names) for leaf in leaves]
+    found, idle = first_rules("state_memory", [rule for rule, _ in rules], paths)
+    if idle is not None:
+        raise ValueError(
+            f"state_memory: the rule {idle!r} matches no leaf of the state; there are {', '.join(paths[:8])}"
+        )
+    return [yes and i is not None and rules[i][1] == "host" for yes, i in zip(may, found, strict=True)]

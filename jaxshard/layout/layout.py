@@ -149,7 +149,7 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
       TypeError: a leaf is not floating (or complex).
       ValueError: see `model_specs`.
     """
-    which, unused = frozen.flags(config.frozen, params), frozen.unused(config.frozen, params)
+    which, unused = frozen.flags(config.frozen, params)
     if which and all(which):
         raise ValueError("frozen: all parameters are frozen, so that nothing would be trained; name fewer")
     if unused and not all(jnp.issubdtype(getattr(x, "dtype", float), jnp.inexact) for _, x in named_leaves(params)):

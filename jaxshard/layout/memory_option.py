@@ -1,6 +1,5 @@
 """The option `state_memory=`, checked."""
 
-import re
 from collections.abc import Sequence
 from typing import TypeAlias, cast
 
@@ -8,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxshard.base.types import AnyMesh
+from jaxshard.layout.paths import compiled
 
 MemoryRules: TypeAlias = Sequence[tuple[str, str]]  # (regular expression on a path, "host" or "device")
 HOST = "pinned_host"  # the memory kind
@@ -28,10 +28,7 @@ def checked(who: str, asked: object, mesh: AnyMesh) -> str | MemoryRules:
         raise ValueError(f"{who}: state_memory={asked!r:.80} is unknown; {_WORDS}")
     else:
         for regex, _ in cast("Sequence[tuple[str, str]]", asked):
-            try:
-                re.compile(regex)
-            except re.error as error:
-                raise ValueError(f"{who}: state_memory: {regex!r} is no regular expression: {error}") from error
+            compiled(f"{who}: state_memory: {regex!r}", regex)
     _check_backend(who, mesh)
     return asked if isinstance(asked, str) else tuple((a, b) for a, b in cast("Sequence[tuple[str, str]]", asked))
 

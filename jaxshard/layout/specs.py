@@ -1,8 +1,6 @@
 """PartitionSpecs: how the model's own axes cut the params, as the user says it."""
 
-import difflib
 import math
-import re
 from typing import NamedTuple, TypeGuard
 
 import jax
@@ -13,6 +11,7 @@ from jaxshard.base.axes import axes_in, canonical
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of
 from jaxshard.base.types import AxisSizes, Tree
 from jaxshard.layout.options import Config, Rules
+from jaxshard.layout.paths import by_rules, by_tree
 from jaxshard.system.text import nearest
 
 
@@ -35,7 +34,12 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
     leaves = named_leaves(params)
     if config.specs is None:
         return ModelSpecs([P()] * len(leaves))
-    specs, unused = _by_rule(config.specs, leaves) if is_rules(config.specs) else _by_tree(config.specs, leaves)
+    names = [names for names, _ in leaves]
+    if is_rules(config.specs):
+        specs, unused = _by_rule(config.specs, names)
+    else:
+        absent = "nothing is given for the parameter {}; add a PartitionSpec for it"
+        specs, unused = by_tree("specs", _given(config.specs), names, absent)
     for (names, leaf), spec in zip(leaves, specs, strict=True):
         _check_spec(path_of(names), tuple(leaf.shape), spec, sizes, config)
     return ModelSpecs([canonical(spec) for spec in specs], unused)
@@ -50,44 +54,17 @@ def is_rules(specs: Tree) -> TypeGuard[Rules]:
     )
 
 
-def _by_rule(rules: Rules, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
-    paths = ["/".join(names) for names, _ in leaves]
+def _by_rule(rules: Rules, leaves: list[Names]) -> tuple[list[P], str]:
     for pattern, spec in rules:
         if not isinstance(spec, P):
             raise TypeError(
                 f"specs: the rule {(pattern, spec)!r:.80} needs a PartitionSpec: ({pattern!r}, P({spec!r}))"
             )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"specs: the rule {pattern!r} is no regular expression: {error}; mend it") from None
-    unmatched = next((pattern for pattern, _ in rules if not any(re.search(pattern, path) for path in paths)), None)
-    unused = ""
-    if unmatched is not None:
-        near = difflib.get_close_matches(unmatched, paths, n=3, cutoff=0.0)
-        unused = f"specs: the rule {unmatched!r} matches no parameter; mend or drop it. The nearest paths: {near}"
-    return ModelSpecs(
-        [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths], unused
-    )
-
-
-def _by_tree(specs: Tree, leaves: list[tuple[Names, Tree]]) -> ModelSpecs:
-    """Matches specs to leaves by key path, so that boxes and metadata in either tree do not matter."""
-    given = _given(specs)
-    found, used = [], set[Names]()
-    for names, _ in leaves:
-        prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None)
-        if prefix is None:
-            raise ValueError(f"specs: nothing is given for the parameter {path_of(names)}; add a PartitionSpec for it")
-        used.add(prefix)
-        found.append(given[prefix])
-    extra = next((names for names in given if names not in used), None)
-    unused = "" if extra is None else f"specs: {path_of(extra)} is no parameter; drop it, or mend its path"
-    return ModelSpecs(found, unused)
+    return by_rules("specs", rules, leaves, P())
 
 
 def _given(specs: Tree) -> dict[Names, P]:
-    """The spec at each key path of a tree of PartitionSpecs."""
+    """The spec at each key path of a tree of PartitionSpecs, so that boxes and metadata do not matter."""
 
     def is_spec(x: object) -> bool:
         return x is None or isinstance(x, P | optax.MaskedNode)

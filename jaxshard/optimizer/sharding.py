@@ -67,7 +67,7 @@ class Setup:
 
     def frozen(self, params: Tree) -> list[bool]:
         """For each leaf of the params, whether it is frozen."""
-        return frozen.flags(self.config.frozen, params)
+        return frozen.flags(self.config.frozen, params)[0]
 
     def trained(self, params: Tree) -> Tree:
         """The params (or a tree like them) with `optax.MaskedNode`s in place of what is frozen."""

@@ -1,7 +1,6 @@
 """The leaves of a tree as a checkpoint has them: each one's path, its array or number, and its entry in the index."""
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
-from jaxshard.digest import Fault, digests_and_faults
+from jaxshard.layout.paths import compiled
 
 NUMBERS = (bool, int, float, complex)
 Number: TypeAlias = bool | int | float | complex
@@ -180,28 +179,6 @@ def on_all_devices(x: Shaped) -> Shaped:
 # The index.
 
 
-def index_of(tree: FlatTree) -> tuple[dict[str, Entry], dict[str, Fault]]:
-    """(the index of a tree's leaves, those that are not finite); all is computed on the devices, in one pass."""
-    digests, faults = digests_and_faults(tree.arrays())
-    index = {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
-    return index, faults
-
-
-def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:
-    if isinstance(x, NUMBERS):
-        return {"shape": [], "dtype": dtype_of_number(x), "value": repr(_plain(x))}
-    assert digest is not None
-    entry: ArrayEntry = {"shape": list(x.shape), "dtype": str(x.dtype), "digest": digest}
-    return entry if key is None else {**entry, "key": key}
-
-
-def _plain(x: Number) -> Number:
-    """The number without what a subclass adds, such as an enumeration."""
-    if isinstance(x, bool):
-        return x
-    return int(x) if isinstance(x, int) else float(x) if isinstance(x, float) else complex(x)
-
-
 def dtype_of_number(x: Number) -> str:
     """The dtype under which the index lists a Python number.
 
@@ -250,10 +227,7 @@ def matching(paths: Iterable[str], only: str | None) -> list[str]:
     ['params/w']
     """
     paths = list(paths)
-    try:
-        found = [path for path in paths if only is None or re.search(only, path)]
-    except (re.error, TypeError) as error:
-        raise ValueError(f"checkpoint: only={only!r} is no regular expression: {error}") from None
+    found = paths if only is None else list(filter(compiled(f"checkpoint: only={only!r}", only).search, paths))
     if not found:
         first = f"; the first is {paths[0]}" if paths else ""
         raise ValueError(f"checkpoint: only={only!r} matches none of {len(paths)} leaves{first}")

@@ -1,0 +1,57 @@
+"""What a user says of leaves by their paths: by regular expressions, or by a tree of values, or a part of one."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from jaxshard.base.tree import Names, path_of
+from jaxshard.base.types import T
+
+
+def compiled(what: str, rule: str) -> re.Pattern[str]:
+    """A rule, which matches where it is found in a path joined by slashes.
+
+    Raises:
+      ValueError: it is no regular expression; `what` names it.
+    """
+    try:
+        return re.compile(rule)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{what} is no regular expression: {error}; mend it") from None
+
+
+def first_rules(what: str, rules: Sequence[str], paths: Sequence[str]) -> tuple[list[int | None], str | None]:
+    """(for each path, the place of the first rule that matches it, None if none does; a rule that matches no path).
+
+    >>> first_rules("specs", ["w$", "k"], ["a/w", "a/b"])
+    ([0, None], 'k')
+    """
+    patterns = [compiled(f"{what}: the rule {rule!r}", rule) for rule in rules]
+    found = [next((i for i, each in enumerate(patterns) if each.search(path)), None) for path in paths]
+    return found, next((each.pattern for each in patterns if not any(map(each.search, paths))), None)
+
+
+def by_rules(what: str, rules: Sequence[tuple[str, T]], leaves: Sequence[Names], otherwise: T) -> tuple[list[T], str]:
+    """(for each leaf, the value of the first rule that matches its path; what is wrong with a rule, or "")."""
+    paths = ["/".join(names) for names in leaves]
+    found, idle = first_rules(what, [rule for rule, _ in rules], paths)
+    wrong = ""
+    if idle is not None:
+        near = difflib.get_close_matches(idle, paths, n=3, cutoff=0.0)
+        wrong = f"{what}: the rule {idle!r} matches no parameter; mend or drop it. The nearest paths: {near}"
+    return [otherwise if i is None else rules[i][1] for i in found], wrong
+
+
+def by_tree(what: str, given: Mapping[Names, T], leaves: Sequence[Names], absent: str) -> tuple[list[T], str]:
+    """(for each leaf, the value that is given at its path, or above it; what is wrong with a further value, or "").
+
+    Raises:
+      ValueError: nothing is given for a leaf; `absent` says so, with {} for its path.
+    """
+    places = [next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None) for names in leaves]
+    for names, place in zip(leaves, places, strict=True):
+        if place is None:
+            raise ValueError(f"{what}: {absent.format(path_of(names))}")
+    extra = next((names for names in given if names not in places), None)
+    wrong = "" if extra is None else f"{what}: {path_of(extra)} is no parameter; drop it, or mend its path"
+    return [given[place] for place in places if place is not None], wrong
