@@ -73,6 +73,15 @@ def unambiguous_path(names: Names) -> str:
     return path_of(tuple(name.replace("%", "%25").replace("/", "%2F") for name in names))
 
 
+def names_in(path: str) -> Names:
+    """The names of an `unambiguous_path`.
+
+    >>> names_in("a%2Fb/c")
+    ('a/b', 'c')
+    """
+    return tuple(name.replace("%2F", "/").replace("%25", "%") for name in path.split("/"))
+
+
 def named_leaves(tree: Tree) -> list[tuple[Names, Tree]]:
     """(the names on its path, the leaf) for each leaf, in the order of `jax.tree.leaves`."""
     return [(names_of(path), leaf) for path, leaf in _paths.tree_flatten_with_path(tree)[0]]

@@ -3,7 +3,7 @@
 from jaxshard.checkpoint.as_bytes import from_bytes as from_bytes
 from jaxshard.checkpoint.as_bytes import to_bytes as to_bytes
 from jaxshard.checkpoint.checkpointer import Checkpointer as Checkpointer
-from jaxshard.checkpoint.nested import read as read
+from jaxshard.checkpoint.restoring import read as read
 from jaxshard.checkpoint.retention import Best as Best
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError as CorruptCheckpointError
 from jaxshard.checkpoint.storage.errors import NewerFormatError as NewerFormatError

@@ -12,7 +12,7 @@ from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint.storage import leaves
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError, first_line, not_installed
 from jaxshard.checkpoint.storage.leaves import Entry, Index, Leaf
-from jaxshard.checkpoint.storage.manifest import DIGEST_BYTES, FORMAT, check_entries, check_format, digest_of
+from jaxshard.checkpoint.storage.manifest import DIGEST_BYTES, FORMAT, check_entries, check_format, digest_of, index_of
 from jaxshard.checkpoint.template import check_fits, unflatten
 from jaxshard.digest import named_digests
 
@@ -41,7 +41,7 @@ def to_bytes(tree: Tree) -> bytes:
         if not leaves.is_local(x):
             raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
     raw = {path: _raw(jax.device_get(x)) for path, x in found.arrays().items()}
-    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": leaves.index_of(found)[0], "arrays": raw})
+    data = serialization.msgpack_serialize({"format": FORMAT, "leaves": index_of(found)[0], "arrays": raw})
     return digest_of(data) + data
 
 

@@ -8,7 +8,6 @@ devices, and compared. The structure of the tree comes from the template alone, 
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Self, SupportsFloat, SupportsIndex
 
@@ -18,24 +17,21 @@ import numpy as np
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import other_options
-from jaxshard.checkpoint.arguments import folder_of, measured, whole_number
-from jaxshard.checkpoint.reading import of_first
-from jaxshard.checkpoint.retention import Best, Retention
+from jaxshard.checkpoint.retention import Best, Retention, measured
 from jaxshard.checkpoint.storage import leaves, manifest
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, not_installed, not_saved
-from jaxshard.checkpoint.storage.leaves import FlatTree, Leaf
+from jaxshard.checkpoint.storage.leaves import FlatTree
 from jaxshard.checkpoint.storage.manifest import CheckpointInfo
-from jaxshard.checkpoint.template import check_fits, fits, part_of, unflatten
+from jaxshard.checkpoint.template import part_of, unflatten
 from jaxshard.digest import Fault
 from jaxshard.processes import agreement
 
 try:
-    from jaxshard.checkpoint import reading
-    from jaxshard.checkpoint.step_folders import StepFolders
+    from jaxshard.checkpoint import reading, restoring
+    from jaxshard.checkpoint.step_folders import StepFolders, folder_of, whole_number
     from jaxshard.checkpoint.storage import orbax_store
-    from jaxshard.checkpoint.storage.plain_path import PlainPath
-    from jaxshard.checkpoint.writer import Writer
+    from jaxshard.checkpoint.storage.paths import PlainPath
+    from jaxshard.checkpoint.writer import Writer, tell
 except ModuleNotFoundError as error:
     raise not_installed(error) from error
 
@@ -168,19 +164,10 @@ class Checkpointer:
 
     def _begin(self, step: int, metrics: dict[str, float] | None, tree: FlatTree, run: str) -> None:
         arrays = {path: leaves.on_all_devices(x) for path, x in tree.arrays().items()}
-        index, faults = leaves.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
+        index, faults = manifest.index_of(FlatTree({**tree.leaves, **arrays}, tree.keys))
         num_bytes = sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
         if agreement.from_first("save", lambda: self._writer.prepare(step, index, num_bytes, metrics)):
-            made = manifest.sealed(
-                {
-                    "format": manifest.FORMAT,
-                    "step": step,
-                    "run": run,
-                    "metrics": metrics,
-                    "leaves": index,
-                    "not_finite": faults,
-                }
-            )
+            made = manifest.made(step, run, metrics, index, faults)
             place, check = PlainPath.of_all(self.path), functools.partial(self._writer.check_saved, step, index)
             begin = functools.partial(orbax_store.Save.begin, place, str(step), arrays, made, check)
             self._saving = step, agreement.together("save", begin)
@@ -204,14 +191,14 @@ class Checkpointer:
             if jax.process_index() == 0:
                 self._writer.fail(step, errors)
             raise not_saved(step, errors, self.path)
-        _tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
+        tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
     def close(self) -> None:
         """Waits for the last save, and a while for what is being deleted; lets other runs write here."""
         try:
             self.wait()
         finally:
-            _tell(self._writer.close())
+            tell(self._writer.close())
 
     def _abandon(self) -> None:
         """Gives the last save some time, and asks no other process about it."""
@@ -253,38 +240,12 @@ class Checkpointer:
         flat = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
         wanted = agreement.together("restore", lambda: part_of(flat, only))
 
-        def read(step: int) -> dict[str, Leaf]:
-            return self._restored(wanted, step, cast, only)
-
+        read = functools.partial(restoring.restored, self._folders, wanted, cast=cast, only=only)
         if step is not None:
             number = whole_number(step)
             return number, unflatten(template, flat, read(number))
-        number, found = reading.newest_whole(self._folders, read, self._writer.corrupt.add)
+        number, found = restoring.newest_whole(self._folders, read, self._writer.corrupt.add)
         return number, unflatten(template, flat, found)
-
-    def _restored(self, wanted: FlatTree, step: int, cast: bool, only: str | None) -> dict[str, Leaf]:
-        index, what = reading.read_index(self._folders, step), f"checkpoint {step} does"
-        part = {path: entry for path, entry in index.items() if only is None or re.search(only, path)}
-        reading.check_sizes(self._folders, step, part)
-        planned = None if fits(wanted, part, cast) else other_options.plan(wanted, part)
-        if planned is None:
-            agreement.together("restore", lambda: check_fits(wanted, part, what, cast))
-        found, faults = reading.read_leaves(self._folders, step, part, planned.sources if planned else wanted.leaves)
-        self._warn_of_faults(step, manifest.faults_in_words(part, faults))
-        if planned is not None:
-            warn(
-                f"checkpoint {step} was saved under other options: {'; '.join(planned.changes) or 'it has more state'}"
-            )
-            found = {path: make(found) for path, make in planned.made.items()}
-        for line in other_options.changed_hyperparams(step, wanted.leaves, found):
-            warn(line)
-        return found
-
-    def _warn_of_faults(self, step: int, faults: str) -> None:
-        if faults:
-            newest = self.latest_finite()
-            cure = "none here is" if newest is None else f"the newest that is: restore(template, step={newest})"
-            warn(f"checkpoint {step} is not finite: {faults}; {cure}")
 
     def verify(self, step: SupportsIndex) -> dict[str, Fault]:
         """Reads every array of a checkpoint and compares digests; at a time 256 MiB, spread over all devices.
@@ -320,7 +281,7 @@ class Checkpointer:
         Raises:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
         """
-        for step in reversed(of_first(self.steps)):
+        for step in reversed(reading.of_first(self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(step)
                 return step
@@ -335,9 +296,4 @@ class Checkpointer:
           NewerFormatError: a step that is newer can only be read by a newer jaxshard.
           OSError: the system does not let us read an index.
         """
-        return of_first(lambda: reading.newest_finite(self._folders))
-
-
-def _tell(errors: Iterable[str]) -> None:
-    for error in errors:
-        warn(f"an old checkpoint could not be deleted: {error}")
+        return reading.of_first(lambda: restoring.newest_finite(self._folders))

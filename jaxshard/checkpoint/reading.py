@@ -1,6 +1,5 @@
 """Arrays read from a checkpoint: each digest is computed again, on the devices, and compared."""
 
-import contextlib
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,16 +9,15 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.source import warn
 from jaxshard.base.types import T
 from jaxshard.base.watches import unwatched
-from jaxshard.checkpoint import template
 from jaxshard.checkpoint.step_folders import StepFolders
-from jaxshard.checkpoint.storage import leaves, manifest, orbax_store, sizes, trouble
-from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, first_line
-from jaxshard.checkpoint.storage.leaves import Index, Leaf, Shaped
-from jaxshard.checkpoint.storage.manifest import Manifest
+from jaxshard.checkpoint.storage import leaves, orbax_store, sizes, trouble
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError
+from jaxshard.checkpoint.storage.leaves import Entry, Index, Leaf, Shaped, is_local, small
 from jaxshard.digest import Fault, digests_and_faults
 from jaxshard.processes import agreement
 
@@ -45,11 +43,11 @@ def read_leaves(
     """
     asked = {path: index[path] for path in wanted}
     numbers = {path: leaves.number(entry) for path, entry in asked.items() if "value" in entry}
-    targets = template.targets({path: x for path, x in wanted.items() if path not in numbers}, index)
+    places = targets({path: x for path, x in wanted.items() if path not in numbers}, index)
     with jax.enable_x64(jax.config.read("jax_enable_x64") or leaves.need_x64(index)):
-        stored = _read(folders, step, {path: x for path, x in targets.items() if x.size})
+        stored = _read(folders, step, {path: x for path, x in places.items() if x.size})
         faults = _check_digests(step, index, stored)
-    return {**numbers, **targets, **stored}, faults
+    return {**numbers, **places, **stored}, faults
 
 
 def verify(folders: StepFolders, step: int) -> dict[str, Fault]:
@@ -58,7 +56,7 @@ def verify(folders: StepFolders, step: int) -> dict[str, Fault]:
     stored, faults = {path: entry for path, entry in index.items() if "digest" in entry}, dict[str, Fault]()
     check_sizes(folders, step, stored)
     for group in leaves.groups(stored, _BYTES_AT_ONCE):
-        faults |= read_leaves(folders, step, index, {path: template.spread(index[path]) for path in group})[1]
+        faults |= read_leaves(folders, step, index, {path: spread(index[path]) for path in group})[1]
     return faults
 
 
@@ -73,28 +71,34 @@ def read_arrays(folders: StepFolders, step: int, paths: Iterable[str] | None) ->
         yield from ((path, np.asarray(found[path])) for path in group)
 
 
-def check_saved(folders: StepFolders, step: int, index: Index) -> Manifest:
-    """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, none of which is
-    read. If something is missing, the step is put aside. Returns the manifest.
+def targets(wanted: Mapping[str, Leaf], index: Index) -> dict[str, Shaped]:
+    """Where saved arrays are loaded to, by their paths and what they are in the template: NumPy arrays, or shapes with
+    shardings. They have the dtypes that were saved. Small ones are loaded to host memory first."""
+    found = {path: _target(x, index[path]) for path, x in wanted.items()}
+    return {**found, **{path: np.zeros(found[path].shape, found[path].dtype) for path in small(found)}}
 
-    Raises:
-      OSError: what is missing; or the system does not let us look, and the step stays where it is.
-    """
-    try:
-        found = folders.manifest(step)
-        if found["leaves"] != index:
-            raise CorruptCheckpointError(step, None, "its index is not what was saved")
-        folder = folders.of(step)
-        stored = trouble.proven(step, folder, lambda: orbax_store.listed(folder))
-        for path, entry in index.items():
-            whole = tuple(entry["shape"]), entry["dtype"]
-            if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
-                raise CorruptCheckpointError(step, path, "it is not there")
-    except CorruptCheckpointError as error:
-        with contextlib.suppress(OSError):
-            folders.put_aside(step, "unreadable")
-        raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
-    return found
+
+def _target(x: Leaf, entry: Entry) -> Shaped:
+    dtype = jnp.dtype(entry["dtype"])
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _loaded_to_host(x):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return np.zeros(np.shape(x), dtype)
+
+
+def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the array is loaded to host memory and put on devices later: where its sharding is open, or where it is
+    on devices of this process alone, and others load theirs."""
+    if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
+        return True
+    return jax.process_count() > 1 and is_local(x)
+
+
+def spread(entry: Entry) -> jax.ShapeDtypeStruct:
+    """The shape of a saved array, cut over all devices along the first dim that they divide; else a copy on each."""
+    shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
+    spec = P() if cut is None else P(*(None,) * cut, "all")
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(entry["dtype"]), sharding=NamedSharding(mesh, spec))
 
 
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
@@ -127,63 +131,6 @@ def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
             raise CorruptCheckpointError(step, None, str(error)) from error
 
     agreed(step, check)
-
-
-def newest_whole(
-    folders: StepFolders, read: Callable[[int], T], corrupt: Callable[[int], object] = lambda step: None
-) -> tuple[int, T]:
-    """The newest step that can be read, and what `read` returns for it. Those that are passed over are warned of.
-
-    Args:
-      folders: where the steps are.
-      read: reads a step.
-      corrupt: is told each step that is not what was saved.
-
-    Raises:
-      FileNotFoundError: nothing is saved here.
-      NewerFormatError: the newest step, but for corrupt ones, can only be read by a newer jaxshard.
-      CorruptCheckpointError: of the newest step, where none can be read.
-    """
-    tried: dict[int, Exception] = {}
-    while left := [each for each in of_first(folders.steps) if each not in tried]:
-        step = left[-1]
-        try:
-            found = read(step)
-            _warn_of_damaged(folders, step)
-            return step, found
-        except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
-            tried[step] = error
-        except CorruptCheckpointError as error:
-            warn(f"{error}; trying the one before")
-            tried[step] = error
-            corrupt(step)
-    if tried:
-        raise next(iter(tried.values()))
-    if damaged := _damaged(folders):
-        step, missing = damaged[-1]
-        raise CorruptCheckpointError(step, None, f"{missing} is missing in {folders.of(step)}; none is whole")
-    raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(folders.path))
-
-
-def newest_finite(folders: StepFolders) -> int | None:
-    """The newest step that says that it is finite; those that cannot be read say nothing. None: none does."""
-    for step in reversed(folders.steps()):
-        with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
-            found = folders.manifest(step)
-            if manifest.health(found["leaves"], found.get("not_finite")) == "finite":
-                return step
-    return None
-
-
-def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
-    for step, missing in _damaged(folders):
-        if step > taken:
-            place = folders.of(step)
-            warn(f"checkpoint {step} is passed over: {missing} is missing in {place}")
-
-
-def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
-    return of_first(lambda: list(folders.damaged().items()))
 
 
 def _deleted(step: int, path: Path) -> FileNotFoundError:

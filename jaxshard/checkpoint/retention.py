@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 from jaxshard.base.types import is_whole
 from jaxshard.system import files
@@ -136,3 +136,19 @@ class Deletion:
         except OSError as error:
             with self._lock:
                 self._errors.append(str(error))
+
+
+def measured(metrics: Mapping[str, SupportsFloat] | None, needed: str | None = None) -> dict[str, float] | None:
+    """Metrics as Python's numbers; `needed` has to be among them, if there are any.
+
+    >>> measured({"loss": 2})
+    {'loss': 2.0}
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"checkpoint: metrics must be a dict of numbers, got {metrics!r:.200}")
+    if metrics and needed is not None and needed not in metrics:
+        raise ValueError(f"checkpoint: keep_best is by the metric {needed!r}, and metrics has {list(metrics)}")
+    try:
+        return {str(name): float(value) for name, value in metrics.items()} if metrics else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"checkpoint: metrics must be numbers, got {metrics!r:.200}: {error}") from None

@@ -2,18 +2,20 @@
 
 import contextlib
 import errno
+import operator
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
-from jaxshard.checkpoint.storage import manifest, orbax_store
+from jaxshard.checkpoint.storage import leaves, manifest, orbax_store, sizes
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError, first_line
+from jaxshard.checkpoint.storage.leaves import Index
 from jaxshard.checkpoint.storage.manifest import Manifest
-from jaxshard.checkpoint.storage.trouble import is_folder, patiently, system_error
+from jaxshard.checkpoint.storage.trouble import is_folder, mode_of, patiently, proven, system_error
 from jaxshard.system import files
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
@@ -130,6 +132,29 @@ class StepFolders:
             files.sync_tree(self.of(step))
         files.sync_folder(self.path)
 
+    def check_saved(self, step: int, index: Index) -> Manifest:
+        """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, of which none
+        is read. If something is missing, the step is put aside. Returns the manifest.
+
+        Raises:
+          OSError: what is missing; or the system does not let us look, and the step stays where it is.
+        """
+        try:
+            found = self.manifest(step)
+            if found["leaves"] != index:
+                raise CorruptCheckpointError(step, None, "its index is not what was saved")
+            folder = self.of(step)
+            stored = proven(step, folder, lambda: sizes.listed(folder))
+            for path, entry in index.items():
+                whole = tuple(entry["shape"]), entry["dtype"]
+                if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
+                    raise CorruptCheckpointError(step, path, "it is not there")
+        except CorruptCheckpointError as error:
+            with contextlib.suppress(OSError):
+                self.put_aside(step, "unreadable")
+            raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
+        return found
+
     def rests(self, step: int | None = None) -> Iterator[Path]:
         """Renames what saves and deletions that were cut off have left, and yields it, to be deleted.
 
@@ -174,3 +199,51 @@ class StepFolders:
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and name == str(int(name))
+
+
+# What a `Checkpointer` is given.
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """The folder of this path, whether it is there or not; an absolute path.
+
+    Raises:
+      TypeError, ValueError: it is no path of a folder.
+      FileNotFoundError: it is relative to a working folder that was deleted.
+      NotADirectoryError: it is a file.
+      OSError: the system does not say what it is.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise TypeError(f"Checkpointer: {path!r:.80} is no path of a folder")
+    if not str(path):
+        raise ValueError("Checkpointer: '' is no folder; name one, or '.' for the working folder")
+    if "://" in str(path):
+        raise ValueError(
+            f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
+        )
+    try:
+        found = Path(path).expanduser().absolute()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"Checkpointer: {str(path)!r}: {error}") from None
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            error.errno, "Checkpointer: the working folder was deleted; name a folder from / on", str(path)
+        ) from None
+    if os.path.lexists(found) and not is_folder(found):
+        what = "file" if mode_of(found) else "link to nothing"
+        raise NotADirectoryError(errno.ENOTDIR, f"Checkpointer: this is a {what}; name a folder", str(found))
+    return found
+
+
+def whole_number(step: object) -> int:
+    """The number of a step.
+
+    >>> whole_number(7)
+    7
+    """
+    if isinstance(step, bool | float) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
+        raise ValueError(
+            f"checkpoint: step {step!r:.80} must be a whole number, 0 or more; the calls are save(step, tree) and "
+            "restore(template, step)"
+        )
+    return operator.index(step)

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxshard.base.tree import is_key
 from jaxshard.base.types import T
-from jaxshard.checkpoint.storage.conversion import as_array, as_number, converted
 from jaxshard.checkpoint.storage.errors import first_line
 from jaxshard.checkpoint.storage.leaves import (
     NUMBERS,
@@ -22,11 +21,9 @@ from jaxshard.checkpoint.storage.leaves import (
     Number,
     Shaped,
     dtype_of_number,
-    is_local,
     key_implementation,
     matching,
     number,
-    small,
 )
 
 
@@ -154,39 +151,6 @@ def _can_hold(x: Shaped, value: Number) -> bool:
     return True
 
 
-# Where arrays are loaded to.
-
-
-def targets(wanted: Mapping[str, Leaf], index: Index) -> dict[str, Shaped]:
-    """Where saved arrays are loaded to, by their paths and what they are in the template: NumPy arrays, or shapes with
-    shardings. They have the dtypes that were saved. Small ones are loaded to host memory first."""
-    found = {path: _target(x, index[path]) for path, x in wanted.items()}
-    return {**found, **{path: np.zeros(found[path].shape, found[path].dtype) for path in small(found)}}
-
-
-def _target(x: Leaf, entry: Entry) -> Shaped:
-    dtype = jnp.dtype(entry["dtype"])
-    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _loaded_to_host(x):
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return np.zeros(np.shape(x), dtype)
-
-
-def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the array is loaded to host memory and put on devices later: where its sharding is open, or where it is
-    on devices of this process alone, and others load theirs."""
-    if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
-        return True
-    return jax.process_count() > 1 and is_local(x)
-
-
-def spread(entry: Entry) -> jax.ShapeDtypeStruct:
-    """The shape of a saved array, cut over all devices along the first dim that they divide; else a copy on each."""
-    shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
-    cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
-    spec = P() if cut is None else P(*(None,) * cut, "all")
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(entry["dtype"]), sharding=NamedSharding(mesh, spec))
-
-
 # The tree.
 
 
@@ -252,3 +216,69 @@ def _placed(leaf: jax.Array | jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
         return jax.device_put(x, leaf.sharding, may_alias=False)
     # `device_put` would send the array to all processes, to compare.
     return jax.make_array_from_callback(x.shape, leaf.sharding, lambda index: x[index])
+
+
+# Numbers in another dtype: rounded, where it must be, but none becomes another one.
+
+
+def converted(path: str, x: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array | np.ndarray:
+    """The array in this dtype; floating-point numbers are rounded.
+
+    Raises:
+      ValueError: a number is too large for it; or it has a fraction, or is no number, and the dtype has whole ones.
+
+    >>> converted("w", np.arange(3), np.float16)
+    array([0., 1., 2.], dtype=float16)
+    """
+    if x.dtype == dtype:
+        return x
+    with jax.enable_x64(True), np.errstate(all="ignore"):  # or numbers of 64 bits were cut before they are compared
+        made = x.astype(dtype)
+        if not _holds(x, made):
+            raise ValueError(f"checkpoint: {path} is {x.dtype}, with numbers that {made.dtype} cannot hold")
+    return made
+
+
+def as_array(x: Leaf) -> np.ndarray:
+    """An array or a number as an array, a whole number of more than 64 bits as one of float64.
+
+    Raises:
+      OverflowError: not even that can hold it.
+    """
+    made = np.asarray(x)
+    return made if made.dtype != object else made.astype(np.float64)
+
+
+def as_number(path: str, x: np.ndarray, kind: type[Number]) -> Number:
+    """An array of one element as a Python number of this type; raises as `converted` does."""
+    value = x.item()
+    try:
+        made = cast(Any, kind)(value)
+    except (TypeError, ValueError, OverflowError):  # a complex number, none, an infinite one
+        made = None
+    if made is None or (kind in (bool, int) and made != value):
+        raise ValueError(f"checkpoint: {path} is {value}, which a Python {kind.__name__} cannot hold")
+    return made
+
+
+def _holds(x: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> bool:
+    """Whether each number of `made` is that of `x`, but for rounding."""
+    xp: Any = jnp if isinstance(x, jax.Array) else np
+    if made.dtype == bool:
+        fits = (x == 0) | (x == 1)
+    elif jnp.issubdtype(made.dtype, jnp.inexact):
+        fits = (xp.isfinite(x) == xp.isfinite(made)) & (xp.isnan(x) == xp.isnan(made))
+    elif x.dtype == bool:
+        return True
+    else:
+        fits = _are_in_range(x, jnp.iinfo(made.dtype), xp)
+    return bool(xp.all(fits))
+
+
+def _are_in_range(x: jax.Array | np.ndarray, whole: jnp.iinfo, xp: Any) -> Any:
+    low, high = int(whole.min), int(whole.max)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(np.float64)
+        return (x == xp.floor(x)) & (x >= float(low)) & (x < float(high) + 1)
+    own = jnp.iinfo(x.dtype)
+    return (x >= max(low, int(own.min))) & (x <= min(high, int(own.max)))

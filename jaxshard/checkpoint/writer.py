@@ -12,14 +12,13 @@ from typing import NamedTuple, Self
 
 from jaxshard.base.source import warn
 from jaxshard.checkpoint.folder_lock import Lock
-from jaxshard.checkpoint.reading import check_saved
 from jaxshard.checkpoint.retention import Deletion, Retention
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.checkpoint.storage import orbax_store
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.storage.leaves import Index
 from jaxshard.checkpoint.storage.manifest import HEALTHS, Manifest, health
-from jaxshard.checkpoint.storage.plain_path import check_path
+from jaxshard.checkpoint.storage.paths import check_path
 from jaxshard.system import files
 
 _PRUNING_SECONDS = 0.5  # after a save; what takes longer is done after the next ones
@@ -81,7 +80,7 @@ class Writer:
     def check_saved(self, step: int, index: Index) -> None:
         """Opens a step that was just written. Who saves refers to it, so that the folder stays locked until then."""
         self._on_disk = step
-        self._seen[step] = _Seen.of(check_saved(self._folders, step, index))
+        self._seen[step] = _Seen.of(self._folders.check_saved(step, index))
 
     def prepare(self, step: int, index: Index, num_bytes: int, metrics: Mapping[str, float] | None) -> bool:
         """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
@@ -211,6 +210,12 @@ class Writer:
             self._unread |= {step} if self._retention.keep_best else set()
         except (NewerFormatError, OSError):
             self._unread.add(step)
+
+
+def tell(errors: Iterable[str]) -> None:
+    """Warns of checkpoints that could not be deleted."""
+    for error in errors:
+        warn(f"an old checkpoint could not be deleted: {error}")
 
 
 class _Seen(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.checkpoint.folder_lock import Lock
-from jaxshard.checkpoint.storage import orbax_store
+from jaxshard.checkpoint.storage import sizes
 
 SAVED = {"w": jnp.arange(4.0)}
 
@@ -124,13 +124,13 @@ def test_a_full_disk_leaves_the_notes(tmp_path, monkeypatch):
 
 def test_a_checkpointer_that_nobody_holds_keeps_the_folder_until_it_has_saved(tmp_path, monkeypatch):
     """It gave up the lock, and the next one deleted what it was writing, in silence."""
-    go, listed = threading.Event(), orbax_store.listed
+    go, listed = threading.Event(), sizes.listed
 
     def late(folder):
         assert go.wait(60)
         return listed(folder)
 
-    monkeypatch.setattr(orbax_store, "listed", late)  # what is written is read back: then it is saved
+    monkeypatch.setattr(sizes, "listed", late)  # what is written is read back: then it is saved
     Checkpointer(tmp_path).save(1, SAVED)
     gc.collect()
     with pytest.raises(OSError, match=r"this program \(process \d+ on .*\) is writing .*; close\(\) its other"):

@@ -9,7 +9,7 @@ from test_checkpointer import assert_same_bits
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.checkpoint.storage.plain_path import PlainPath
+from jaxshard.checkpoint.storage.paths import PlainPath
 from jaxshard.cli import main
 
 SAVED = {"w": jnp.arange(4.0), "cut": jnp.arange(64.0).reshape(8, 8)}
@@ -82,7 +82,7 @@ def test_a_folder_may_be_renamed_while_it_is_written(tmp_path):
 
 def test_where_a_folder_has_no_other_path_saves_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     """On macOS, say."""
-    monkeypatch.setattr("jaxshard.checkpoint.storage.plain_path._OPEN_FOLDERS", tmp_path / "none")
+    monkeypatch.setattr("jaxshard.checkpoint.storage.paths._OPEN_FOLDERS", tmp_path / "none")
     with Checkpointer(tmp_path / "a[b]") as checkpoints, pytest.raises(ValueError, match="orbax loses what is saved"):
         checkpoints.save(1, SAVED)
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from test_checkpointer import data_files
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
-from jaxshard.checkpoint.storage import orbax_store, trouble
+from jaxshard.checkpoint.storage import orbax_store, sizes, trouble
 from jaxshard.cli import main
 from jaxshard.system import small_files
 
@@ -240,7 +240,7 @@ def test_a_step_that_was_just_written_is_not_put_aside_for_an_error_of_the_syste
 
     with Checkpointer(tmp_path) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(orbax_store, "listed", listed)
+            patch.setattr(sizes, "listed", listed)
             with pytest.raises(OSError, match="Input/output error"):
                 checkpoints.save(1, SAVED, blocking=True)
         assert checkpoints.restore(SAVED)[0] == 1

@@ -13,8 +13,18 @@ from typing import Literal, NotRequired, TypeAlias, TypedDict, cast, get_args
 import jax.numpy as jnp
 
 from jaxshard.checkpoint.storage.errors import NewerFormatError
-from jaxshard.checkpoint.storage.leaves import Entry, Index, number
-from jaxshard.digest import Fault
+from jaxshard.checkpoint.storage.leaves import (
+    NUMBERS,
+    ArrayEntry,
+    Entry,
+    FlatTree,
+    Index,
+    Leaf,
+    Number,
+    dtype_of_number,
+    number,
+)
+from jaxshard.digest import Fault, digests_and_faults
 
 FORMAT = 1
 DIGEST_BYTES = 32
@@ -72,6 +82,35 @@ def check_format(found: object, step: int | None = None) -> None:
     _check_not_newer(found, step)
     if type(found) is not int or found != FORMAT:
         raise ValueError(f"its format is {found!r:.40}, which no jaxshard writes")
+
+
+def index_of(tree: FlatTree) -> tuple[dict[str, Entry], dict[str, Fault]]:
+    """(the index of a tree's leaves, those that are not finite); all is computed on the devices, in one pass."""
+    digests, faults = digests_and_faults(tree.arrays())
+    index = {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
+    return index, faults
+
+
+def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:
+    if isinstance(x, NUMBERS):
+        return {"shape": [], "dtype": dtype_of_number(x), "value": repr(_plain(x))}
+    assert digest is not None
+    entry: ArrayEntry = {"shape": list(x.shape), "dtype": str(x.dtype), "digest": digest}
+    return entry if key is None else {**entry, "key": key}
+
+
+def _plain(x: Number) -> Number:
+    """The number without what a subclass adds, such as an enumeration."""
+    if isinstance(x, bool):
+        return x
+    return int(x) if isinstance(x, int) else float(x) if isinstance(x, float) else complex(x)
+
+
+def made(
+    step: int, run: str, metrics: dict[str, float] | None, leaves: dict[str, Entry], not_finite: dict[str, Fault]
+) -> Manifest:
+    """The manifest of a step, with its digest."""
+    return sealed(Manifest(format=FORMAT, step=step, run=run, metrics=metrics, leaves=leaves, not_finite=not_finite))
 
 
 def sealed(manifest: Manifest) -> Manifest:

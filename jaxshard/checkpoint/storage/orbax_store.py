@@ -1,6 +1,6 @@
 """What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module here knows its ways.
 
-Its barrier, which is another matter, is in `jaxshard.processes.agreement`.
+Its barrier, which is another matter, is in `processes.agreement`; the paths that it is given are in `paths`.
 """
 
 import contextlib
@@ -11,8 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
@@ -22,20 +21,18 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxshard.checkpoint.storage import sizes, trouble
-from jaxshard.checkpoint.storage.durable_path import Written
 from jaxshard.checkpoint.storage.errors import first_line
 from jaxshard.checkpoint.storage.leaves import Shaped, small
 from jaxshard.checkpoint.storage.manifest import Manifest
-from jaxshard.checkpoint.storage.plain_path import PlainPath
-from jaxshard.checkpoint.storage.quiet import forgotten, quiet, quietly
+from jaxshard.checkpoint.storage.paths import PlainPath, Written
+from jaxshard.checkpoint.storage.quiet import NO_MORE_WORK, forgotten, quiet, quietly, while_python_runs
+from jaxshard.checkpoint.storage.sizes import ARRAY_NAMES, ARRAYS
 from jaxshard.checkpoint.storage.trouble import check_files_free, is_file, is_folder
 from jaxshard.processes import agreement
 from jaxshard.system import files
 from jaxshard.system.interrupts import ExitNotice
 
 _METADATA_FILE = "_CHECKPOINT_METADATA"
-_ARRAYS, _ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
-_ZARR = "/zarr.json"  # ends the name of what describes an array
 _LAST_FILES = ("commit_success.txt", _METADATA_FILE)  # written before the folder gets its name
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 _NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; `stored_name` makes no such name
@@ -45,7 +42,6 @@ _ABANDONED_SECONDS, _ENDING_SECONDS = 60, 5
 _SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing if each writes as much
 _ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
-_NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
 
 
 # Folders.
@@ -62,7 +58,7 @@ def lacks(folder: Path) -> str | None:
     Orbax gives a folder its step's name once it is whole: what is missing was lost later.
     """
     missing = [name for name in _LAST_FILES if not is_file(folder / name)]
-    if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / _ARRAYS)):
+    if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / ARRAYS)):
         return None
     return " and ".join(missing)
 
@@ -154,9 +150,9 @@ class Save:
         path, tree, notes, written = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest), Written()
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
-            with _ONE_AT_A_TIME, _writing(written), _while_python_runs(place.folder / name):
+            with _ONE_AT_A_TIME, _writing(written), while_python_runs(place.folder / name):
                 response = quietly(
-                    lambda: ocp.save_async(str(path), tree, checkpointable_name=_ARRAYS, custom_metadata=notes), path
+                    lambda: ocp.save_async(str(path), tree, checkpointable_name=ARRAYS, custom_metadata=notes), path
                 )
             return cls(place.folder / name, response, place, written, unheard.pop_all(), check)
 
@@ -226,7 +222,7 @@ class Save:
     def _cut_off(self, path: Path) -> None:
         """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
         wait for others for minutes."""
-        failed = self._failed and _NO_MORE_WORK not in str(self._failed[0])
+        failed = self._failed and NO_MORE_WORK not in str(self._failed[0])
         why = first_line(self._failed[0]) if failed else "Python ended first"
         if self._over.wait(_ENDING_SECONDS) and not self._failed:
             return
@@ -238,18 +234,6 @@ class Save:
         )
         sys.stdout.flush()
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _while_python_runs(path: Path) -> Generator[None]:
-    """Turns Python's error that it takes no more work into one that names the cure."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _NO_MORE_WORK not in str(error):
-            raise
-        why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
-        raise OSError(errno.ECANCELED, why, str(path)) from None
 
 
 def _writing(written: Written) -> ocp.Context:
@@ -298,8 +282,8 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
-            trouble.read(path / _ARRAYS / _ARRAY_NAMES)  # orbax would take one of any size, or wait for it
-            sizes.check_arrays(path / _ARRAYS, wanted)
+            trouble.read(path / ARRAYS / ARRAY_NAMES)  # orbax would take one of any size, or wait for it
+            sizes.check_arrays(path / ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:
             raise plain.named_in(error) from None
@@ -308,31 +292,4 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
 
 def _load(context: ocp.Context, folder: Path, wanted: Mapping[str, Shaped]) -> object:
     with _ONE_AT_A_TIME, context:
-        return ocp.load(str(folder), cast(Any, wanted), checkpointable_name=_ARRAYS)
-
-
-def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of each array of a step whose pieces are all listed, by its stored name; no piece is read.
-
-    Raises:
-      Exception: as `read` would, where a list cannot be read.
-    """
-    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
-        arrays = plain.path / folder.name / _ARRAYS
-        json.loads(trouble.read(arrays / _ARRAY_NAMES))
-        store = sizes.open_store(arrays)
-        keys = [key.decode() for key in store.list().result()]
-        asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
-        described = {name: json.loads(answer.result().value) for name, answer in asked.items()}
-    num_pieces = Counter(key.partition("/c")[0] for key in keys)
-    return {
-        name: (tuple(said["shape"]), said["data_type"])
-        for name, said in described.items()
-        if num_pieces[name] == _num_pieces(said)
-    }
-
-
-def _num_pieces(said: Mapping[str, Any]) -> int:
-    """How many pieces zarr's description of an array gives it."""
-    piece = said["chunk_grid"]["configuration"]["chunk_shape"]
-    return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
+        return ocp.load(str(folder), cast(Any, wanted), checkpointable_name=ARRAYS)

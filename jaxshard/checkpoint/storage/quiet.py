@@ -1,10 +1,11 @@
 """Keeps quiet what orbax and asyncio log of a load or a save that fails, with tracebacks: its error says it once."""
 
+import errno
 import gc
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,7 @@ from jaxshard.base.types import T
 from jaxshard.system.interrupts import deal_with
 
 E = TypeVar("E", bound=BaseException)
+NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
 _LOGGERS = ("absl", "asyncio")
 _LOOPS = ("asyncio", "uvloop")  # packages
 
@@ -91,3 +93,15 @@ def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     closed = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
     return closed and unraisable.object is None and caller.partition(".")[0] in _LOOPS
+
+
+@contextmanager
+def while_python_runs(path: Path) -> Generator[None]:
+    """Turns Python's error that it takes no more work into one that names the cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_MORE_WORK not in str(error):
+            raise
+        why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
+        raise OSError(errno.ECANCELED, why, str(path)) from None

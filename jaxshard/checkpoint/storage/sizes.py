@@ -5,8 +5,11 @@ array with another codec. The tree in which tensorstore finds the pieces of arra
 much it can become is seen from its blocks, without decoding them.
 """
 
+import contextlib
 import json
+import math
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,12 @@ import tensorstore
 
 from jaxshard.checkpoint.storage import trouble
 from jaxshard.checkpoint.storage.leaves import Index, Shaped, is_stored, num_bytes
+from jaxshard.checkpoint.storage.paths import PlainPath
 from jaxshard.checkpoint.storage.trouble import files_in, patiently
 from jaxshard.system import small_files
 
+ARRAYS, ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
+_ZARR = "/zarr.json"  # ends the name of what describes an array
 _NODE_BYTES = 2**28  # of a node of the tree, decoded: orbax makes them 10**8 bytes long at most
 _ZSTD, _BLOCK_BYTES = 0xFD2FB528, 2**17
 _PLAIN = ([{"name": "bytes"}], [{"configuration": {"endian": "little"}, "name": "bytes"}])
@@ -54,7 +60,7 @@ def check_arrays(arrays: Path, wanted: Mapping[str, Shaped]) -> None:
     """
     check_tree(arrays)
     store = open_store(arrays)
-    asked = {name: store.read(f"{name}/zarr.json") for name in wanted}
+    asked = {name: store.read(f"{name}{_ZARR}") for name in wanted}
     for name, answer in asked.items():
         if text := answer.result().value:
             _check_described(name, wanted[name], json.loads(text))
@@ -64,6 +70,33 @@ def open_store(arrays: Path) -> tensorstore.KvStore:
     """The store of the arrays' pieces, by name."""
     base = {"driver": "file", "path": f"{arrays}/"}
     return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
+def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of a step whose pieces are all listed, by its stored name; no piece is read.
+
+    Raises:
+      Exception: as `read` would, where a list cannot be read.
+    """
+    with contextlib.closing(PlainPath.of(folder.parent)) as plain:
+        arrays = plain.path / folder.name / ARRAYS
+        json.loads(trouble.read(arrays / ARRAY_NAMES))
+        store = open_store(arrays)
+        keys = [key.decode() for key in store.list().result()]
+        asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
+        described = {name: json.loads(answer.result().value) for name, answer in asked.items()}
+    num_pieces = Counter(key.partition("/c")[0] for key in keys)
+    return {
+        name: (tuple(said["shape"]), said["data_type"])
+        for name, said in described.items()
+        if num_pieces[name] == _num_pieces(said)
+    }
+
+
+def _num_pieces(said: Mapping[str, Any]) -> int:
+    """How many pieces zarr's description of an array gives it."""
+    piece = said["chunk_grid"]["configuration"]["chunk_shape"]
+    return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
 
 
 def _check_described(name: str, x: Shaped, said: Mapping[str, Any]) -> None:
