@@ -8,13 +8,15 @@ How it counts:
 * A floor is one above the highest room, or module, that is imported.
 
 The script exits with 1 where a rule is broken: no circle (of modules, of rooms, within a wing), no arrow upwards in
-`ORDER`, and the limits below. `--write` writes docs/architecture.svg, and a drawing of each wing to docs/wings/.
+`ORDER`, and the limits below. `--write` writes docs/architecture.svg, and docs/wings/: a drawing of each wing, and a
+page of them.
 """
 
 import argparse
 import ast
 import pathlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from html import escape
 
@@ -224,14 +226,25 @@ def _box(wing: str, room: str, x: float, y: float) -> str:
 
 
 def pictures(modules: Graph) -> dict[pathlib.Path, str]:
-    """Each picture's file and text: the house, and each wing that has arrows within it."""
+    """Each picture's file and text: the house, and each wing that has arrows within it; and the page of the wings."""
     inner = {wing: room_graph(modules, wing) for wing in wings_of(modules)}
     drawn = {
         WINGS / f"{wing.partition('.')[2]}.svg": svg(graph, wing)
         for wing, graph in inner.items()
         if any(graph.values())
     }
-    return {PICTURE: svg(room_graph(modules)), **drawn}
+    return {PICTURE: svg(room_graph(modules)), **drawn, WINGS / "index.md": page_of([*drawn])}
+
+
+def page_of(drawings: list[pathlib.Path]) -> str:
+    """The page that shows the wings' pictures, each below the sentence with which its `__init__` begins."""
+    parts = ["# Imports within each wing", "`python scripts/draw_imports.py --write` writes it."]
+    for path in sorted(drawings):
+        wing = path.stem.replace(".", "/")
+        says = ast.get_docstring(ast.parse((ROOT / "jaxshard" / wing / "__init__.py").read_text())) or ""
+        parts += [f"## `{wing}/`", textwrap.fill(" ".join(says.partition("\n\n")[0].split()), 120)]
+        parts.append(f"![Imports within {wing}]({path.name})")
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
@@ -249,7 +262,7 @@ def main() -> int:
             print(floor, *sorted(room for room in rooms if floors[room] == floor))
         if given.write:
             WINGS.mkdir(exist_ok=True)
-            for old in WINGS.glob("*.svg"):
+            for old in WINGS.iterdir():
                 old.unlink()
             for path, text in pictures(modules).items():
                 path.write_text(text)

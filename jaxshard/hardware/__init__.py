@@ -1,1 +1,1 @@
-"""Facts of machines, with their sources: chips, links, and machines made of them."""
+"""Figures of chips, links and machines, each with its source, and what compilers are told of those not here."""

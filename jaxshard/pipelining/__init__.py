@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a schedule's timetable, and what a stage is told. `jaxshard.pipeline` is the function."""
+"""Pipeline parallelism: which stage works on which microbatch at which tick. `jaxshard.pipeline` is the function."""
 
 from jaxshard.pipelining.timetable import Cell as Cell
 from jaxshard.pipelining.timetable import Info as Info

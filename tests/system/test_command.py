@@ -47,6 +47,7 @@ def test_looking_whether_a_file_can_be_written_leaves_a_dangling_link_as_it_was(
 
 def test_the_command_begins_before_jax_is_imported():
     """Ctrl-C while JAX was being imported crashed it, and `environment` had what JAX adds."""
-    code = "import sys, jaxshard; jaxshard.zero2; at = [*sys.modules].index; print(at('jaxshard.system.command') < at('jax'))"
+    code = "import sys, jaxshard; jaxshard.zero2; at = [*sys.modules].index; "
+    code += "print(at('jaxshard.system.command') < at('jax'))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"True\n"

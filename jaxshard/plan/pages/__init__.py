@@ -1,1 +1,1 @@
-"""A plan drawn: charts and a page."""
+"""A plan drawn: its charts as a PNG, and a page with charts, tables and layouts."""
