@@ -1,6 +1,7 @@
 """The paths of leaves as names, and questions about whole trees."""
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -105,6 +106,29 @@ def parent_of(names: Names, owners: Mapping[Names, T]) -> T | None:
     """
     stops = range(len(names) - 1, 1, -1)
     return next((found for stop in stops if (found := owner_of(names[1:stop], owners)) is not None), None)
+
+
+def compiled(what: str, rule: str) -> re.Pattern[str]:
+    """A rule, which matches where it is found in a path joined by slashes.
+
+    Raises:
+      ValueError: it is no regular expression; `what` names it.
+    """
+    try:
+        return re.compile(rule)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{what} is no regular expression: {error}; mend it") from None
+
+
+def first_rules(what: str, rules: Sequence[str], paths: Sequence[str]) -> tuple[list[int | None], str | None]:
+    """(for each path, the place of the first rule that matches it, None if none does; a rule that matches no path).
+
+    >>> first_rules("specs", ["w$", "k"], ["a/w", "a/b"])
+    ([0, None], 'k')
+    """
+    patterns = [compiled(f"{what}: the rule {rule!r}", rule) for rule in rules]
+    found = [next((i for i, each in enumerate(patterns) if each.search(path)), None) for path in paths]
+    return found, next((each.pattern for each in patterns if not any(map(each.search, paths))), None)
 
 
 def shape_of(x: Tree, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:

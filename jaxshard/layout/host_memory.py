@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.tree import path_of
+from jaxshard.base.tree import first_rules, path_of
 from jaxshard.base.types import AxisSizes
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.memory_option import MemoryRules, fraction
-from jaxshard.layout.paths import first_rules
 
 
 def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: AxisSizes) -> list[Leaf]:

@@ -6,8 +6,8 @@ from typing import TypeAlias, cast
 import jax
 from jax.sharding import Mesh
 
+from jaxshard.base.tree import compiled
 from jaxshard.base.types import AnyMesh
-from jaxshard.layout.paths import compiled
 
 MemoryRules: TypeAlias = Sequence[tuple[str, str]]  # (regular expression on a path, "host" or "device")
 HOST = "pinned_host"  # the memory kind

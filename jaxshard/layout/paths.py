@@ -1,34 +1,10 @@
 """What a user says of leaves by their paths: by regular expressions, or by a tree of values, or a part of one."""
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 
-from jaxshard.base.tree import Names, path_of
+from jaxshard.base.tree import Names, first_rules, path_of
 from jaxshard.base.types import T
-
-
-def compiled(what: str, rule: str) -> re.Pattern[str]:
-    """A rule, which matches where it is found in a path joined by slashes.
-
-    Raises:
-      ValueError: it is no regular expression; `what` names it.
-    """
-    try:
-        return re.compile(rule)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{what} is no regular expression: {error}; mend it") from None
-
-
-def first_rules(what: str, rules: Sequence[str], paths: Sequence[str]) -> tuple[list[int | None], str | None]:
-    """(for each path, the place of the first rule that matches it, None if none does; a rule that matches no path).
-
-    >>> first_rules("specs", ["w$", "k"], ["a/w", "a/b"])
-    ([0, None], 'k')
-    """
-    patterns = [compiled(f"{what}: the rule {rule!r}", rule) for rule in rules]
-    found = [next((i for i, each in enumerate(patterns) if each.search(path)), None) for path in paths]
-    return found, next((each.pattern for each in patterns if not any(map(each.search, paths))), None)
 
 
 def by_rules(what: str, rules: Sequence[tuple[str, T]], leaves: Sequence[Names], otherwise: T) -> tuple[list[T], str]:

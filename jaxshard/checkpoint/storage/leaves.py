@@ -12,9 +12,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_key, named_leaves, unambiguous_path
+from jaxshard.base.tree import check_alive, compiled, is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
-from jaxshard.layout.paths import compiled
 
 NUMBERS = (bool, int, float, complex)
 Number: TypeAlias = bool | int | float | complex
