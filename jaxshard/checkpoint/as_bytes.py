@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.base.types import T, Tree
-from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint.storage import leaves
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError, first_line, not_installed
 from jaxshard.checkpoint.storage.leaves import Entry, Index, Leaf
 from jaxshard.checkpoint.storage.manifest import DIGEST_BYTES, FORMAT, check_entries, check_format, digest_of, index_of
 from jaxshard.checkpoint.template import check_fits, unflatten
-from jaxshard.digest import named_digests
+from jaxshard.digest import named_digests, unwatched
 
 try:
     from flax import serialization

@@ -16,14 +16,13 @@ import numpy as np
 
 from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
-from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint.retention import Best, Retention, measured
 from jaxshard.checkpoint.storage import leaves, manifest
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, not_installed, not_saved
 from jaxshard.checkpoint.storage.leaves import FlatTree
 from jaxshard.checkpoint.storage.manifest import CheckpointInfo
 from jaxshard.checkpoint.template import part_of, unflatten
-from jaxshard.digest import Fault
+from jaxshard.digest import Fault, unwatched
 from jaxshard.processes import agreement
 
 try:

@@ -13,12 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.types import T
-from jaxshard.base.watches import unwatched
 from jaxshard.checkpoint.step_folders import StepFolders
-from jaxshard.checkpoint.storage import leaves, orbax_store, sizes, trouble
-from jaxshard.checkpoint.storage.errors import CorruptCheckpointError
+from jaxshard.checkpoint.storage import leaves, orbax_store, sizes
+from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, proven
 from jaxshard.checkpoint.storage.leaves import Entry, Index, Leaf, Shaped, is_local, small
-from jaxshard.digest import Fault, digests_and_faults
+from jaxshard.digest import Fault, digests_and_faults, unwatched
 from jaxshard.processes import agreement
 
 _BYTES_AT_ONCE = 2**28  # of arrays that are verified or read one group after the other
@@ -104,7 +103,7 @@ def spread(entry: Entry) -> jax.ShapeDtypeStruct:
 def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     folder = folders.of(step)
     try:
-        return agreed(step, lambda: trouble.proven(step, folder, lambda: orbax_store.read(folder, targets)))
+        return agreed(step, lambda: proven(step, folder, lambda: orbax_store.read(folder, targets)))
     except CorruptCheckpointError:
         if step not in of_first(folders.steps):
             raise _deleted(step, folders.path) from None

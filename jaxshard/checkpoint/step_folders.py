@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import SupportsIndex, TypeVar
 
 from jaxshard.checkpoint.storage import leaves, manifest, orbax_store, sizes
-from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, NewerFormatError, first_line
+from jaxshard.checkpoint.storage.errors import (
+    CorruptCheckpointError,
+    NewerFormatError,
+    first_line,
+    is_folder,
+    mode_of,
+    patiently,
+    proven,
+    system_error,
+)
 from jaxshard.checkpoint.storage.leaves import Index
 from jaxshard.checkpoint.storage.manifest import Manifest
-from jaxshard.checkpoint.storage.trouble import is_folder, mode_of, patiently, proven, system_error
 from jaxshard.system import files
 
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")

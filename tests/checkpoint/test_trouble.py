@@ -17,7 +17,7 @@ from test_checkpointer import data_files
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError
-from jaxshard.checkpoint.storage import orbax_store, sizes, trouble
+from jaxshard.checkpoint.storage import errors, orbax_store, sizes
 from jaxshard.cli import main
 from jaxshard.system import small_files
 
@@ -75,7 +75,7 @@ def refused(call, number):
 def test_a_disk_that_fails_stops_and_says_so(saves, monkeypatch, place):
     """Not even a save of the same step renames it afterwards."""
     path = places(saves / "20")[place]
-    monkeypatch.setattr(trouble, "_PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(errors, "_PAUSES", (0.01, 0.02, 0.03))
     with Checkpointer(saves) as checkpoints:
         with failing(path):
             refused(lambda: checkpoints.restore(SAVED), errno.EIO)
@@ -101,7 +101,7 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(saves, place):
 
 @pytest.mark.parametrize("left", [0, 2, 8])
 def test_too_many_open_files_stop_and_say_so(saves, monkeypatch, left):
-    monkeypatch.setattr(trouble, "_PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(errors, "_PAUSES", (0.01, 0.02, 0.03))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/dev/fd"))) + 1
     holes = list(itertools.takewhile(lambda number: number < highest, iter(lambda: os.open(os.devnull, 0), None)))
@@ -216,7 +216,7 @@ def test_what_is_not_proven_is_not_called_corrupt(saves, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(orbax_store, "read", read)
-    monkeypatch.setattr(trouble, "_PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(errors, "_PAUSES", (0.01, 0.02, 0.03))
     with pytest.raises(OSError, match="checkpoint 20 cannot be read"):
         Checkpointer(saves).restore(SAVED)
 
@@ -257,7 +257,7 @@ def test_a_file_that_waits_for_others_is_not_waited_for(saves, name):
     with contextlib.suppress(OSError, CorruptCheckpointError):
         Checkpointer(saves).verify(20)
     with contextlib.suppress(OSError):
-        trouble.read_through("checkpoint 20", saves / "20")
+        errors.read_through("checkpoint 20", saves / "20")
     assert time.monotonic() - start < 30
 
 
@@ -274,4 +274,4 @@ def test_ckpt_verify_goes_on_after_a_step_that_cannot_be_read(saves, capsys):
 def test_a_folder_that_is_linked_into_itself_ends(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert [path.name for path in trouble.files_in(tmp_path)] == ["a"]
+    assert [path.name for path in errors.files_in(tmp_path)] == ["a"]

@@ -22,7 +22,7 @@ from jaxshard import guards
 from jaxshard.apps.commands import train
 from jaxshard.apps.records.record import Recorder
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.checkpoint.storage import trouble
+from jaxshard.checkpoint.storage import errors
 from jaxshard.processes import agreement
 from jaxshard.system import files
 
@@ -419,7 +419,7 @@ def of_one_step(p, state):
 def one_cannot_read(folder, bad):
     """Process `bad` alone meets errors of the system as both restore; then neither does, and both have the newest."""
     me = join()
-    trouble._PAUSES = (0.01, 0.02, 0.03)
+    errors._PAUSES = (0.01, 0.02, 0.03)
     mesh = jaxshard.make_mesh()
     tree = {"w": jnp.arange(4096.0), "cut": small_numbers_placed(0, mesh)["w0"], "n": 3}
     with Checkpointer(folder) as checkpoints:

@@ -1,9 +1,41 @@
-"""What a checkpoint's errors say."""
+"""The errors of a checkpoint, and reads that fail."""
 
 import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+
+from jaxshard.base.types import T
+from jaxshard.system import small_files
+
+_PAUSES = (0.1, 0.4, 1.5)  # seconds before each further try
+_PASSING = frozenset(
+    {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EBUSY}
+    | {errno.ETIMEDOUT, errno.ENOBUFS, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ECONNRESET}
+)
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_MOST_BYTES = 2**28  # of an index, or of a list of arrays
+_FILES_FREE = 32  # orbax opens that many at once
+
+# Errors with which a decoder refuses what it was given, and the codes by which tensorstore says that data are wrong.
+_REFUSALS = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, RecursionError)
+_REFUSED = {"DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE"}
+_CODE = re.compile(
+    r"\b(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|"
+    r"RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS|"
+    r"UNAUTHENTICATED)\b"
+)
+_NUMBER = re.compile(r"os_error_code='(\d+)'|OS error (\d+)|\[Errno (\d+)\]")
+_CURES = {
+    "give this user the right to read it": (errno.EACCES, errno.EPERM),
+    "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
+    "free memory, or restore a part (only=)": (errno.ENOMEM,),
+}
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -59,3 +91,185 @@ def not_saved(step: int, errors: dict[int, BaseException], path: Path) -> OSErro
     made = OSError(number, f"checkpoint {step} was not saved: {reason}; older ones are whole ({text})", str(path))
     made.__cause__ = error
     return made
+
+
+# Reads that fail: by the system's fault, or because what is stored is wrong. A checkpoint is corrupt only if that is
+# proven: all of its files could be read, and what was read does not fit. All else is an error of the system: it is
+# tried again where that can help, and then raised as an OSError.
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """What `call` returns; where an error of the system may pass, it is called again, for 2 s in all."""
+    for pause in _PAUSES:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause)
+    return call()
+
+
+def read_description(path: Path) -> bytes:
+    """A file of a step that describes its arrays, of 256 MiB at most; nothing waits for it.
+
+    Raises:
+      OSError: the system does not let us read it.
+      ValueError: it is larger.
+    """
+    try:
+        return patiently(lambda: small_files.read(path, _MOST_BYTES))
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"{path.name} has more than {_MOST_BYTES:,} bytes") from error
+        raise
+
+
+def mode_of(path: Path) -> int:
+    """What `stat` says is there; 0: nothing.
+
+    Raises:
+      OSError: the system does not say.
+    """
+    try:
+        return patiently(lambda: os.stat(path).st_mode)
+    except _ABSENT:
+        return 0
+    except OSError as error:
+        raise system_error("a checkpoint", error, path) from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; raises as `mode_of`."""
+    return stat.S_ISREG(mode_of(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; raises as `mode_of`."""
+    return stat.S_ISDIR(mode_of(path))
+
+
+def system_error(what: str, error: BaseException, path: Path) -> OSError:
+    """The error for what the system does not let us read: its number, the path and the cure."""
+    number = _number(error) or errno.EIO
+    cure = next((cure for cure, numbers in _CURES.items() if number in numbers), "look at the disk or its mount")
+    named = getattr(error, "filename", None) or _file_in(error, path) or str(path)
+    why = os.strerror(number) if _number(error) else first_line(error)
+    return OSError(
+        number, f"{what} cannot be read: {why}; {cure}, and try again. No older one was taken, nothing renamed", named
+    )
+
+
+def _file_in(error: BaseException, folder: Path) -> str | None:
+    """The file in the folder that tensorstore's message is about: the last that it names."""
+    found = re.findall(rf'"({re.escape(str(folder))}/[^"]*[^"/\\])\\?"', str(error))
+    return found[-1] if found else None
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number for an error; tensorstore has it in its message."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := _NUMBER.search(str(error)):
+        return int(next(filter(None, found.groups())))
+    return errno.ENOMEM if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) else None
+
+
+def proven(step: int, folder: Path, read: Callable[[], T]) -> T:
+    """What `read` returns of a step's arrays; where it fails it is called again, at most three times.
+
+    Args:
+      step: which one.
+      folder: of the step.
+      read: reads some of its arrays.
+
+    Raises:
+      CorruptCheckpointError: it failed twice, each time because it refused what it had read; in between every file of
+        the step was read to its end.
+      OSError: the system does not let us read it.
+    """
+    was_refused, failure = False, Exception()
+    for pause in (*_PAUSES, None):
+        try:
+            return read()
+        except Exception as error:
+            failure = error
+        if not _is_refusal(failure):
+            was_refused = False
+            if pause is None or _number(failure) not in _PASSING | {None}:
+                break
+        elif was_refused:
+            raise CorruptCheckpointError(step, None, f"it cannot be read: {first_line(failure)}") from failure
+        else:
+            was_refused = True
+            read_through(f"checkpoint {step}", folder)
+        time.sleep(pause or 0)
+    raise system_error(f"checkpoint {step}", failure, folder) from failure
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an error says that what was read is wrong; any that does not is taken for the system's."""
+    number = _number(error)
+    if number is not None:
+        return number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    codes = set(_CODE.findall(str(error)))
+    return codes <= _REFUSED if codes else isinstance(error, _REFUSALS)
+
+
+def read_through(what: str, folder: Path) -> None:
+    """Reads every file in a folder to its end.
+
+    Raises:
+      OSError: the system does not let us, although the file is there.
+    """
+    for path in files_in(folder):
+        try:
+            if is_file(path):  # no pipe, which may not end
+                patiently(lambda path=path: small_files.read_through(path))
+        except _ABSENT:
+            continue
+        except OSError as error:
+            raise system_error(what, error, path) from error
+
+
+def check_files_free() -> None:
+    """Raises OSError where this process, or the system, can open few files more: orbax would leave its loops open."""
+    numbers = list[int]()
+    try:
+        while len(numbers) < _FILES_FREE:
+            numbers.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror) from None  # it is not about this file
+    finally:
+        for number in numbers:
+            os.close(number)
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """All that is no folder, in a folder and in the folders in it; links are followed, and each folder once.
+
+    Raises:
+      OSError: a folder cannot be listed, although it is there.
+    """
+    left, seen = [folder], set[tuple[int, int]]()
+    while left:
+        place = left.pop()
+        for path in sorted(_listed(place, seen)):
+            mode = mode_of(path)
+            if stat.S_ISDIR(mode):
+                left.append(path)
+            elif mode:
+                yield path
+
+
+def _listed(folder: Path, seen: set[tuple[int, int]]) -> list[Path]:
+    try:
+        found = patiently(lambda: os.stat(folder))
+        if (found.st_dev, found.st_ino) in seen:
+            return []
+        seen.add((found.st_dev, found.st_ino))
+        return [folder / name for name in patiently(lambda: os.listdir(folder))]
+    except _ABSENT:
+        return []
+    except OSError as error:
+        raise system_error("a checkpoint", error, folder) from error

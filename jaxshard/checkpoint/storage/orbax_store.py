@@ -20,14 +20,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jaxshard.checkpoint.storage import sizes, trouble
-from jaxshard.checkpoint.storage.errors import first_line
+from jaxshard.checkpoint.storage import sizes
+from jaxshard.checkpoint.storage.errors import check_files_free, first_line, is_file, is_folder, read_description
 from jaxshard.checkpoint.storage.leaves import Shaped, small
 from jaxshard.checkpoint.storage.manifest import Manifest
 from jaxshard.checkpoint.storage.paths import PlainPath, Written
 from jaxshard.checkpoint.storage.quiet import NO_MORE_WORK, forgotten, quiet, quietly, while_python_runs
 from jaxshard.checkpoint.storage.sizes import ARRAY_NAMES, ARRAYS
-from jaxshard.checkpoint.storage.trouble import check_files_free, is_file, is_folder
 from jaxshard.processes import agreement
 from jaxshard.system import files
 from jaxshard.system.interrupts import ExitNotice
@@ -79,13 +78,13 @@ def read_manifest(folder: Path) -> object:
       OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
     """
     path = folder / _METADATA_FILE
-    return json.loads(trouble.read(path))["custom_metadata"]
+    return json.loads(read_description(path))["custom_metadata"]
 
 
 def replace_manifest(folder: Path, manifest: Manifest) -> None:
     """Puts another manifest in the place of the one that was saved, in one move."""
     path = folder / _METADATA_FILE
-    found = json.loads(trouble.read(path))
+    found = json.loads(read_description(path))
     text = json.dumps({**found, "custom_metadata": manifest})
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and no metrics are written through it", str(folder))
@@ -282,7 +281,7 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
-            trouble.read(path / ARRAYS / ARRAY_NAMES)  # orbax would take one of any size, or wait for it
+            read_description(path / ARRAYS / ARRAY_NAMES)  # orbax would take one of any size, or wait for it
             sizes.check_arrays(path / ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:

@@ -16,10 +16,9 @@ from typing import Any
 
 import tensorstore
 
-from jaxshard.checkpoint.storage import trouble
+from jaxshard.checkpoint.storage.errors import files_in, patiently, read_description
 from jaxshard.checkpoint.storage.leaves import Index, Shaped, is_stored, num_bytes
 from jaxshard.checkpoint.storage.paths import PlainPath
-from jaxshard.checkpoint.storage.trouble import files_in, patiently
 from jaxshard.system import small_files
 
 ARRAYS, ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
@@ -80,7 +79,7 @@ def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         arrays = plain.path / folder.name / ARRAYS
-        json.loads(trouble.read(arrays / ARRAY_NAMES))
+        json.loads(read_description(arrays / ARRAY_NAMES))
         store = open_store(arrays)
         keys = [key.decode() for key in store.list().result()]
         asked = {key.removesuffix(_ZARR): store.read(key) for key in keys if key.endswith(_ZARR)}
@@ -122,7 +121,7 @@ def check_tree(arrays: Path) -> None:
     Raises:
       ValueError: one is, or it is none.
     """
-    _check_node(trouble.read(arrays / "manifest.ocdbt"))
+    _check_node(read_description(arrays / "manifest.ocdbt"))
     base = tensorstore.KvStore.open({"driver": "file", "path": f"{arrays}/"}).result()
     root = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     seen = set[tuple[str, int]]()
