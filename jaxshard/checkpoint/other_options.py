@@ -42,8 +42,7 @@ def plan(template: FlatTree, index: Index) -> Plan | None:
     if len(here | there) != 1:
         return None
     root = next(iter(here | there))
-    planner = _Planner(template, index, root, bool(here), bool(there))
-    return planner.found() if planner.fill() else None
+    return _Planner(template, index, root, bool(here), bool(there)).found()
 
 
 def _roots(paths: Iterable[str]) -> set[str]:
@@ -87,18 +86,16 @@ class _Planner:
         self._plan = Plan({}, {}, [])
         self._params = self._root_of_params()
 
-    def found(self) -> Plan:
-        return self._plan
-
-    def fill(self) -> bool:
-        """Whether there is a way to make each leaf, and each one that is saved is used, or belongs to an option."""
+    def found(self) -> Plan | None:
+        """The plan, if each leaf can be made, and each one that is saved is used, or belongs to an option."""
         ways = (self._copy_extra, self._add_extra, self._moment, self._param, self._copy)
         for path, x in self._wanted.leaves.items():
             if path not in self._plan.made and not any(way(path, x) for way in ways):
-                return False
+                return None
         left = [path for path in self._index if path not in self._plan.sources]
-        self._tell_dropped(left)
-        return all(path.startswith(self._extra) or path in self._wanted.leaves for path in left)
+        if any(path.startswith(f"{self._extra}loss_scale/") for path in left):
+            self._say("loss_scale: that of the checkpoint is left out")
+        return self._plan if all(path.startswith(self._extra) or path in self._wanted.leaves for path in left) else None
 
     # One leaf.
 
@@ -137,24 +134,22 @@ class _Planner:
             return False
         name = path.removeprefix(self._inner)
         source = f"{self._saved_inner}{name}"
-        entry, scale, saved_scale = self._index.get(source), f"{self._scale}{name}", f"{self._scale}{name}"
+        entry, scale = self._index.get(source), f"{self._scale}{name}"
         if entry is None or tuple(entry["shape"]) != np.shape(x):
             return False
-        is_coded, was_coded = scale in self._wanted.leaves, saved_scale in self._index
+        is_coded, was_coded = scale in self._wanted.leaves, scale in self._index
         if str(_dtype(x)) != entry["dtype"] and not (
             _is_float(_dtype(x), is_coded) and _is_float(entry["dtype"], was_coded)
         ):
             return False
         if was_coded:
-            self._plan.sources[saved_scale] = jax.ShapeDtypeStruct(
-                tuple(self._index[saved_scale]["shape"]), jnp.float32
-            )
+            self._plan.sources[scale] = jax.ShapeDtypeStruct(tuple(self._index[scale]["shape"]), jnp.float32)
         self._plan.sources[source] = x
         if is_coded and was_coded and str(_dtype(x)) == entry["dtype"]:
             self._plan.made[path] = lambda found: found[source]
-            self._plan.made[scale] = lambda found: _laid(found[saved_scale], self._wanted.leaves[scale])
+            self._plan.made[scale] = lambda found: _laid(found[scale], self._wanted.leaves[scale])
             return True
-        wide = _decoded(source, saved_scale if was_coded else None)
+        wide = _decoded(source, scale if was_coded else None)
         self._plan.made[path] = lambda found: _laid(wide(found), x)
         if is_coded:
             codes, y = _encoded(wide, _dtype(x)), self._wanted.leaves[scale]
@@ -185,29 +180,15 @@ class _Planner:
 
     def _root_of_params(self) -> str | None:
         """Where the params of the masters are, in the template and in the checkpoint: "params/", or the only place."""
-        both = {*self._wanted.leaves} & {*self._index}
-        named = {
-            path.removeprefix(self._master)
-            for path in (*self._wanted.leaves, *self._index)
-            if path.startswith(self._master)
-        }
+        every, both = {*self._wanted.leaves, *self._index}, {*self._wanted.leaves} & {*self._index}
+        named = {path.removeprefix(self._master) for path in every if path.startswith(self._master)}
         if not named:
             return None
         one = max(named, key=len)
         roots = {path.removesuffix(one) for path in both if path.endswith(f"/{one}") or path == one}
-        found = [
-            root
-            for root in roots
-            if not root.startswith(self._extra) and all(f"{root}{name}" in both for name in named)
-        ]
-        found = [root for root in found if not root.startswith((self._inner, self._saved_inner))]
+        others = (self._extra, self._inner, self._saved_inner)
+        found = [r for r in roots if not r.startswith(others) and all(f"{r}{name}" in both for name in named)]
         return "params/" if "params/" in found else found[0] if len(found) == 1 else None
-
-    def _tell_dropped(self, left: Iterable[str]) -> None:
-        names = {path.removeprefix(self._extra).partition("/")[0] for path in left if path.startswith(self._extra)}
-        words = {"loss_scale": "loss_scale: that of the checkpoint is left out"}
-        for name in sorted(names & set(words)):
-            self._say(words[name])
 
     def _say(self, words: str) -> None:
         if words not in self._plan.changes:

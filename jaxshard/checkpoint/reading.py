@@ -3,7 +3,6 @@
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -106,7 +105,9 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
         return agreed(step, lambda: proven(step, folder, lambda: orbax_store.read(folder, targets)))
     except CorruptCheckpointError:
         if step not in of_first(folders.steps):
-            raise _deleted(step, folders.path) from None
+            raise FileNotFoundError(
+                errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(folders.path)
+            ) from None
         raise
 
 
@@ -130,10 +131,6 @@ def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
             raise CorruptCheckpointError(step, None, str(error)) from error
 
     agreed(step, check)
-
-
-def _deleted(step: int, path: Path) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(path))
 
 
 def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> dict[str, Fault]:

@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from jaxshard.base.axes import axes_in
 from jaxshard.base.types import AxisSizes
-from jaxshard.layout.layout import Layout
 from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages.drawing import (
     axes_sent_along,
@@ -131,7 +130,8 @@ class _Leaves:
         layout = row.prediction.layout
         self.name = row.candidate.name
         self.held = ", ".join(f"{kind} {size_in_words(n)}" for kind, n in layout.bytes_per_device.items())
-        self.lines = [_leaf(cells, ways) for cells, ways in zip(layout.rows(), _ways(layout), strict=True)]
+        ways = [_parts(len(leaf.shape), spec, layout.sizes) for _, leaf, spec in layout.at_rest]
+        self.lines = [_leaf(*each) for each in zip(layout.rows(), ways, strict=True)]
 
 
 def _leaf(cells: Sequence[str], ways: Sequence[int]) -> tuple[list[str], Markup, str, _Cell, str]:
@@ -141,12 +141,8 @@ def _leaf(cells: Sequence[str], ways: Sequence[int]) -> tuple[list[str], Markup,
     return texts, _cut(ways), cut or "whole", _bytes_cell(int(num_bytes)), why
 
 
-def _ways(layout: Layout) -> list[list[int]]:
-    """For each of the layout's rows, the number of parts of each dim."""
-    return [_parts(len(leaf.shape), spec, layout.sizes) for _, leaf, spec in layout.at_rest]
-
-
 def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:
+    """The number of parts of each dim."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     return [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in entries]
 
