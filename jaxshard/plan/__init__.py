@@ -11,10 +11,10 @@ from jaxshard.plan.pages.drawing import draw as draw
 from jaxshard.plan.prediction import KINDS as KINDS
 from jaxshard.plan.prediction import AnyRows as AnyRows
 from jaxshard.plan.prediction import Prediction as Prediction
+from jaxshard.plan.prediction import Row as Row
 from jaxshard.plan.prediction import predict as predict
 from jaxshard.plan.search import Build as Build
 from jaxshard.plan.search import Fit as Fit
-from jaxshard.plan.search import Row as Row
 from jaxshard.plan.search import at_rest as at_rest
 from jaxshard.plan.search import building as building
 from jaxshard.plan.search import compare as compare

@@ -22,6 +22,7 @@ from jaxshard.layout.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.optimizer.precision import like
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
+from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline
 from jaxshard.step.step import TrainStep, loss_of
 
@@ -87,6 +88,55 @@ class Prediction:
             "memory_traffic_bytes": {"products": self.costs.product_bytes, "all else": self.costs.memory_bytes},
             "trips_known": self.costs.trips_known,
             "leaves": [list(row) for row in self.layout.rows()],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A candidate, what it costs, and what that means on the target."""
+
+    candidate: Candidate
+    prediction: Prediction
+    target: Target
+    largest_batch: int | None = None  # rows per step; None: not asked for
+    useful_seconds: float | None = None  # of a step's products, none made twice, at the chip's peak; None: not known
+
+    @property
+    def seconds(self) -> Seconds:
+        """The least time of a step on the target."""
+        return self.prediction.seconds(self.target.chip)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory at once on each device, in bytes."""
+        return self.prediction.peak_bytes
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much it is too large for a device; at most 0 if it fits."""
+        return self.peak_bytes - self.target.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of the target."""
+        return self.excess_bytes <= 0
+
+    @property
+    def utilization(self) -> float | None:
+        """The part of the least time that useful products take at the chip's peak: model FLOPs utilization, MFU."""
+        return None if self.useful_seconds is None else self.useful_seconds / self.seconds.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers."""
+        seconds = {"total": self.seconds.total, "overlapped": self.seconds.overlapped, "bound": self.seconds.bound}
+        return {
+            "name": self.candidate.name,
+            "candidate": dataclasses.asdict(self.candidate),
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "utilization": self.utilization,
+            "seconds": dataclasses.asdict(self.seconds) | seconds,
+            **self.prediction.to_dict(),
         }
 
 

@@ -13,63 +13,13 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from jaxshard import strategies
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.plan.choices import Candidate, Target
-from jaxshard.plan.costs import Seconds
-from jaxshard.plan.prediction import AnyRows, LaidOut, Prediction, predict
+from jaxshard.plan.prediction import AnyRows, LaidOut, Row, predict
 from jaxshard.step.step import TrainStep, train_step
 from jaxshard.system.text import seconds_in_words, size_in_words
 
 # What a candidate trains with, (step, params, batch, *args) as `predict` takes them; and what makes it on a mesh.
 Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
 Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A candidate, what it costs, and what that means on the target."""
-
-    candidate: Candidate
-    prediction: Prediction
-    target: Target
-    largest_batch: int | None = None  # rows per step; None: not asked for
-    useful_seconds: float | None = None  # of a step's products, none made twice, at the chip's peak; None: not known
-
-    @property
-    def seconds(self) -> Seconds:
-        """The least time of a step on the target."""
-        return self.prediction.seconds(self.target.chip)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory at once on each device, in bytes."""
-        return self.prediction.peak_bytes
-
-    @property
-    def excess_bytes(self) -> float:
-        """By how much it is too large for a device; at most 0 if it fits."""
-        return self.peak_bytes - self.target.memory_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the memory of the target."""
-        return self.excess_bytes <= 0
-
-    @property
-    def utilization(self) -> float | None:
-        """The part of the least time that useful products take at the chip's peak: model FLOPs utilization, MFU."""
-        return None if self.useful_seconds is None else self.useful_seconds / self.seconds.total
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain dicts, lists, strings and numbers."""
-        seconds = {"total": self.seconds.total, "overlapped": self.seconds.overlapped, "bound": self.seconds.bound}
-        return {
-            "name": self.candidate.name,
-            "candidate": dataclasses.asdict(self.candidate),
-            "fits": self.fits,
-            "largest_batch": self.largest_batch,
-            "utilization": self.utilization,
-            "seconds": dataclasses.asdict(self.seconds) | seconds,
-            **self.prediction.to_dict(),
-        }
 
 
 def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:

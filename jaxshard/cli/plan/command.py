@@ -29,7 +29,7 @@ from jaxshard.cli.plan import tables as plan_tables
 from jaxshard.plan import chip as chip_named
 from jaxshard.plan import search
 from jaxshard.plan.choices import Target
-from jaxshard.plan.search import Row
+from jaxshard.plan.prediction import Row
 from jaxshard.system import files
 from jaxshard.system.command import INTERRUPTED, check_room, ended_at_once, fail
 from jaxshard.system.text import printable, size_in_words

@@ -16,7 +16,8 @@ from jaxshard.base.types import AnyMesh
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
-from jaxshard.plan.search import Build, Built, Row
+from jaxshard.plan.prediction import Row
+from jaxshard.plan.search import Build, Built
 from jaxshard.system.text import size_in_words
 
 

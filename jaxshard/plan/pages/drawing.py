@@ -12,8 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxshard.plan.prediction import KINDS
-from jaxshard.plan.search import Row
+from jaxshard.plan.prediction import KINDS, Row
 from jaxshard.system.files import replace
 from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import size_in_words, unit_of

@@ -21,8 +21,7 @@ from jaxshard.plan.pages.drawing import (
     memory_chart,
     traffic_chart,
 )
-from jaxshard.plan.prediction import KINDS
-from jaxshard.plan.search import Row
+from jaxshard.plan.prediction import KINDS, Row
 from jaxshard.system.files import replace
 from jaxshard.system.text import seconds_in_words, size_in_words
 
