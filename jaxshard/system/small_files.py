@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import json
 import os
 import select
 import stat
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -152,8 +151,9 @@ def by_own_settings(draw: Callable[_P, _R]) -> Callable[_P, _R]:
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if _SETTINGS.exists() and not _SETTINGS.is_dir():
             check(_SETTINGS, _MOST_SETTINGS)
-        style: Any = importlib.import_module("matplotlib.style")  # its types are partly unknown
-        with style.context("default"):
+        from matplotlib import style
+
+        with style.context("default"):  # pyright: ignore[reportUnknownMemberType]
             return draw(*args, **kwargs)
 
     return drawn
