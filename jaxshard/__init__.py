@@ -48,7 +48,7 @@ __all__ = [
     "zero3",
 ]
 
-_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "tensor")
+_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "processes", "tensor")
 
 if TYPE_CHECKING:
     from jaxshard import aot as aot
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from jaxshard import mesh as mesh
     from jaxshard import pipelining as pipelining
     from jaxshard import plan as plan
+    from jaxshard import processes as processes
     from jaxshard import tensor as tensor
     from jaxshard.public import *
 else:
@@ -68,7 +69,9 @@ else:
         if name in _MODULES:
             return importlib.import_module(f"jaxshard.{name}")
         if name in __all__:
-            return getattr(importlib.import_module("jaxshard.public"), name)
+            public = importlib.import_module("jaxshard.public")
+            globals().update({each: getattr(public, each) for each in __all__})
+            return globals()[name]
         raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
 
 

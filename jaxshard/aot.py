@@ -19,7 +19,6 @@ from typing import Any, cast
 import jax
 from jax.experimental import topologies
 
-from jaxshard.base.source import warn
 from jaxshard.hardware.chips import ring_bytes
 from jaxshard.hardware.machines import PACKAGES, READABLE, examples, topology_options
 from jaxshard.hardware.machines import Machine as Machine
@@ -28,6 +27,7 @@ from jaxshard.inspect import hlo, reports, traffic
 from jaxshard.inspect.reports import Report
 from jaxshard.inspect.reports import report as report_of
 from jaxshard.system import files, small_files
+from jaxshard.system.users_lines import warn
 
 __all__ = ["CompilerMissingError", "Machine", "compiled", "devices", "machine", "report"]
 

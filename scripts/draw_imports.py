@@ -29,7 +29,7 @@ MAX_FILE_FLOORS, MAX_FILE_ARROWS = 28, 1150  # of modules
 
 # From the ground up: a room imports only rooms that stand before it.
 ORDER = (
-    *("base", "system", "hardware", "processes", "mesh", "programs", "platforms", "digest", "guards", "collectives"),
+    *("system", "base", "hardware", "processes", "mesh", "programs", "platforms", "digest", "guards", "collectives"),
     *("layout", "optimizer", "loss", "step", "strategies", "pipelining", "tensor", "inspect", "aot", "plan"),
     *("checkpoint", "public", "jaxshard", "apps", "cli", "__main__"),
 )

@@ -17,7 +17,7 @@ import pytest
 import jaxshard
 
 RECORD = pathlib.Path(__file__).parent / "public_api.txt"
-MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "tensor")
+MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "processes", "tensor")
 
 
 def lines() -> Iterator[str]:

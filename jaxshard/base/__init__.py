@@ -1,4 +1,1 @@
-"""Foundations: trees and their paths, mesh axes, traced programs, units, types, and how the command begins.
-
-Imports no other part of jaxshard.
-"""
+"""Foundations: trees and their paths, mesh axes, types, and where equations come from. It imports `system` alone."""

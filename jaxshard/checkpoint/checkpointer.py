@@ -14,7 +14,6 @@ from typing import Self, SupportsFloat, SupportsIndex
 import jax
 import numpy as np
 
-from jaxshard.base.source import warn
 from jaxshard.base.types import T, Tree
 from jaxshard.checkpoint.retention import Best, Retention, measured
 from jaxshard.checkpoint.storage import leaves, manifest
@@ -24,6 +23,7 @@ from jaxshard.checkpoint.storage.manifest import CheckpointInfo
 from jaxshard.checkpoint.template import part_of, unflatten
 from jaxshard.digest import Fault, unwatched
 from jaxshard.processes import agreement
+from jaxshard.system.users_lines import warn
 
 try:
     from jaxshard.checkpoint import reading, restoring

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxshard.base.source import warn
 from jaxshard.base.tree import names_in
 from jaxshard.base.types import T
 from jaxshard.checkpoint import other_options
@@ -21,6 +20,7 @@ from jaxshard.checkpoint.storage.errors import CorruptCheckpointError
 from jaxshard.checkpoint.storage.leaves import FlatTree, Leaf, Number
 from jaxshard.checkpoint.template import check_fits, fits
 from jaxshard.processes import agreement
+from jaxshard.system.users_lines import warn
 
 Nested: TypeAlias = "dict[str, np.ndarray | Number | Nested]"
 

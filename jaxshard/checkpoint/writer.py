@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from jaxshard.base.source import warn
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.checkpoint.retention import Deletion, Retention
 from jaxshard.checkpoint.step_folders import StepFolders
@@ -20,6 +19,7 @@ from jaxshard.checkpoint.storage.leaves import Index
 from jaxshard.checkpoint.storage.manifest import HEALTHS, Manifest, health
 from jaxshard.checkpoint.storage.paths import check_path
 from jaxshard.system import files
+from jaxshard.system.users_lines import warn
 
 _PRUNING_SECONDS = 0.5  # after a save; what takes longer is done after the next ones
 _DELETION_SECONDS = 60  # waited for where the disk is full

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import canonical
-from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
 from jaxshard.base.types import AxisSizes, Tree, TreeDef
 from jaxshard.layout import frozen, host_memory
@@ -23,6 +22,7 @@ from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_lik
 from jaxshard.layout.layout_table import table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
+from jaxshard.system.users_lines import warn
 
 _SCALES = ("extra", "scale")  # where a state (`ShardedState`) has the scales of moments in 8 bits
 

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_of, without
-from jaxshard.base.source import warn
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import T, Tree
 from jaxshard.collectives import global_view
@@ -26,6 +25,7 @@ from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import StepKind, Value
 from jaxshard.programs.jaxprs import axes_named
 from jaxshard.programs.rows.verdict import RowsWarning
+from jaxshard.system.users_lines import warn
 
 LossFn = Callable[..., Tree]
 

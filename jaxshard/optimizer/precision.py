@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import DType, Tree
 from jaxshard.layout.options import Config
@@ -19,6 +18,7 @@ from jaxshard.optimizer import eight_bits
 from jaxshard.optimizer.inner.trace import first_state
 from jaxshard.optimizer.inner.update import Update, fast, update
 from jaxshard.optimizer.moments import stored_dtypes
+from jaxshard.system.users_lines import warn
 
 
 class ShardedState(NamedTuple):

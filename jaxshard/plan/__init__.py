@@ -2,6 +2,7 @@
 
 from jaxshard.hardware.chips import Chip as Chip
 from jaxshard.hardware.chips import chip as chip
+from jaxshard.hardware.chips import chip_of as chip_of
 from jaxshard.plan.choices import Candidate as Candidate
 from jaxshard.plan.choices import Target as Target
 from jaxshard.plan.choices import candidates as candidates

@@ -1,1 +1,8 @@
-"""What several processes of a run do together: start, find who is missing, agree."""
+"""What the processes of a run do together: start, call the roll, and agree. Each must make the same calls."""
+
+from jaxshard.processes.agreement import ProcessError as ProcessError
+from jaxshard.processes.agreement import check_same as check_same
+from jaxshard.processes.agreement import from_first as from_first
+from jaxshard.processes.agreement import gathered as gathered
+from jaxshard.processes.agreement import take_leave as take_leave
+from jaxshard.processes.agreement import together as together

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -73,6 +73,9 @@ def take_leave(seconds: float) -> None:
     """Leaves `jax.distributed` in order if all processes call this within `seconds`; otherwise it changes nothing.
 
     A process that ends without it breaks off what other processes still do; if it is the coordinator, it ends them.
+
+    Args:
+      seconds: how long to wait for the others.
     """
     with contextlib.suppress(Exception):
         _wait_for_all("jaxshard.end", seconds)
@@ -80,11 +83,18 @@ def take_leave(seconds: float) -> None:
 
 
 def gathered(what: str, said: str) -> list[str]:
-    """The texts `said` of all processes, in the order of the processes.
+    """The texts of all processes, in the order of the processes.
+
+    Args:
+      what: names the call in messages; all processes give the same.
+      said: this process's text.
 
     Raises:
-      TimeoutError: not all processes came (`meet`).
+      TimeoutError: not all processes came within 600 seconds; it says which.
       ProcessError: one came from another call, with another `what`.
+
+    >>> gathered("hosts", "node-7")  # of a lone process
+    ['node-7']
     """
     if jax.process_count() == 1:
         return [said]
@@ -122,7 +132,20 @@ def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, 
 
 
 def together(what: str, attempt: Callable[[], T]) -> T:
-    """Calls `attempt` on every process and returns its result; if it fails on one process, all raise."""
+    """Calls `attempt` on every process and returns its result; if it fails on one process, all raise.
+
+    Args:
+      what: names the call in messages; all processes give the same.
+      attempt: what each process does.
+
+    Raises:
+      Exception: this process's own error, of its own type.
+      ProcessError: it failed on another process.
+      TimeoutError: as `gathered`.
+
+    >>> together("read", lambda: 7)
+    7
+    """
     result, errors = attempted(what, attempt)
     raise_first(errors)
     return cast(T, result)
@@ -138,7 +161,16 @@ def raise_first(errors: dict[int, BaseException]) -> None:
 def from_first(what: str, make: Callable[[], T]) -> T:
     """Calls `make` on process 0 alone; every process returns its result, or raises its error.
 
-    The result travels as JSON, so it must consist of strings, numbers, booleans, None, lists and dicts.
+    Args:
+      what: names the call in messages; all processes give the same.
+      make: its result travels as JSON, so it must consist of strings, numbers, booleans, None, lists and dicts.
+
+    Raises:
+      Exception: what `make` raised, on process 0; on the others ProcessError.
+      TimeoutError: as `gathered`.
+
+    >>> from_first("resume", lambda: {"step": 100})
+    {'step': 100}
     """
     made = together(what, lambda: json.dumps(make()) if jax.process_index() == 0 else "")
     return json.loads(gathered(what, made)[0])
@@ -148,12 +180,15 @@ def check_same(what: str, said: str, cure: str) -> None:
     """Checks that all processes say the same text.
 
     Args:
-      what: names the call in messages.
+      what: names the call in messages; all processes give the same.
       said: this process's text, of one or more lines.
       cure: ends the message: how the user mends it.
 
     Raises:
       ProcessError: on every process, with the first line that differs.
+      TimeoutError: as `gathered`.
+
+    >>> check_same("start", "seed 0", "start all processes by the same command")  # a lone process agrees with itself
     """
     digests = gathered(what, hashlib.sha256(said.encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -163,31 +198,6 @@ def check_same(what: str, said: str, cure: str) -> None:
     lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
     first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
     raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
-
-
-def check_same_settings(what: str, settings: Mapping[str, str], cure: str) -> None:
-    """Checks that all processes have the same settings.
-
-    Args:
-      what: names the call in messages.
-      settings: this process's, by name.
-      cure: ends the message: how the user mends it.
-
-    Raises:
-      ProcessError: on every process, with the settings that differ, and what this or that process has.
-    """
-    everyone: list[dict[str, str]] = [json.loads(each) for each in gathered(what, json.dumps(dict(settings)))]
-    first = everyone[0]
-    for process, others in enumerate(everyone):
-        names = [name for name in {**first, **others} if first.get(name) != others.get(name)]
-        pairs = (f"{n}: process 0 has {_of(first, n)}, process {process} has {_of(others, n)}" for n in names[:5])
-        if names:
-            more = f", and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ProcessError(process, f"{'; '.join(pairs)}{more}: {cure}")
-
-
-def _of(settings: Mapping[str, str], name: str) -> str:
-    return _part(settings.get(name, "nothing"))
 
 
 def check_same_arrays(what: str, tree: Tree) -> None:

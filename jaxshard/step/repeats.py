@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 import numpy as np
 
-from jaxshard.base.source import warn
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves
 from jaxshard.base.types import Tree
 from jaxshard.processes import agreement
+from jaxshard.system.users_lines import warn
 
 _CALLS = 3
 _SMALL = 64  # elements

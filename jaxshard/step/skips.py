@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.base.source import warn
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
 from jaxshard.base.types import Metrics, Tree
 from jaxshard.system.text import ordinal
+from jaxshard.system.users_lines import warn
 
 _LOSS = "the loss"
 _CURES = (

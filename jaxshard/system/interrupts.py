@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.base.types import Tree
-
 _NUMBERS = sorted(signal.valid_signals())
 _handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
 _MOVES = ("UNPACK", "STORE", "LOAD", "COPY", "SWAP", "PUSH_NULL", "NOP", "EXTENDED", "BINARY_S", "BUILD_S", "RETURN")
@@ -41,7 +39,7 @@ class _Call(NamedTuple):
     caller: int
     caller_code: CodeType
     at: int
-    donated: Tree
+    donated: Any
 
 
 class Interrupts:
@@ -60,7 +58,7 @@ class Interrupts:
         self._reminder: threading.Thread | None = None
         self._handlers: list[Any] = []
 
-    def begin(self, donated: Tree) -> None:
+    def begin(self, donated: Any) -> None:
         """Called by the function that is about to take over the arrays `donated`; raises what was put off."""
         self._call = None
         if threading.current_thread() is not threading.main_thread():  # handlers never run there
@@ -200,7 +198,7 @@ def _is_put_off(unraisable: "sys.UnraisableHookArgs") -> bool:
     return False
 
 
-def _are_gone(donated: Tree) -> bool:
+def _are_gone(donated: Any) -> bool:
     return donated is None or any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(donated))
 
 

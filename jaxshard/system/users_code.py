@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any, NoReturn
 
-from jaxshard.base.source import place_of
 from jaxshard.system.text import LinesError, nearest
+from jaxshard.system.users_lines import place_of
 
 
 class UsersError(LinesError):

@@ -13,15 +13,15 @@ from jax import lax
 
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.cli import main
+from jaxshard.cli.doctor import apart, folder, links, machine, setting_rules, settings
 from jaxshard.cli.doctor import command as doctor
 from jaxshard.cli.doctor import devices as doctor_devices
-from jaxshard.cli.doctor import folder, links, machine, setting_rules, settings
 from jaxshard.cli.doctor import probe as doctor_probe
 from jaxshard.cli.doctor import sections as doctor_sections
+from jaxshard.cli.doctor.apart import Told
 from jaxshard.cli.doctor.devices import Machine
 from jaxshard.cli.doctor.findings import Here
-from jaxshard.system import apart, files
-from jaxshard.system.apart import Told
+from jaxshard.system import files
 
 ROOT = Path(__file__).parents[2]
 GPUS, TPUS, SIMULATED = Here("gpu", 8, 64, ["gpu"], ["eth0", "lo"]), Here("tpu", 4), Here("cpu", 8, 2)

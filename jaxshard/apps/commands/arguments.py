@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from jaxshard.apps.config import toml
-from jaxshard.base.types import T
+from jaxshard.apps.types import T
 from jaxshard.system.text import printable, shortened
 
 _LONGEST = 60  # characters of a value that are shown

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jaxshard.apps.config.config import Arguments
-from jaxshard.processes.lines import RUN_ID
 from jaxshard.system.command import python
 
 _DEVICES = 8
+_RUN_ID = "JAXSHARD_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60  # for the others, when one process has failed
 
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     if count > 1 and given.out is None:
         raise ValueError("several processes need --out DIR, the folder that all of them use")
     address = f"127.0.0.1:{_free_port()}"
-    run = os.environ.get(RUN_ID) or secrets.token_hex(16)
+    run = os.environ.get(_RUN_ID) or secrets.token_hex(16)
     environments = [_environment(address, count, index, devices // count, run) for index in range(count)]
     command = python("-m", "jaxshard", "train", *_without_processes(arguments))
     children = [
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
 def _environment(address: str, count: int, index: int, devices: int, run: str) -> dict[str, str]:
     return {
         **os.environ,
-        RUN_ID: run,
+        _RUN_ID: run,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": address,

@@ -22,7 +22,8 @@ from typing import NoReturn
 import jax
 from rich.console import Console
 
-import jaxshard.inspect
+import jaxshard
+from jaxshard import processes
 from jaxshard.apps.commands import several_processes
 from jaxshard.apps.commands.train_options import Given, check_folder, parse
 from jaxshard.apps.config import toml
@@ -46,9 +47,6 @@ from jaxshard.apps.trainer.summary import conclude, introduce, show_step
 from jaxshard.apps.trainer.vocabulary import kept_tokenizer, tokenizer_of
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.guards import HUNG, Preemption, Watchdog
-from jaxshard.mesh import check_has_devices
-from jaxshard.processes import agreement
-from jaxshard.step.step import TrainStep
 from jaxshard.system.command import INTERRUPTED, ended_at_once, fail, is_command, output_not_needed
 from jaxshard.system.interrupts import ExitNotice
 from jaxshard.system.text import printable, printable_lines
@@ -114,7 +112,7 @@ def _command(arguments: Sequence[str]) -> int:
         return _trained(job)
 
 
-_REFUSALS = (ValueError, agreement.ProcessError, OSError)
+_REFUSALS = (ValueError, processes.ProcessError, OSError)
 
 
 def _trained(job: Job) -> int:
@@ -124,7 +122,7 @@ def _trained(job: Job) -> int:
     saves = open_saves(job.folder, job.run.config.train)
     try:
         run_id = saves.claim()
-        agreement.check_same("start", _fingerprint(job), "start all processes by the same command")
+        processes.check_same("start", _fingerprint(job), "start all processes by the same command")
     except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
         return _fail(error, HUNG if busy else _status(error, 2))
@@ -138,7 +136,7 @@ def _trained(job: Job) -> int:
     except (
         FloatingPointError,
         OSError,
-        agreement.ProcessError,
+        processes.ProcessError,
         jaxshard.digest.ReplicaError,
         UsersError,
         CorruptCheckpointError,
@@ -171,7 +169,7 @@ def _leave_at_once(status: int, seconds: float) -> NoReturn:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     if seconds:
-        agreement.take_leave(seconds)
+        processes.take_leave(seconds)
     os._exit(status)
 
 
@@ -200,7 +198,7 @@ def _status(error: BaseException, otherwise: int) -> int:
 
 def _fingerprint(job: Job) -> str:
     """All that must be the same in every process, except the step's program, which `train_step` compares."""
-    mesh = check_has_devices("jaxshard train", job.run.opt.mesh)
+    mesh = job.run.mesh
     return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
 
 
@@ -214,17 +212,17 @@ def make_job(given: Given) -> Job:
     run = prepare(config, given.typed)
     config = run.config
     folder = RunFolder(given.out or _dated_folder())
-    resume, notes = agreement.from_first("start", lambda: check_folder(given, folder, config))
-    agreement.from_first("start", lambda: trackers.check(config.train.log_to))
+    resume, notes = processes.from_first("start", lambda: check_folder(given, folder, config))
+    processes.from_first("start", lambda: trackers.check(config.train.log_to))
     if not resume:
-        agreement.together("start", lambda: finished_run.find(config))
-    reason = why_not_fused(config.model, run.opt.mesh)
+        processes.together("start", lambda: finished_run.find(config))
+    reason = why_not_fused(config.model, run.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
     profiled = range(0) if given.profile is None else steps_in(given.profile)
     return Job(run, folder, resume, given.resume_if_saved, [*given.notes, *notes], profiled, tokenizer_of(config))
 
 
-def compile_step(job: Job, console: Console) -> TrainStep:
+def compile_step(job: Job, console: Console) -> jaxshard.TrainStep:
     """Compiles the step, once for the whole run, and shows what it holds and sends."""
     run = job.run
     introduce(console, run)
@@ -235,7 +233,7 @@ def compile_step(job: Job, console: Console) -> TrainStep:
 
 
 def execute(
-    job: Job, step: TrainStep, console: Console, saves: Checkpointer, place: Place | None
+    job: Job, step: jaxshard.TrainStep, console: Console, saves: Checkpointer, place: Place | None
 ) -> tuple[Snapshot, int]:
     """Trains and saves.
 
@@ -252,7 +250,7 @@ def execute(
     run, folder = job.run, job.folder
     writes, train = jax.process_index() == 0, run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
-    if moved := agreement.from_first("start", lambda: place and place.moved()):
+    if moved := processes.from_first("start", lambda: place and place.moved()):
         raise MovedError(f"{moved[0]}; no step was taken")
     makers = {}
     if writes:

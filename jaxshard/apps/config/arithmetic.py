@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxshard.apps.config.config import Config, ModelConfig
-from jaxshard.hardware.chips import chip_of
+from jaxshard.plan import chip_of
 
 
 def useful_flops(config: Config) -> float:

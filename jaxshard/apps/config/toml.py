@@ -18,7 +18,7 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
 from jaxshard.apps.config import seal
 from jaxshard.apps.config.config import Config
-from jaxshard.base.types import T
+from jaxshard.apps.types import T
 from jaxshard.system import small_files
 from jaxshard.system.text import LinesError
 

@@ -12,14 +12,13 @@ import itertools
 import os
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-
-from jaxshard.base.source import warn
 
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
 """The first of the 256 int32 numbers that llm.c puts before the tokens: of GPT-2's, and of Llama 3's."""
@@ -149,7 +148,9 @@ class TokenFile:
                 "back, or start another run with the new ones"
             )
         self._seen = marks
-        warn(f"{self.path} was replaced, written to or touched while it is read; the tokens are the same")
+        warnings.warn(
+            f"{self.path} was replaced, written to or touched while it is read; the tokens are the same", stacklevel=1
+        )
 
     def _summed(self, number: int) -> Sums:
         def summed(first: int) -> Sums:

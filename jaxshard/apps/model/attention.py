@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from jaxshard.apps.config.config import ModelConfig
 from jaxshard.apps.model.fused_attention import fused_attention, plain
-from jaxshard.base.types import AnyMesh, DType
-from jaxshard.mesh import platform_of
+from jaxshard.apps.types import AnyMesh
 
 _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 _DTYPES = {"gpu": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
@@ -32,7 +32,7 @@ def attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, 
     mesh, (_, length, _, features) = jax.sharding.get_abstract_mesh(), q_BxLxHxK.shape
     if how == "xla" or _refused(how, _why_not(length, features, q_BxLxHxK.dtype, mesh)):
         return plain(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK)
-    return fused_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, _KERNELS[platform_of(mesh)])
+    return fused_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, _KERNELS[_platform_and_kind(mesh)[0]])
 
 
 def attention_to_cached(
@@ -52,7 +52,7 @@ def why_not_fused(model: ModelConfig, mesh: AnyMesh) -> str | None:
     if model.attention == "xla":
         return None
     reason = _why_not(model.sequence_length, model.width // model.heads, jnp.dtype(model.dtype), mesh)
-    return reason if _refused(model.attention, reason) and platform_of(mesh) in _KERNELS else None
+    return reason if _refused(model.attention, reason) and _platform_and_kind(mesh)[0] in _KERNELS else None
 
 
 def _refused(how: str, reason: str | None) -> bool:
@@ -65,14 +65,14 @@ def _refused(how: str, reason: str | None) -> bool:
     return reason is not None
 
 
-def _why_not(length: int, features: int, dtype: DType, mesh: AnyMesh) -> str | None:
+def _why_not(length: int, features: int, dtype: DTypeLike, mesh: AnyMesh) -> str | None:
     """Why no kernel runs attention of these sizes on the devices of a mesh; None if one does."""
-    platform = platform_of(mesh)
+    platform, kind = _platform_and_kind(mesh)
     if platform not in _KERNELS:
         return f"there is no kernel for the platform {platform}, only for GPU and TPU"
     if jnp.dtype(dtype).name not in _DTYPES[platform]:
         return f"the kernel for {platform} takes {' and '.join(_DTYPES[platform])}, and model.dtype = {dtype}"
-    return _why_not_on_gpu(length, features, _kind_of(mesh)) if platform == "gpu" else _why_not_on_tpu(length)
+    return _why_not_on_gpu(length, features, kind) if platform == "gpu" else _why_not_on_tpu(length)
 
 
 def _why_not_on_gpu(length: int, features: int, kind: str) -> str | None:
@@ -91,8 +91,7 @@ def _why_not_on_tpu(length: int) -> str | None:
     return None
 
 
-def _kind_of(mesh: AnyMesh) -> str:
-    """The devices' kind, as their driver names it; "" where it is not known."""
-    if isinstance(mesh, AbstractMesh):
-        return mesh.abstract_device.device_kind if mesh.abstract_device else ""
-    return mesh.devices.flat[0].device_kind
+def _platform_and_kind(mesh: AnyMesh) -> tuple[str, str]:
+    """JAX's name of the devices' platform, and their driver's name of their kind, "" where it is not known."""
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return (device.platform, device.device_kind) if device else ("cpu", "")

@@ -19,12 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-
-from jaxshard.base.axes import varying
-from jaxshard.base.types import Jaxpr
-from jaxshard.collectives import vary
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(B, L, H, K) queries, (B, L, G, K) keys and values -> (B, L, H, K)."""
@@ -45,8 +41,19 @@ def fused_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.A
       (B, L, H, K), in the dtype of the queries.
     """
     given = (q_BxLxHxK, k_BxLxGxK, v_BxLxGxK)
-    axes = tuple(frozenset[str]().union(*(varying(x) for x in given)))
-    return _attention(kernel, *(vary(x, axes) for x in given))
+    axes = frozenset[str]().union(*map(_varying, given))
+    return _attention(kernel, *(_varying_over(x, axes) for x in given))
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which the type of `x` says that it differs."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _varying_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`x` with a type that says that it differs over these axes, too."""
+    missing = axes - _varying(x)
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 _forward = Primitive("fused_attention")
@@ -124,7 +131,7 @@ def _gradients(attention: Attention, *given: jax.Array) -> Sequence[jax.Array]:
 
 
 @functools.cache
-def _traced(fn: Callable[..., Any], attention: Attention, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Jaxpr:
+def _traced(fn: Callable[..., Any], attention: Attention, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> ClosedJaxpr:
     """The program of a kernel on one device.
 
     It is traced in a thread of its own, where no mesh is set: Pallas refuses to be traced under

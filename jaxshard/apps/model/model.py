@@ -20,8 +20,8 @@ import jaxshard
 from jaxshard.apps.config.config import NO_LORA, LoraConfig, ModelConfig
 from jaxshard.apps.model.attention import attention, attention_to_cached
 from jaxshard.apps.model.linear import Linear
-from jaxshard.base.types import T, Tree
-from jaxshard.pipelining.timetable import Info
+from jaxshard.apps.types import T, Tree
+from jaxshard.pipelining import Info
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]

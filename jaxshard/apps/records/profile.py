@@ -10,7 +10,7 @@ from typing import Self
 
 import jax
 
-from jaxshard.base.types import Tree
+from jaxshard.apps.types import Tree
 from jaxshard.system import files
 from jaxshard.system.text import printable, shell_command
 

@@ -9,11 +9,9 @@ import dataclasses
 
 import jax
 from jax.sharding import NamedSharding
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, keystr
 
 from jaxshard.apps.runs.run_folder import Snapshot
-from jaxshard.base.axes import axes_in, canonical
-from jaxshard.base.tree import names_of
 
 
 def in_one_stack(template: Snapshot) -> Snapshot:
@@ -37,16 +35,16 @@ def _reshaped(leaf: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Ar
     assert isinstance(sharding, NamedSharding)
     num_stacked = 2 if leaf.ndim > like.ndim else 1
     rest = (*sharding.spec, *(None,) * leaf.ndim)[num_stacked : leaf.ndim]
-    whole = NamedSharding(sharding.mesh, canonical([*(None,) * num_stacked, *rest]))
+    whole = NamedSharding(sharding.mesh, jax.P(*(None,) * num_stacked, *rest))
     return jax.jit(lambda x: jax.device_put(x, whole).reshape(like.shape), out_shardings=like.sharding)(leaf)
 
 
 def _in_one_stack(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """A leaf of (v, L / v, ...) as (L, ...)."""
-    if "blocks" not in names_of(path):
+    if "blocks" not in keystr(path, simple=True, separator="/").split("/"):
         return leaf
     old = leaf.sharding
     assert isinstance(old, NamedSharding)
     rounds, layers, *rest = (*old.spec, None, None)[: max(2, len(old.spec))]
-    sharding = NamedSharding(old.mesh, canonical([(*axes_in(rounds), *axes_in(layers)), *rest]))
+    sharding = NamedSharding(old.mesh, jax.P(tuple(jax.tree.leaves((rounds, layers))), *rest))
     return jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype, sharding=sharding)

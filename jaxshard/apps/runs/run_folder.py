@@ -20,7 +20,7 @@ from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 from jaxshard.apps.runs import metrics
 from jaxshard.apps.runs.early_stopping import EarlyStopping
 from jaxshard.apps.runs.metrics import Record
-from jaxshard.base.types import Tree
+from jaxshard.apps.types import Tree
 from jaxshard.checkpoint import Best, Checkpointer
 from jaxshard.system import files, small_files
 from jaxshard.system.command import check_room

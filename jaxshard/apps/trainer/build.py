@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import jaxshard
-from jaxshard import ShardedOptimizer
+from jaxshard import ShardedOptimizer, TrainStep, processes
 from jaxshard.apps.config import memory
 from jaxshard.apps.config.config import Config, PrecisionConfig
 from jaxshard.apps.config.devices import make_mesh, start_devices
@@ -27,13 +27,9 @@ from jaxshard.apps.model.model import LanguageModel, Params, Pipelined
 from jaxshard.apps.runs.early_stopping import EarlyStopping
 from jaxshard.apps.runs.layer_stack import in_one_stack, reshaped
 from jaxshard.apps.runs.run_folder import Position, Snapshot
-from jaxshard.apps.trainer import finished_run, vocabulary
+from jaxshard.apps.trainer import finished_run, same_settings, vocabulary
 from jaxshard.apps.trainer.optimizers import make_optimizer
-from jaxshard.base.axes import axes_of
-from jaxshard.base.tree import shape_of
-from jaxshard.base.types import AnyMesh, Tree
-from jaxshard.processes import agreement
-from jaxshard.step.step import TrainStep
+from jaxshard.apps.types import AnyMesh, Tree
 
 _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
@@ -49,6 +45,7 @@ class Run:
       batches: the rows of each step.
       model: the functions of parameters and batch.
       schedule: learning rate at each step.
+      mesh: the devices.
       opt: the sharded optimizer.
       template: parameters and state, abstract, each leaf with its sharding.
     """
@@ -58,6 +55,7 @@ class Run:
     batches: data.TrainingBatches | data.ElementBatches
     model: LanguageModel
     schedule: optax.Schedule
+    mesh: jax.sharding.Mesh
     opt: ShardedOptimizer
     template: Snapshot
 
@@ -130,7 +128,7 @@ class Run:
 
     @property
     def _batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.opt.mesh, jax.P(("replica", "data")))
+        return NamedSharding(self.mesh, jax.P(("replica", "data")))
 
     def _my_rows(self, rows: int) -> tuple[int, int]:
         """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
@@ -188,7 +186,7 @@ class Run:
         kinds = self._kinds()
         return {
             axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
-            for axis in self.opt.mesh.axis_names
+            for axis in self.mesh.axis_names
         }
 
     def _kinds(self) -> dict[str, tuple[Tree, Tree]]:
@@ -223,19 +221,8 @@ def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True)
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
-    agreement.check_same_settings("start", _settings(config), "start all processes by the same command")
-    return agreement.together("start", lambda: _prepared(config, typed, trains))
-
-
-def _settings(config: Config) -> dict[str, str]:
-    """What all processes of a run must have the same of: options, and what else decides the compiled step."""
-    sections = {name: dataclasses.asdict(section) for name, section in vars(config).items()}
-    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
-    versions = {package.__name__: package.__version__ for package in (jax, optax, np)}
-    return options | versions | {name: repr(getattr(jax.config, name)) for name in _OF_JAX}
-
-
-_OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
+    same_settings.check(config)
+    return processes.together("start", lambda: _prepared(config, typed, trains))
 
 
 def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
@@ -251,22 +238,22 @@ def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
     rows, seed = config.train.rows, config.train.seed
     batches = data.batches_of(text, rows, config.model.sequence_length, seed)
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
-    run = Run(config, text, batches, model, schedule, opt, start)
-    _check_memory(run, mesh)
+    run = Run(config, text, batches, model, schedule, mesh, opt, start)
+    _check_memory(run)
     return run
 
 
 _BATCH_BYTES = 12  # of each byte of text: its place, and its token
 
 
-def _check_memory(run: Run, mesh: jax.sharding.Mesh) -> None:
+def _check_memory(run: Run) -> None:
     """Raises ValueError where a batch, or what the devices hold from step to step, cannot fit; nothing is allocated."""
     train, (held, _) = run.config.train, run.bytes_per_device()
     first, last = run._my_rows(train.rows)
     rows = (last - first) * (run.config.model.sequence_length + 1) * _BATCH_BYTES
     memory.check(rows, f"train.rows = {train.rows}: a batch", "take fewer rows")
     what, cure = "params, gradients and state", "make the model smaller, or cut more over more devices"
-    mine = mesh.local_devices
+    mine = run.mesh.local_devices
     if mine[0].platform == "cpu":
         memory.check(sum(held.values()) * len(mine), f"{what} on {len(mine)} CPU devices of this host", cure)
     else:
@@ -281,7 +268,8 @@ def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Sche
     model = make_model(config)
     opt = make_strategy(config, model, inner, mesh)
     shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
-    return model, schedule, opt, jax.tree.map(shape_of, shapes, opt.shardings(shapes).params)
+    placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, opt.shardings(shapes).params)
+    return model, schedule, opt, placed
 
 
 def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
@@ -366,4 +354,6 @@ def _num_bytes(tree: Tree, shardings: Tree = None) -> int:
 def _part_cut(tree: Tree, shardings: Tree, axis: str) -> float:
     """The part of the bytes that lies in leaves cut over `axis`."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
-    return _num_bytes([leaf for leaf, sharding in pairs if axis in axes_of(sharding.spec)]) / _num_bytes(tree)
+    return _num_bytes([leaf for leaf, sharding in pairs if axis in jax.tree.leaves(tuple(sharding.spec))]) / _num_bytes(
+        tree
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxshard import processes
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.config import Config, DataConfig, LoraConfig, ModelConfig, check
 from jaxshard.apps.data.token_files import TOKENIZER
@@ -21,9 +23,7 @@ from jaxshard.apps.huggingface.hf_folder import HuggingFaceFolder
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.runs.run_folder import RunFolder
-from jaxshard.base.source import warn
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
-from jaxshard.processes import agreement
 
 FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
 """Options of the model that its parameters do not depend on; but learned positions have a length."""
@@ -58,14 +58,14 @@ class FinishedRun:
         """
         corrupt: list[int] = []
         while True:
-            step = agreement.from_first("start", lambda: self._newest(corrupt))
+            step = processes.from_first("start", lambda: self._newest(corrupt))
             try:
                 return self._all(template, step)
             except CorruptCheckpointError as error:
                 corrupt.append(step)
                 if set(self._saves.steps()) <= set(corrupt):
                     raise OSError(f"{self.who}: no save is whole: {error}") from error
-                warn(f"{self.who}: {error}; the save before it is taken")
+                warnings.warn(f"{self.who}: {error}; the save before it is taken", stacklevel=1)
             except ValueError as error:
                 raise FloatingPointError(f"{self.who}: {error}") from error
             except FileNotFoundError:  # the run goes on, and has deleted it

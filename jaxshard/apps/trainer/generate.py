@@ -22,7 +22,6 @@ from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import Cache, LanguageModel, Params
 from jaxshard.apps.trainer.finished_run import Start
-from jaxshard.base.tree import shape_of
 from jaxshard.system import small_files
 
 
@@ -39,7 +38,7 @@ def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*cannot be cut", UserWarning)
         shardings = jaxshard.zero3(optax.sgd(1.0), mesh).shardings(shapes).params
-    template = jax.tree.map(shape_of, shapes, shardings)
+    template = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings)
     return model, linear.nested(start.params(linear.by_path(template)))
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxshard import NonFiniteError
+from jaxshard import Metrics, NonFiniteError
 from jaxshard.apps.config import memory
 from jaxshard.apps.config.arithmetic import least_seconds
 from jaxshard.apps.data.token_files import TextError
@@ -20,8 +20,7 @@ from jaxshard.apps.records.profile import Profile
 from jaxshard.apps.records.record import Recorder
 from jaxshard.apps.runs.run_folder import Snapshot
 from jaxshard.apps.trainer.build import Run, num_updates
-from jaxshard.base.types import Metrics, Tree
-from jaxshard.mesh import check_has_devices
+from jaxshard.apps.types import Tree
 from jaxshard.system.users_code import UsersError
 
 
@@ -72,7 +71,7 @@ class Meter:
         self._run, self._recorder, self._display = run, recorder, display
         self.skipped = first.step - num_updates(first.state)
         self.owes_save = self.skipping = False
-        mesh = check_has_devices("jaxshard train", run.opt.mesh)
+        mesh = run.mesh
         self._local_devices = mesh.local_devices
         self._least_seconds = least_seconds(run.config, mesh.devices.flat)
         self._pending: tuple[int, Metrics] | None = None

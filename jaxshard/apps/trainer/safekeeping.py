@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 
 import jaxshard
+from jaxshard import processes
 from jaxshard.apps.records.display import say
 from jaxshard.apps.runs import run_folder
 from jaxshard.apps.runs.layer_stack import reshaped
@@ -19,7 +20,6 @@ from jaxshard.apps.runs.place import Place
 from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
 from jaxshard.apps.trainer.build import Run
 from jaxshard.checkpoint import Checkpointer
-from jaxshard.processes import agreement
 from jaxshard.system.text import printable, shell_command
 
 _TIMES_BACK = 3
@@ -87,7 +87,7 @@ class Safekeeping:
             snapshot = self.checked(snapshot)
         self.save(snapshot, None)
         self._attempt(snapshot, self._saves.wait)
-        if snapshot.step not in agreement.from_first("save", self._saves.steps):
+        if snapshot.step not in processes.from_first("save", self._saves.steps):
             self._again(snapshot, f"step {snapshot.step} is no longer in {self._saves.path}")
         self._check_place(snapshot)
 
@@ -104,7 +104,7 @@ class Safekeeping:
         self._check_place(snapshot)
         try:
             act()
-        except (OSError, agreement.ProcessError) as error:
+        except (OSError, processes.ProcessError) as error:
             self._again(snapshot, str(error), heldout_loss)
 
     def _again(self, snapshot: Snapshot, why: str, heldout_loss: float | None = None) -> None:
@@ -113,12 +113,12 @@ class Safekeeping:
         try:
             self._begin(snapshot, heldout_loss)
             self._saves.wait()
-        except (OSError, agreement.ProcessError) as error:
+        except (OSError, processes.ProcessError) as error:
             self._save_elsewhere(snapshot, printable(str(error)), None)
 
     def _check_place(self, snapshot: Snapshot) -> None:
         """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
-        moved, notes = agreement.from_first("save", self._looked_at)
+        moved, notes = processes.from_first("save", self._looked_at)
         for note in notes:
             say(self._console, note)
         if moved:
@@ -131,14 +131,14 @@ class Safekeeping:
 
     def _save_elsewhere(self, snapshot: Snapshot, why: str, where: str | None) -> NoReturn:
         """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
-        with contextlib.suppress(OSError, agreement.ProcessError):
+        with contextlib.suppress(OSError, processes.ProcessError):
             self._saves.close()  # what it was saving may be lost with the folder
         place = self._place
         try:
-            path = agreement.from_first("save", lambda: place.made_elsewhere(where) if place else "")
+            path = processes.from_first("save", lambda: place.made_elsewhere(where) if place else "")
             with run_folder.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
                 run_folder.save(saves, reshaped(snapshot, self._run.saved_template))
-        except (OSError, ValueError, agreement.ProcessError) as error:
+        except (OSError, ValueError, processes.ProcessError) as error:
             raise OSError(f"{why}; nor could step {snapshot.step} be saved elsewhere: {error}") from error
         command = shell_command("jaxshard", "train", "--resume", "--out", path)
         raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to go on: {command}")
@@ -171,7 +171,7 @@ class Safekeeping:
           FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
         """
         self._saves.wait()
-        saved, finite = agreement.from_first("back", self._saves.steps), self._saves.latest_finite()
+        saved, finite = processes.from_first("back", self._saves.steps), self._saves.latest_finite()
         if not is_finite:
             raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
         ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK

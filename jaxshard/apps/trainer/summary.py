@@ -14,7 +14,6 @@ from jaxshard.apps.model import linear
 from jaxshard.apps.records.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
 from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
 from jaxshard.apps.trainer.build import Run
-from jaxshard.mesh import check_has_devices
 from jaxshard.system.text import printable, shell_command
 
 _ZLIB_BYTES = 2**24  # a second of work
@@ -22,7 +21,7 @@ _ZLIB_BYTES = 2**24  # a second of work
 
 def introduce(console: Console, run: Run) -> None:
     """Tells of model, devices and text, and shows how much memory each device needs."""
-    strategy, mesh = run.config.sharding.strategy, check_has_devices("jaxshard train", run.opt.mesh)
+    strategy, mesh = run.config.sharding.strategy, run.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     kind = mesh.devices.flat[0].device_kind
     say(console, f"{_parameters(run)}, {strategy} on {mesh.size} x {kind} ({axes})")
@@ -32,7 +31,7 @@ def introduce(console: Console, run: Run) -> None:
 
 def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> None:
     """Shows what the compiled step sends and holds on each device."""
-    mesh = check_has_devices("jaxshard train", run.opt.mesh)
+    mesh = run.mesh
     if report.collectives:
         console.print(step_table(report))
     say(console, step_totals(report) + "\n")

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 from jaxshard.cli.doctor import devices as doctor_devices
 from jaxshard.cli.doctor import machine
 from jaxshard.cli.doctor import sections as doctor_sections
+from jaxshard.cli.doctor.apart import Told, told_by
 from jaxshard.cli.doctor.devices import Machine
 from jaxshard.cli.doctor.findings import Finding, Here
 from jaxshard.cli.doctor.sections import Section
 from jaxshard.platforms import OURS
 from jaxshard.system.about import about
-from jaxshard.system.apart import Told, told_by
 from jaxshard.system.command import INTERRUPTED, check_file, ended_at_once, environment, fail
 from jaxshard.system.files import overwrite
 from jaxshard.system.text import nearest, printable

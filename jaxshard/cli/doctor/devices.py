@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxshard.cli.doctor.apart import Told
 from jaxshard.cli.doctor.findings import Finding
 from jaxshard.cli.doctor.sections import Section, ended_early, of
 from jaxshard.hardware.chips import chip_of
-from jaxshard.system.apart import Told
 from jaxshard.system.text import printable, seconds_in_words, size_in_words
 
 _LEAST_SHARED = 10**9  # bytes

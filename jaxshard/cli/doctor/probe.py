@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshard.system.apart import Lines, tell
+from jaxshard.cli.doctor.apart import Lines, tell
 
 _COMPILERS = {"gpu": "h100:8", "tpu": "v5e:2x4"}  # by platform, a machine to ask each for
 _SMALL = 2**16  # bytes of a payload

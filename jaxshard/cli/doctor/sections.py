@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxshard.cli.doctor.apart import Told, last_words
 from jaxshard.cli.doctor.findings import Finding, Here
 from jaxshard.cli.doctor.settings import judged, others
-from jaxshard.system.apart import Told, last_words
 from jaxshard.system.text import size_in_words
 
 _LEAST_FREE = 10**9  # bytes

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
-from jaxshard.base.source import warn
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
 from jaxshard.collectives import global_view
@@ -31,6 +30,7 @@ from jaxshard.programs.components import Piece, run_in_pieces
 from jaxshard.programs.jaxprs import equations, open_jaxpr
 from jaxshard.programs.primitives import LINEAR_ALGEBRA
 from jaxshard.programs.rerun import anew, flat
+from jaxshard.system.users_lines import warn
 
 _WORTH_SENDING = 2**18  # the elements of a leaf that no axis cuts, whose results must be sent to all
 
