@@ -1,1 +1,1 @@
-"""Foundations: trees and their paths, mesh axes, types, and where equations come from. It imports `system` alone."""
+"""Foundations: trees and their paths, mesh axes, and types. It imports no other part of jaxshard."""

@@ -9,13 +9,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard import collectives, platforms
-from jaxshard.base.source import as_written_at
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.lookup import Lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 from jaxshard.programs.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT
+from jaxshard.programs.source import as_written_at
 
 
 class Evaluation:

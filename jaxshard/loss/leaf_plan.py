@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jaxshard import platforms
 from jaxshard.base.axes import Dims, axes_of
-from jaxshard.base.source import line_of
 from jaxshard.base.tree import Names
 from jaxshard.base.types import DType, Equation, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
@@ -27,6 +26,7 @@ from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT
 from jaxshard.programs.questions import varies_smoothly
+from jaxshard.programs.source import line_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxshard import aot, inspect
-from jaxshard.base.source import place_of
 from jaxshard.cli import main
 from jaxshard.cli.explain import explanation, users_step
 from jaxshard.inspect.sources import Frame, frames
+from jaxshard.programs.source import place_of
 from jaxshard.step.step import loss_of
 
 USERS = """

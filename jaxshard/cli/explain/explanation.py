@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.base.source import place_of
 from jaxshard.base.tree import Names, owner_of, parent_of, shape_of
 from jaxshard.base.types import AxisSizes, Tree
 from jaxshard.inspect.sources import Frame, frames
@@ -19,6 +18,7 @@ from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import leaf_plan
+from jaxshard.programs.source import place_of
 from jaxshard.step.step import TrainStep, loss_of
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxshard.base.source import line_of
 from jaxshard.programs.rows.labels import NO_POWER, Label, Mixed, Stat, Trail, is_guarded
+from jaxshard.programs.source import line_of
 
 INTENDED = 'If it is meant so, give the strategy rows="mixed".'
 _SUMS = (
