@@ -193,8 +193,7 @@ class _Device:
         return jnp.where(work.busy & self._in_last_chunk(work), loss, 0)
 
     def _no_loss(self) -> Tree:
-        loss = self.pipe.last.outs
-        return collectives.vary(jnp.zeros((), sum_dtype(loss)), self.pipe.cast)
+        return collectives.vary(jnp.zeros((), sum_dtype(self.pipe.last.outs)), self.pipe.cast)
 
     def _passed(self, tree: Tree, step: int) -> Tree:
         return stages.passed(tree, self.pipe.axis, self.plan, step)
@@ -227,10 +226,9 @@ class _Device:
     def _at(self, t: Scalar) -> "_Device":
         """This device in tick `t`, its shards tied to the tick, so that XLA does not gather them before the loop."""
         device = copy.copy(self)
-        is_shard = [isinstance(p, unshard.Sharded) and p.held for p in self.params]
-        device.held = [
-            lax.optimization_barrier((x, t))[0] if yes else x for x, yes in zip(self.held, is_shard, strict=True)
-        ]
+        each = zip(self.held, self.params, strict=True)
+        tied = [(x, isinstance(p, unshard.Sharded) and p.held) for x, p in each]
+        device.held = [lax.optimization_barrier((x, t))[0] if yes else x for x, yes in tied]
         return device
 
     def _forward(self, diff: list[Tree], at: _Carry, t: Scalar) -> tuple[_Carry, Tree, Work]:
