@@ -6,9 +6,9 @@ from jaxshard.layout.layout import Layout as Layout
 from jaxshard.layout.layout import Shardings as Shardings
 from jaxshard.layout.options import Options as Options
 from jaxshard.loss.arguments import whole as whole
-from jaxshard.loss.check import LossReport as LossReport
-from jaxshard.loss.check import RowsError as RowsError
 from jaxshard.loss.check import check as check
+from jaxshard.loss.loss_report import LossReport as LossReport
+from jaxshard.loss.loss_report import RowsError as RowsError
 from jaxshard.loss.params.unshard import lookup as lookup
 from jaxshard.loss.params.unshard import unshard as unshard
 from jaxshard.loss.value_and_grad import Evaluate as Evaluate

@@ -17,6 +17,7 @@ from jaxshard.collectives import global_view
 from jaxshard.layout.options import Config
 from jaxshard.loss.arguments import LossOptions, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
+from jaxshard.loss.loss_report import Difference, LossReport, RowsError, or_inf
 from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
@@ -31,70 +32,6 @@ _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
     "all rows on one device",
 )
 _UNKNOWN_BYTES = 2**30  # what a device has free that does not say how much
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far a loss and its gradients are from those of the batch as it was given.
-
-    Attributes:
-      loss: |difference| / |loss|.
-      gradients: path -> |difference| / |gradient| (norms), of each parameter.
-      factor: the loss divided by that of the batch as it was given.
-    """
-
-    loss: float
-    gradients: Mapping[str, float]
-    factor: float
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        """The parameter whose gradient is furthest off, and by how much."""
-        return max(self.gradients.items(), key=lambda each: _or_inf(each[1]), default=("", 0.0))
-
-    def exceeds(self, tolerance: float) -> bool:
-        """Whether the loss or a gradient is further off than this, or not finite."""
-        return not (_or_inf(self.loss) <= tolerance and _or_inf(self.worst[1]) <= tolerance)
-
-
-@dataclasses.dataclass(frozen=True)
-class LossReport:
-    """What `check` found; `print(report)` shows it.
-
-    Attributes:
-      ok: whether the loss and all gradients stayed what they were.
-      loss: of the batch as it was given.
-      differences: by the way in which rows were dealt out.
-      tolerance: the largest difference that rounding may make.
-      causes: what is likely wrong, in words, the likeliest first.
-      notes: what was not compared, and why.
-    """
-
-    ok: bool
-    loss: float
-    differences: Mapping[str, Difference]
-    tolerance: float
-    causes: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        head = "The loss is a mean over rows" if self.ok else "The loss is NOT what data parallelism averages"
-        lines = [f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."]
-        for name, found in self.differences.items():
-            path, far = found.worst
-            sign = "differs" if found.exceeds(self.tolerance) else "same"
-            lines.append(f"  {name}: {sign}; loss {found.loss:.1e}, gradients at most {far:.1e} ({path})")
-        return "\n".join(
-            [*lines, *(f"  likely: {cause}" for cause in self.causes), *(f"  note: {n}" for n in self.notes)]
-        )
-
-
-class RowsError(ValueError):
-    """A loss is not what data parallelism averages. `report`: what `check` found."""
-
-    def __init__(self, report: LossReport):
-        super().__init__(str(report))
-        self.report = report
 
 
 def check(
@@ -219,7 +156,7 @@ class _Comparison:
         """What rounding may do: at least what another order of a device's rows does, unless that is much."""
         rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platforms.of(self.options.setup.mesh)))
         seen = differences.get(_WITHIN)
-        far = 0.0 if seen is None else max(_or_inf(seen.loss), _or_inf(seen.worst[1]))
+        far = 0.0 if seen is None else max(or_inf(seen.loss), or_inf(seen.worst[1]))
         return max(rounding, 10 * far) if far <= 30 * rounding else rounding
 
     def _is_random(self, tolerance: float) -> bool:
@@ -326,7 +263,3 @@ def _causes(
 
 def _doubles(difference: Difference) -> bool:
     return any(abs(difference.factor / factor - 1) < 1e-3 for factor in (0.5, 2))
-
-
-def _or_inf(x: float) -> float:
-    return x if math.isfinite(x) else math.inf

@@ -21,7 +21,7 @@ from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.unshard import deferred, lookup_dims
-from jaxshard.optimizer.precision import like
+from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT

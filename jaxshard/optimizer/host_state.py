@@ -6,26 +6,22 @@ a leaf as a whole, all of that leaf's state comes to the device; so does all sta
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_of, local_shape
 from jaxshard.base.tree import Names, is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
 from jaxshard.collectives.global_view import is_explicit
 from jaxshard.layout.memory_option import HOST
-from jaxshard.programs.components import SHARED, Components, Piece, is_big, run_in_pieces
+from jaxshard.optimizer.streams import Stream, spreads
+from jaxshard.programs.components import SHARED, Components, is_big, run_in_pieces
 from jaxshard.programs.jaxprs import is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.programs.primitives import POINTWISE
-from jaxshard.programs.rerun import anew, flat
-
-_CHUNK = 2**21  # the elements of a chunk, at most, where dims allow it
+from jaxshard.programs.rerun import flat
 
 _BY_ELEMENT = POINTWISE | {"sharding_constraint", "optimization_barrier"}
 
@@ -133,7 +129,7 @@ class _Streams:
     def _of_host(self, variables: Sequence[Var]) -> set[Var]:
         return {v for v in variables if not is_literal(v) and v in self.paths}
 
-    def _streams(self) -> list["_Stream"]:
+    def _streams(self) -> list["Stream"]:
         if is_explicit(self.host.mesh):  # inside of `jax.sharding.auto_axes` no shard_map takes such arrays
             return []
         each = zip(self.parts.component, self.parts.eqns, strict=True)
@@ -157,13 +153,13 @@ class _Streams:
                 late[i] = min(late[user] for user in users)
         return late
 
-    def _stream(self, places: set[int]) -> "_Stream | None":
+    def _stream(self, places: set[int]) -> "Stream | None":
         """The stream of these equations; None if they move no state, or arrays of several shapes."""
         eqns, parts = self.parts.eqns, self.parts
         makes = dict.fromkeys(v for i in sorted(places) for v in eqns[i].outvars)
         outs = tuple(v for v in makes if v in parts.results or self._is_read(v, places))
         makers = {parts.maker[v] for v in operands_of([eqns[i] for i in sorted(places)]) if v in parts.maker}
-        spread = {i for i in makers if _spreads(eqns[i])}
+        spread = {i for i in makers if spreads(eqns[i])}
         run = [eqns[i] for i in sorted(places | spread)]
         made = {v for eqn in run for v in eqn.outvars}
         ins = operands_of(run)
@@ -181,7 +177,7 @@ class _Streams:
         sign = -1 if self.host.over_params else 1
         given = tuple(sorted(given, key=lambda v: sign * arguments[v] if v in arguments else len(arguments)))
         program = part_of(self.jaxpr, run, [*given, *from_host], outs)
-        return _Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
+        return Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
 
     def _is_count(self, eqn: Equation) -> bool:
         """Whether it counts where something holds: then chunks may be counted one after the other."""
@@ -202,139 +198,4 @@ class _Streams:
 
 def _is_by_element(eqn: Equation) -> bool:
     """Whether it makes an array, each element of those of its operands at the same place."""
-    return (eqn.primitive.name in _BY_ELEMENT and any(map(is_big, eqn.outvars))) or _spreads(eqn)
-
-
-def _spreads(eqn: Equation) -> bool:
-    """Whether it makes an array of one number."""
-    return eqn.primitive.name == "broadcast_in_dim" and not is_big(eqn.invars[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    """Element-wise equations on arrays of one shape, and counts over them, which run chunk by chunk.
-
-    Attributes:
-      mesh: the devices.
-      spec: where all these arrays lie.
-      program: from `given`, then `read`, to `outs`.
-      given: what it reads of the devices' memory.
-      read: what it reads of the host's.
-      outs: its results. A single number is a count.
-      buffers: for each result, the array on the host that it takes the place of; None: it stays on the devices.
-      places: of the equations.
-    """
-
-    mesh: AnyMesh
-    spec: P
-    program: Jaxpr
-    given: tuple[Var, ...]
-    read: tuple[Var, ...]
-    outs: tuple[Var, ...]
-    buffers: tuple[Var | None, ...]
-    places: frozenset[int]
-
-    @property
-    def host_outs(self) -> list[Var]:
-        """The results that go to the host."""
-        return [v for v, buffer in zip(self.outs, self.buffers, strict=True) if buffer is not None]
-
-    def piece(self, there: Mapping[Var, jax.Array], done: list[list[jax.Array]]) -> Piece:
-        """It as a piece of the update; `there` has the values of what lies on the host.
-
-        It begins when the streams that are `done` have ended, and counts itself among them: nothing else would keep XLA
-        from having many streams' chunks on the devices at a time.
-        """
-        kept = list(dict.fromkeys([*self.read, *(v for v in self.buffers if v is not None)]))
-        loop = _Loop(self, tuple(kept), local_shape(tuple(kept[0].aval.shape), self.spec, dict(self.mesh.shape)))
-        specs = [self.spec if is_big(v) else P() for v in self.given]
-        axes = axes_of(self.spec)
-        of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one of each device
-
-        def run(values: list[Tree]) -> Sequence[Tree]:
-            body = jax.shard_map(
-                loop.run,
-                mesh=self.mesh,
-                in_specs=(specs, [self.spec] * len(kept)),
-                out_specs=[self.spec if is_big(v) else of_counts for v in self.outs],
-                check_vma=False,
-            )
-            far, _ = lax.optimization_barrier(([there[v] for v in kept], done[-1:]))
-            outs = body(values, far)
-            done.append(outs)
-            return [x if is_big(v) else jnp.sum(x) for v, x in zip(self.outs, outs, strict=True)]
-
-        return Piece(self.given, self.outs, self.places, run)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """The loop over a stream's chunks, on one device; `kept` are its arrays on the host, `shape` is that of a part."""
-
-    stream: _Stream
-    kept: tuple[Var, ...]
-    shape: tuple[int, ...]
-
-    def run(self, given: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
-        """The parts of the results."""
-        stream, chunk = self.stream, _chunk(self.shape)
-        values = dict(zip((*stream.given, *self.kept), (*given, *kept), strict=True))
-        slots = self._slots()
-        count = math.prod(n // m for n, m in zip(self.shape, chunk, strict=True))
-        program = open_jaxpr(stream.program)
-        changed = {id(eqn): {"shape": chunk} for eqn in program.eqns if _spreads(eqn)}
-
-        def body(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
-            start = _start(i, self.shape, chunk)
-            now = values | {v: x for v, x in zip(slots, outs, strict=True) if v is not None}
-            parts = [now[v] if not is_big(v) else lax.dynamic_slice(now[v], start, chunk) for v in program.invars]
-            here = [
-                jax.device_put(x, jax.memory.Space.Device) if v in self.kept else x
-                for v, x in zip(program.invars, parts, strict=True)
-            ]
-            made = anew(stream.program, here, changed)
-            new = [
-                x if buffer is None else jax.device_put(x, jax.memory.Space.Host)
-                for x, buffer in zip(made, stream.buffers, strict=True)
-            ]
-            each = zip(stream.outs, outs, new, strict=True)
-            return [lax.dynamic_update_slice(old, x, start) if is_big(v) else old + x for v, old, x in each]
-
-        start = [
-            jnp.zeros(self.shape if is_big(v) else (), v.aval.dtype) if slot is None else values[slot]
-            for v, slot in zip(stream.outs, slots, strict=True)
-        ]
-        made = lax.fori_loop(0, count, body, start)
-        return [x if is_big(v) else x[None] for v, x in zip(stream.outs, made, strict=True)]
-
-    def _slots(self) -> list[Var | None]:
-        """For each result, the operand whose memory it takes, chunk by chunk; None: memory of its own."""
-        free = [v for v in self.stream.given if is_big(v)]
-        found: list[Var | None] = []
-        for v, buffer in zip(self.stream.outs, self.stream.buffers, strict=True):
-            fits = (one for one in free if is_big(v) and one.aval.dtype == v.aval.dtype)
-            slot = buffer or next(fits, None)
-            free = [one for one in free if one is not slot]
-            found.append(slot)
-        return found
-
-
-def _chunk(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a chunk: the first dims are cut until it is small enough."""
-    chunk = list(shape)
-    for dim, size in enumerate(shape):
-        rest = math.prod(chunk[dim + 1 :])
-        if math.prod(chunk) <= _CHUNK:
-            break
-        fits = [n for n in range(1, size + 1) if size % n == 0 and n * rest <= _CHUNK]
-        chunk[dim] = max(fits, default=1)
-    return tuple(chunk)
-
-
-def _start(i: jax.Array, shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[jax.Array]:
-    """Where chunk `i` begins, in the order of rows."""
-    start: list[jax.Array] = []
-    for size, part in zip(reversed(shape), reversed(chunk), strict=True):
-        start.append(i % (size // part) * part)
-        i = i // (size // part)
-    return start[::-1]
+    return (eqn.primitive.name in _BY_ELEMENT and any(map(is_big, eqn.outvars))) or spreads(eqn)

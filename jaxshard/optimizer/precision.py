@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import DType, Tree
@@ -18,6 +17,7 @@ from jaxshard.optimizer import eight_bits
 from jaxshard.optimizer.inner.trace import first_state
 from jaxshard.optimizer.inner.update import Update, fast, update
 from jaxshard.optimizer.moments import stored_dtypes
+from jaxshard.optimizer.rounding import Rounder, like
 from jaxshard.system.users_lines import warn
 
 
@@ -34,13 +34,6 @@ class ShardedState(NamedTuple):
 
 
 # Which dtype where.
-
-
-def like(wanted: DType | None, dtype: DType) -> DType:
-    """`wanted`, or `dtype` itself if that is None; complex if `dtype` is."""
-    if wanted is None:
-        return dtype
-    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
 def wide(config: Config, dtype: DType) -> DType:
@@ -273,41 +266,3 @@ def _cast(x: Tree, dtype: DType) -> Tree:
 def _rounded(x: jax.Array, dtype: DType, config: Config, rounder: "Rounder | None") -> jax.Array:
     stochastic = config.stochastic_rounding and dtype == jnp.bfloat16
     return rounder(x) if stochastic and rounder else x.astype(dtype)
-
-
-class Rounder:
-    """Rounds to bfloat16, up or down at random, so that the mean is exact (Gupta et al. 2015, section 3).
-
-    The seed is the number of the update and the array's place among those it rounds, never the device, so the roundings
-    are the same on any mesh.
-    """
-
-    def __init__(self, count: jax.Array):
-        self._key, self._calls = jax.random.fold_in(jax.random.key(0), count), 0
-
-    def _next_key(self) -> jax.Array:
-        self._calls += 1
-        return jax.random.fold_in(self._key, self._calls - 1)
-
-    def bits(self, shape: tuple[int, ...]) -> jax.Array:
-        """Random numbers from 0 to 2**20, in the middle of 2**16 equal parts."""
-        return (jax.random.bits(self._next_key(), shape, jnp.uint16).astype(jnp.uint32) << 4) + 8
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(...) float32 -> (...) bfloat16."""
-        x = x.astype(jnp.float32)
-        bits = lax.bitcast_convert_type(x, jnp.uint32)
-        bits = bits + jax.random.bits(self._next_key(), x.shape, jnp.uint16).astype(jnp.uint32)
-        down = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-        return jnp.where(jnp.isfinite(x), down, x).astype(jnp.bfloat16)
-
-
-def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
-    """`new - old`, in a dtype wide enough that `optax.apply_updates` takes `old` to `new`.
-
-    That is exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16)
-    or 2**13 (fp16). Params as wide as their masters may miss `new` by one rounding. `train_step` has no such limits,
-    and the masters never drift.
-    """
-    wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
-    return new.astype(wide) - old.astype(wide)

@@ -26,6 +26,7 @@ from jaxshard.optimizer.inner.update import Update, fast, update
 from jaxshard.optimizer.inner.whole_operands import with_whole_operands
 from jaxshard.optimizer.judging import Judged, Verdict, verdict
 from jaxshard.optimizer.owners.owners import Dealing
+from jaxshard.optimizer.rounding import difference
 from jaxshard.optimizer.sharding import Setup
 
 Extra = Mapping[str, Tree]
@@ -152,7 +153,7 @@ def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
     if not setup.config.widens:
         return out
     wide = setup.config.master_dtype or jnp.float32
-    return jax.tree.map(lambda new, old: precision.difference(new, old, wide), out, params)
+    return jax.tree.map(lambda new, old: difference(new, old, wide), out, params)
 
 
 def _sends_updates(setup: Setup, found: Layout) -> bool:

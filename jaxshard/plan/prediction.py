@@ -20,7 +20,7 @@ from jaxshard.base.types import Tree
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
-from jaxshard.optimizer.precision import like
+from jaxshard.optimizer.rounding import like
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline

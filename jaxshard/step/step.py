@@ -1,7 +1,6 @@
 """`train_step`: loss, gradients, optimizer and new params in one compiled, donating step."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Self
 
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
-from jaxshard.digest import digests
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, check_batch, check_options, checked_arguments
@@ -28,10 +26,8 @@ from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
 from jaxshard.processes import agreement
-from jaxshard.programs.jaxprs import open_jaxpr
-from jaxshard.programs.primitives import DRAWS
-from jaxshard.programs.questions import reaches
-from jaxshard.step.repeats import KeyWatch, warn_of_same_rows
+from jaxshard.step.program import Program, check_processes, kinds_of
+from jaxshard.step.repeats import KeyWatch
 from jaxshard.step.skips import Names, Verdicts, judged
 from jaxshard.step.step_arrays import Returned, placed, placed_leaf, run
 from jaxshard.system.interrupts import Interrupts
@@ -112,8 +108,8 @@ class TrainStep:
     ):
         self._loss, self._setup, self._given = loss, loss.setup, given
         self.donate, self._extra, self._max_skips = donate, extra, max_skips
-        self._programs: dict[tuple[Hashable, ...], _Program] = {}
-        self._agreed: list[_Program] = []
+        self._programs: dict[tuple[Hashable, ...], Program] = {}
+        self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
         self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
 
@@ -141,7 +137,7 @@ class TrainStep:
         return self._loss.compiler_options | self._given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
-        known: _Program | None = self._returned.program_for(params, state)
+        known: Program | None = self._returned.program_for(params, state)
         if known is None:
             state = self._arrays(state, params)
         check_batch(batch, self._loss.options)
@@ -160,7 +156,7 @@ class TrainStep:
         given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
         args = within_reach(self._setup, args)
         if jax.process_count() > 1 and program not in self._agreed:
-            _check_processes(program, params, state, batch, args)
+            check_processes(program, params, state, batch, args)
             self._agreed.append(program)
         if self._setup.config.rows != "mixed":
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
@@ -200,21 +196,21 @@ class TrainStep:
         expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
-    def _placed(self, program: "_Program", params: Params, state: State) -> tuple[Params, State]:
+    def _placed(self, program: "Program", params: Params, state: State) -> tuple[Params, State]:
         """Both where the program takes them, the same on all processes."""
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         found = placed((params, state), (program.params, program.state))
         self._returned.found(program, (params, state), found)
         return found
 
-    def _program(self, params: Tree, state: Tree) -> "_Program":
+    def _program(self, params: Tree, state: Tree) -> "Program":
         leaves, treedef = jax.tree.flatten((params, state))
         key = (treedef, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
         if key not in self._programs:
             self._programs[key] = self._build(params, state)
         return self._programs[key]
 
-    def _build(self, params: Tree, state: Tree) -> "_Program":
+    def _build(self, params: Tree, state: Tree) -> "Program":
         setup = self._setup
         setup.strictly(params)
         check_state("train_step", setup, state, params)
@@ -232,11 +228,11 @@ class TrainStep:
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
-        return _Program(run, wanted, before, batch, Names(of_params, of_state))
+        return Program(run, wanted, before, batch, Names(of_params, of_state))
 
     def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
         """The arguments whose memory the step takes over; not a state with leaves that no result is like."""
-        fits = _kinds(state) <= _kinds(after)
+        fits = kinds_of(state) <= kinds_of(after)
         return (0, *([1] if fits else [])) if self.donate else ()
 
     def _check_skips(self, settled: Settled) -> None:
@@ -302,40 +298,3 @@ def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
     assert dict(mesh.shape) == setup.sizes
     options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))
     return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)
-
-
-def _check_processes(program: "_Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:
-    """Checks before the first step that all processes run the same program, from the same params and state.
-
-    Raises:
-      ProcessError: the programs differ (a learning rate, a shape).
-      ReplicaError: devices that should hold the same bits of a leaf do not.
-    """
-    text = program.run.lower(params, state, batch, *args).as_text()
-    cure = "give the same code, options and numbers (learning rate) to all processes"
-    agreement.check_same("train_step: the step's program", text, cure)
-    digests({"params": params, "state": state, "batch": batch})
-    warn_of_same_rows(batch)
-
-
-def _kinds(tree: Tree) -> Counter[tuple[Hashable, ...]]:
-    return Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
-    """A jitted step (`run`), the shardings of its params, state and batch, and the paths of its leaves."""
-
-    run: Tree
-    params: Tree
-    state: Tree
-    batch: NamedSharding
-    names: Names
-
-    def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
-        """For each leaf of the further arguments, whether random numbers depend on it."""
-        program = self.run.trace(params, state, batch, *args).jaxpr
-        num_inputs = len(open_jaxpr(program).invars)
-        first = num_inputs - len(jax.tree.leaves(args))
-        found = reaches(program, DRAWS, [i >= first for i in range(num_inputs)])
-        return found[first:]

@@ -14,7 +14,7 @@ from oracle import assert_same_bits
 
 import jaxshard
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.optimizer.precision import Rounder
+from jaxshard.optimizer.rounding import Rounder
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 

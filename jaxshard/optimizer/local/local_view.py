@@ -7,7 +7,7 @@ from jaxshard.base.axes import Dims
 from jaxshard.base.types import Tree
 from jaxshard.optimizer.inner.update import fast, with_fast
 from jaxshard.optimizer.local import local_checks
-from jaxshard.optimizer.precision import like
+from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.update import Extra, as_updates, shard_step
 

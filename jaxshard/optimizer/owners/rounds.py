@@ -8,82 +8,30 @@ run the same program; what is left over of all programs shares the last rounds.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import axes_in
-from jaxshard.base.types import AxisSizes, Jaxpr
-from jaxshard.programs.paired import same
+from jaxshard.base.types import AxisSizes
+from jaxshard.optimizer.owners.jobs import (
+    Buffers,
+    Job,
+    Kind,
+    Share,
+    _unstacked,
+    concatenated,
+    packed,
+    padded,
+    sizes_of,
+    unpacked,
+    widest,
+)
 
 _AT_ONCE = 2**22  # the elements of the matrices that one device works on at the same time
-
-Buffers: TypeAlias = dict[np.dtype, jax.Array]  # flat arrays by dtype, all of the same leading dims
-
-
-class Kind(NamedTuple):
-    """An operand or result of one unit: the shape of a device's part of it, where it lies, and its dtype.
-
-    `stacked`: a job has a stack of these on each device, one for each of its units. One that is not stacked may be the
-    same `value` for several jobs.
-    """
-
-    part: tuple[int, ...]
-    spec: P
-    dtype: np.dtype
-    stacked: bool
-    value: int
-
-    @property
-    def size(self) -> int:
-        """The elements of a part."""
-        return math.prod(self.part)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether devices have different parts of it."""
-        return any(axes_in(entry) for entry in self.spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """`num_units` units of one program, each for one device; stacks of operands have one part for each.
-
-    `run` computes one unit, from operands whose stacks are of one; jobs of equal programs compute the same.
-    """
-
-    program: Jaxpr
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
-    num_units: int
-    ins: tuple[Kind, ...]
-    outs: tuple[Kind, ...]
-
-    def is_like(self, other: "Job") -> bool:
-        """Whether a round can have units of both."""
-        plain = [[kind._replace(stacked=False, value=0) for kind in (*job.ins, *job.outs)] for job in (self, other)]
-        several = [any(kind.stacked for kind in job.ins) for job in (self, other)]
-        return plain[0] == plain[1] and several[0] == several[1] and same(self.program, other.program)
-
-
-class _Share(NamedTuple):
-    """Some units of one program, on their way: a row of each buffer for each unit, and what every device has whole."""
-
-    job: Job
-    num_units: int
-    rows: Buffers
-    whole: dict[int, jax.Array]  # by place among the operands, a row for each unit
-    common: dict[int, jax.Array]  # the same, of one value for all
-
-    def part(self, start: int, stop: int) -> "_Share":
-        """Its units from `start` to `stop`."""
-        rows = {key: x[start:stop] for key, x in self.rows.items()}
-        whole = {k: x[start:stop] for k, x in self.whole.items()}
-        return _Share(self.job, stop - start, rows, whole, self.common)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +50,9 @@ class Rounds:
     def run(self, operands: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """The parts of each job's operands -> the parts of its results."""
         found: dict[int, list[jax.Array]] = {}
-        left: list[tuple[list[int], _Share, list[list[jax.Array]]]] = []
+        left: list[tuple[list[int], Share, list[list[jax.Array]]]] = []
         for places in self._alike():
-            share = _packed([self.jobs[i] for i in places], [operands[i] for i in places])
+            share = packed([self.jobs[i] for i in places], [operands[i] for i in places])
             full = share.num_units - share.num_units % self.num_devices
             done = [self._full(share.part(0, full))] if full else []
             left.append((places, share.part(full, share.num_units), done))
@@ -129,7 +77,7 @@ class Rounds:
 
     # A full round, and those after it: all devices run the same program.
 
-    def _full(self, share: _Share) -> list[jax.Array]:
+    def _full(self, share: Share) -> list[jax.Array]:
         """(units, ...) of each result, from units that fill all rounds."""
         job, num_rounds = share.job, share.num_units // self.num_devices
         sent = {key: self._exchanged(x.reshape(num_rounds, self.num_devices, -1)) for key, x in share.rows.items()}
@@ -142,11 +90,11 @@ class Rounds:
             made, everywhere = lax.map(one, (sent, whole), batch_size=together if together > 1 else None)
         home = {key: self._exchanged(x).reshape(share.num_units, -1) for key, x in made.items()}
         gathered = {key: self._gathered(x).reshape(share.num_units, -1) for key, x in everywhere.items()}
-        return _unpacked(job.outs, home, gathered)
+        return unpacked(job.outs, home, gathered)
 
     # A round in which devices run different programs.
 
-    def _mixed(self, shares: Sequence[_Share]) -> list[list[jax.Array] | None]:
+    def _mixed(self, shares: Sequence[Share]) -> list[list[jax.Array] | None]:
         """(units, ...) of each result of each share, together; None for one without units."""
         units = [(i, row) for i, share in enumerate(shares) for row in range(share.num_units)]
         units.sort(key=lambda unit: -sum(kind.size for kind in shares[unit[0]].job.ins))
@@ -162,24 +110,24 @@ class Rounds:
             return None
         return [jnp.concatenate(column) for column in zip(*(rows[row] for row in sorted(rows)), strict=True)]
 
-    def _round(self, units: Sequence[_Share]) -> list[list[jax.Array]]:
+    def _round(self, units: Sequence[Share]) -> list[list[jax.Array]]:
         """The results of at most one unit for each device, (1, ...) each."""
         sent = {key: self._exchanged(x) for key, x in self._side_by_side([unit.rows for unit in units]).items()}
         widths, wide = (
-            _widths([_sizes(unit.job.outs, cut=cut, times=self.num_devices if cut else 1) for unit in units])
+            widest([sizes_of(unit.job.outs, cut=cut, times=self.num_devices if cut else 1) for unit in units])
             for cut in (True, False)
         )
 
-        def branch(unit: _Share, sent: Buffers) -> tuple[Buffers, Buffers]:
+        def branch(unit: Share, sent: Buffers) -> tuple[Buffers, Buffers]:
             mine = {key: sent[key][:, : x.shape[1]] for key, x in unit.rows.items()}
             made, everywhere = self._one(unit, (mine, {k: x[0] for k, x in unit.whole.items()}))
             each = {key: (self.num_devices, n // self.num_devices) for key, n in widths.items()}
             return (
-                {key: _padded(made.get(key), shape, key) for key, shape in each.items()},
-                {key: _padded(everywhere.get(key), (n,), key) for key, n in wide.items()},
+                {key: padded(made.get(key), shape, key) for key, shape in each.items()},
+                {key: padded(everywhere.get(key), (n,), key) for key, n in wide.items()},
             )
 
-        different = list[_Share]()
+        different = list[Share]()
         which = list[int]()
         for unit in units:
             twin = next((n for n, one in enumerate(different) if one.job is unit.job and not unit.whole), None)
@@ -195,22 +143,22 @@ class Rounds:
         home = {key: self._exchanged(x) for key, x in made.items()}
         gathered = {key: self._gathered(x) for key, x in everywhere.items()}
         return [
-            _unpacked(unit.job.outs, *({key: x[n : n + 1] for key, x in some.items()} for some in (home, gathered)))
+            unpacked(unit.job.outs, *({key: x[n : n + 1] for key, x in some.items()} for some in (home, gathered)))
             for n, unit in enumerate(units)
         ]
 
     def _side_by_side(self, units: Sequence[Buffers]) -> Buffers:
         """(devices, elements): the row of each unit in front of its owner, filled up to the longest."""
-        widths = _widths([{key: x.shape[1] for key, x in rows.items()} for rows in units])
+        widths = widest([{key: x.shape[1] for key, x in rows.items()} for rows in units])
         found: Buffers = {}
         for key, width in widths.items():
-            rows = [_padded(unit[key][0] if key in unit else None, (width,), key) for unit in units]
+            rows = [padded(unit[key][0] if key in unit else None, (width,), key) for unit in units]
             found[key] = jnp.stack([*rows, *[rows[0]] * (self.num_devices - len(units))])
         return found
 
     # One unit, on its owner.
 
-    def _one(self, share: _Share, given: tuple[Buffers, dict[int, jax.Array]]) -> tuple[Buffers, Buffers]:
+    def _one(self, share: Share, given: tuple[Buffers, dict[int, jax.Array]]) -> tuple[Buffers, Buffers]:
         """A unit's operands, from all devices -> its results: by the device they go to; those for all devices."""
         job, (sent, whole) = share.job, given
         whole = whole | share.common
@@ -229,7 +177,7 @@ class Rounds:
                 made.setdefault(kind.dtype, []).append(self._in_parts(x, kind))
             else:
                 everywhere.setdefault(kind.dtype, []).append(x.reshape(-1))
-        return _concatenated(made, 1), _concatenated(everywhere, 0)
+        return concatenated(made, 1), concatenated(everywhere, 0)
 
     def _assembled(self, parts: jax.Array, kind: Kind) -> jax.Array:
         """(devices, elements of a part) -> the whole array."""
@@ -275,66 +223,3 @@ class Rounds:
     def _own(self, x: jax.Array) -> jax.Array:
         """(rounds, devices, ...) -> (rounds, ...), this device's."""
         return lax.dynamic_index_in_dim(x, lax.axis_index(self.axes), 1, keepdims=False)
-
-
-def _packed(jobs: Sequence[Job], operands: Sequence[Sequence[jax.Array]]) -> _Share:
-    """The units of jobs of one program, in order, from the parts of their operands on this device."""
-    rows, whole, common = dict[np.dtype, list[jax.Array]](), dict[int, jax.Array](), dict[int, jax.Array]()
-    for k, kind in enumerate(jobs[0].ins):
-        if not kind.is_cut and len({job.ins[k].value for job in jobs}) == 1 and not kind.stacked:
-            common[k] = operands[0][k]
-            continue
-        parts = jnp.concatenate(
-            [_for_units(some[k], job, job.ins[k]) for some, job in zip(operands, jobs, strict=True)]
-        )
-        if kind.is_cut:
-            rows.setdefault(kind.dtype, []).append(parts.reshape(len(parts), -1))
-        else:
-            whole[k] = parts
-    num_units = sum(job.num_units for job in jobs)
-    return _Share(jobs[0], num_units, _concatenated(rows, 1), whole, common)
-
-
-def _for_units(x: jax.Array, job: Job, kind: Kind) -> jax.Array:
-    """(units, *part), from a job's operand."""
-    return jnp.broadcast_to(x.reshape((-1, *kind.part)), (job.num_units, *kind.part))
-
-
-def _unpacked(kinds: Sequence[Kind], home: Buffers, gathered: Buffers) -> list[jax.Array]:
-    """(units, *part) of each result."""
-    start, outs = {True: dict.fromkeys(home, 0), False: dict.fromkeys(gathered, 0)}, list[jax.Array]()
-    for kind in kinds:
-        begin = start[kind.is_cut][kind.dtype]
-        start[kind.is_cut][kind.dtype] += kind.size
-        x = (home if kind.is_cut else gathered)[kind.dtype][:, begin : begin + kind.size]
-        outs.append(x.reshape(x.shape[0], *kind.part))
-    return outs
-
-
-def _unstacked(x: jax.Array, kind: Kind) -> jax.Array:
-    """(units, *part) -> the part of a job's result."""
-    return x.reshape((x.shape[0], *kind.part[1:])) if kind.stacked else x[0]
-
-
-def _concatenated(pieces: dict[np.dtype, list[jax.Array]], axis: int) -> Buffers:
-    return {key: some[0] if len(some) == 1 else jnp.concatenate(some, axis) for key, some in pieces.items()}
-
-
-def _sizes(kinds: Sequence[Kind], *, cut: bool, times: int = 1) -> dict[np.dtype, int]:
-    """The elements of a unit's row, by dtype."""
-    found: dict[np.dtype, int] = {}
-    for kind in kinds:
-        if kind.is_cut == cut:
-            found[kind.dtype] = found.get(kind.dtype, 0) + kind.size * times
-    return found
-
-
-def _widths(rows: Sequence[dict[np.dtype, int]]) -> dict[np.dtype, int]:
-    return {key: max(row.get(key, 0) for row in rows) for key in dict.fromkeys(key for row in rows for key in row)}
-
-
-def _padded(x: jax.Array | None, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """`x`, filled up with zeros along its last dim."""
-    if x is None:
-        return jnp.zeros(shape, dtype)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, shape[-1] - x.shape[-1])])

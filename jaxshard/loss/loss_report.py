@@ -1,0 +1,73 @@
+"""What `check` finds: the differences between a loss and the same loss of rows that lie otherwise."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a loss and its gradients are from those of the batch as it was given.
+
+    Attributes:
+      loss: |difference| / |loss|.
+      gradients: path -> |difference| / |gradient| (norms), of each parameter.
+      factor: the loss divided by that of the batch as it was given.
+    """
+
+    loss: float
+    gradients: Mapping[str, float]
+    factor: float
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter whose gradient is furthest off, and by how much."""
+        return max(self.gradients.items(), key=lambda each: or_inf(each[1]), default=("", 0.0))
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether the loss or a gradient is further off than this, or not finite."""
+        return not (or_inf(self.loss) <= tolerance and or_inf(self.worst[1]) <= tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossReport:
+    """What `check` found; `print(report)` shows it.
+
+    Attributes:
+      ok: whether the loss and all gradients stayed what they were.
+      loss: of the batch as it was given.
+      differences: by the way in which rows were dealt out.
+      tolerance: the largest difference that rounding may make.
+      causes: what is likely wrong, in words, the likeliest first.
+      notes: what was not compared, and why.
+    """
+
+    ok: bool
+    loss: float
+    differences: Mapping[str, Difference]
+    tolerance: float
+    causes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = "The loss is a mean over rows" if self.ok else "The loss is NOT what data parallelism averages"
+        lines = [f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."]
+        for name, found in self.differences.items():
+            path, far = found.worst
+            sign = "differs" if found.exceeds(self.tolerance) else "same"
+            lines.append(f"  {name}: {sign}; loss {found.loss:.1e}, gradients at most {far:.1e} ({path})")
+        return "\n".join(
+            [*lines, *(f"  likely: {cause}" for cause in self.causes), *(f"  note: {n}" for n in self.notes)]
+        )
+
+
+class RowsError(ValueError):
+    """A loss is not what data parallelism averages. `report`: what `check` found."""
+
+    def __init__(self, report: LossReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+def or_inf(x: float) -> float:
+    return x if math.isfinite(x) else math.inf
