@@ -14,7 +14,7 @@ from jaxshard.loss.params import uses
 from jaxshard.loss.params.lookup import Lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 from jaxshard.programs.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
-from jaxshard.programs.primitives import CASTS, INLINED, REMAT
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, mark_of
 from jaxshard.programs.source import as_written_at
 
 
@@ -110,13 +110,13 @@ class Evaluation:
 
     def _run_with_cut(self, eqn: Equation) -> list[Value]:
         values, name = [self._read(v) for v in eqn.invars], eqn.primitive.name
-        if name == "name":
+        if mark_of(eqn):
             return [_marked(self.jaxpr, eqn, values[0], self.in_loop)]
         if (part := deferred(eqn)) is not None:
             return part.run(values)
         if name in CASTS:
             return [jax.tree.map(lambda x: collectives.vary(x, eqn.params["axes"]), values[0])]
-        if name == "scan":
+        if name == SCAN:
             return self._run_scan(eqn, values)
         if name in REMAT:
             return _rematerialized(type(self), eqn, self.in_loop)(*values)
@@ -124,7 +124,7 @@ class Evaluation:
             return self._run_called(eqn)
         table = AtFirstUse(values[0]) if isinstance(values[0], Sharded) else values[0]
         assert isinstance(table, AtFirstUse), name
-        if name == "convert_element_type":
+        if name == CONVERT:
             return [table.as_dtype(eqn.params["new_dtype"])]
         ids = values[1]
         assert isinstance(ids, jax.Array)

@@ -24,7 +24,7 @@ from jaxshard.loss.params.unshard import deferred, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
-from jaxshard.programs.primitives import CASTS, INLINED, REMAT
+from jaxshard.programs.primitives import CASTS, INLINED, REMAT, SCAN
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
 
@@ -190,7 +190,7 @@ def lines(jaxpr: Jaxpr, plans: Sequence[LeafPlan]) -> list[tuple[str, ...]]:
 
 def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
     if plan.reason is None or plan.looks_up:
-        trails = _used(program, var, (), INLINED | REMAT | {"scan"})
+        trails = _used(program, var, (), INLINED | REMAT | {SCAN})
     else:
         trails = itertools.islice(_used(program, var, (), INLINED), 1)
     return tuple(dict.fromkeys(filter(None, map(line_of, trails))))

@@ -17,11 +17,8 @@ from jaxshard.loss.params import uses
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.platforms import backward, buckets
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal
-from jaxshard.programs.primitives import INLINED, SAME_NUMBERS
+from jaxshard.programs.primitives import INLINED, SCAN, WHOLE
 from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smoothly
-
-_KEEPS_WEIGHT = SAME_NUMBERS | {"transpose", "name"}
-"""Make of a whole parameter the same one: cast, in another shape, or marked."""
 
 
 def run(
@@ -82,7 +79,7 @@ class OrderedEvaluation(Evaluation):
             return
         else:
             self._waiting.append(eqn)
-        if eqn.primitive.name in _KEEPS_WEIGHT and self._is_weight(eqn.invars[0]):
+        if eqn.primitive.name in WHOLE and self._is_weight(eqn.invars[0]):
             self.weights.add(eqn.outvars[0])
 
     def _is_weight(self, v: Var) -> bool:
@@ -129,7 +126,7 @@ class OrderedEvaluation(Evaluation):
 
         That is, those that only equations after the scan use.
         """
-        if eqn.primitive.name != "scan":
+        if eqn.primitive.name != SCAN:
             return []
         return [v for v in uses.first_used_after(self.jaxpr, place) if _gradient_slot(self._value(v)) is not None]
 

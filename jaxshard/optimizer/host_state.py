@@ -20,10 +20,10 @@ from jaxshard.layout.memory_option import HOST
 from jaxshard.optimizer.streams import Stream, spreads
 from jaxshard.programs.components import SHARED, Components, is_big, run_in_pieces
 from jaxshard.programs.jaxprs import is_literal, open_jaxpr, operands_of, part_of
-from jaxshard.programs.primitives import POINTWISE
+from jaxshard.programs.primitives import BARRIER, CONVERT, POINTWISE, REDUCE_SUM
 from jaxshard.programs.rerun import flat
 
-_BY_ELEMENT = POINTWISE | {"sharding_constraint", "optimization_barrier"}
+_BY_ELEMENT = POINTWISE | {BARRIER}
 
 Step = Callable[..., tuple[Tree, Tree]]
 
@@ -181,11 +181,11 @@ class _Streams:
 
     def _is_count(self, eqn: Equation) -> bool:
         """Whether it counts where something holds: then chunks may be counted one after the other."""
-        if eqn.primitive.name != "reduce_sum" or is_big(eqn.outvars[0]) or is_literal(eqn.invars[0]):
+        if eqn.primitive.name != REDUCE_SUM or is_big(eqn.outvars[0]) or is_literal(eqn.invars[0]):
             return False
         maker = self.parts.maker.get(eqn.invars[0])
         made = self.parts.eqns[maker] if maker is not None else None
-        return made is not None and made.primitive.name == "convert_element_type" and made.invars[0].aval.dtype == bool
+        return made is not None and made.primitive.name == CONVERT and made.invars[0].aval.dtype == bool
 
     def _is_read(self, v: Var, places: set[int]) -> bool:
         return any(i not in places for i in self.parts.users.get(v, ()))

@@ -19,10 +19,10 @@ from jaxshard.base.types import AnyMesh, Equation, Tree, Var
 from jaxshard.collectives.global_view import is_explicit
 from jaxshard.programs.components import is_big
 from jaxshard.programs.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, run_equations
-from jaxshard.programs.primitives import POINTWISE
+from jaxshard.programs.primitives import BROADCAST, POINTWISE, RESHAPES
 from jaxshard.programs.rerun import flat
 
-_CHEAP = POINTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+_CHEAP = POINTWISE | RESHAPES | {BROADCAST}
 
 
 class Verdict(NamedTuple):

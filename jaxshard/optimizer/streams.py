@@ -13,6 +13,7 @@ from jaxshard.base.axes import axes_of, local_shape
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
 from jaxshard.programs.components import Piece, is_big
 from jaxshard.programs.jaxprs import open_jaxpr
+from jaxshard.programs.primitives import BROADCAST
 from jaxshard.programs.rerun import anew
 
 _CHUNK = 2**21  # the elements of a chunk, at most, where dims allow it
@@ -150,4 +151,4 @@ def _start(i: jax.Array, shape: tuple[int, ...], chunk: tuple[int, ...]) -> list
 
 def spreads(eqn: Equation) -> bool:
     """Whether it makes an array of one number."""
-    return eqn.primitive.name == "broadcast_in_dim" and not is_big(eqn.invars[0])
+    return eqn.primitive.name == BROADCAST and not is_big(eqn.invars[0])

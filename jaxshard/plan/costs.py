@@ -13,6 +13,7 @@ from jaxshard.hardware.chips import PAGED_BYTES, Chip
 from jaxshard.plan import memory
 from jaxshard.plan.fusion import distinct
 from jaxshard.plan.program import Block, Moved, OnHost, Op, product_flops
+from jaxshard.programs.primitives import COND, DEVICE_PUT, WHILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def costs_of(block: Block, donated: Sequence[bool], platform: str) -> Costs:
 
 def _host_bytes(block: Block) -> int:
     own = [op for op in block.ops if any(isinstance(x.dtype, OnHost) for x in (*op.ins, *op.outs))]
-    moved = sum(x.bytes for op in own if op.name == "device_put" for x in (*op.ins, *op.outs))
+    moved = sum(x.bytes for op in own if op.name == DEVICE_PUT for x in (*op.ins, *op.outs))
     return moved + sum(op.trips * _host_bytes(inner) for op in block.ops for inner in op.blocks)
 
 
@@ -82,10 +83,10 @@ def _add_up(block: Block, trips: int, flops: dict[str, float], moved: list[Moved
             dtype = str(op.ins[0].dtype)
             flops[dtype] = flops.get(dtype, 0.0) + count * trips
         moved += [dataclasses.replace(m, trips=trips) for m in op.moved]
-        if op.name == "cond":
+        if op.name == COND:
             known = _add_dearest(op, trips, flops, moved) and known
-        for inner in op.blocks if op.name != "cond" else ():
-            known = _add_up(inner, trips * op.trips, flops, moved) and known and op.name != "while"
+        for inner in op.blocks if op.name != COND else ():
+            known = _add_up(inner, trips * op.trips, flops, moved) and known and op.name != WHILE
     return known
 
 

@@ -17,7 +17,18 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.programs.primitives import CALLS, COLLECTIVE_KINDS, VIEWS
+from jaxshard.programs.primitives import (
+    CALLS,
+    COLLECTIVE_KINDS,
+    COND,
+    CONSTRAINT,
+    PLATFORM_INDEX,
+    RESHARD,
+    SCAN,
+    SHARD_MAP,
+    VIEWS,
+    WHILE,
+)
 
 
 def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform: str) -> Block:
@@ -38,8 +49,6 @@ def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform:
 
 
 # Writing out.
-
-_CALLS = CALLS | {"custom_lin"}
 
 
 class _Writer:
@@ -73,21 +82,21 @@ class _Writer:
 
     def _eqn(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name == "platform_index":
+        if name == PLATFORM_INDEX:
             return [_Known(_platform_index(params["platforms"], self.platform))]
-        if name in _CALLS:
+        if name in CALLS:
             return self.inline(inner_jaxpr(eqn), ins, ops, in_global_view)
-        if name == "cond":
+        if name == COND:
             return self._cond(eqn, ins, ops, in_global_view)
-        if name == "scan":
+        if name == SCAN:
             return self._scan(eqn, ins, ops, in_global_view)
-        if name == "while":
+        if name == WHILE:
             return self._while(eqn, ins, ops, in_global_view)
-        if name == "shard_map":
+        if name == SHARD_MAP:
             return self._shard_map(eqn, ins, ops)
         if any(isinstance(x, _Known) for x in ins):  # cast, clamped, reshaped on its way to the branches
             return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
-        if name in ("sharding_constraint", "reshard", "mesh_cast"):
+        if name in (CONSTRAINT, RESHARD):
             sharding: NamedSharding = params["sharding" if "sharding" in params else "dst_sharding"]
             return [self._resharded(ins[0], sharding.spec, ops)]
         if in_global_view:
@@ -103,7 +112,7 @@ class _Writer:
         blocks = tuple(self._block(branch, ins[1:], in_global_view) for branch in branches)
         specs = [tuple(out.spec for out in block.outs) for block in blocks][-1]
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
-        ops.append(Op("cond", list(ins[1:]), outs, blocks=blocks, in_global_view=in_global_view))
+        ops.append(Op(COND, list(ins[1:]), outs, blocks=blocks, in_global_view=in_global_view))
         return outs
 
     def _block(self, jaxpr: Jaxpr, like: Sequence[Value], in_global_view: bool) -> Block:
@@ -128,7 +137,7 @@ class _Writer:
         outs = [self.value(v.aval, spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
         given = [x for x in ins if not isinstance(x, _Known)]
         split = (consts - (len(ins) - len(given)), carries)
-        loop = Op("scan", given, outs, blocks=(block,), trips=length, split=split)
+        loop = Op(SCAN, given, outs, blocks=(block,), trips=length, split=split)
         loop.in_global_view = in_global_view
         ops.append(loop)
         return outs
@@ -142,7 +151,7 @@ class _Writer:
         block = self._block(eqn.params["body_jaxpr"], ins[skip:], in_global_view)
         outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
         given = [x for x in ins[skip:] if not isinstance(x, _Known)]
-        loop = Op("while", given, outs, blocks=(block,), split=(len(given) - len(outs), len(outs)))
+        loop = Op(WHILE, given, outs, blocks=(block,), split=(len(given) - len(outs), len(outs)))
         loop.in_global_view = in_global_view
         ops.append(loop)
         return outs
@@ -175,7 +184,7 @@ class _Writer:
             moved.append(self._moved("all-to-all", x.bytes, axes, x.dtype))
         if lost:
             moved.append(self._moved("all-gather", x.bytes * self._size(lost), lost, x.dtype))
-        ops.append(Op("reshard", [x], [wanted], moved=tuple(moved), in_global_view=True))
+        ops.append(Op(RESHARD, [x], [wanted], moved=tuple(moved), in_global_view=True))
         return wanted
 
     def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: DType) -> Moved:

@@ -3,7 +3,21 @@
 from collections.abc import Sequence
 
 from jaxshard.plan.program import Block, Op, Value
-from jaxshard.programs.primitives import FUSED, FUSED_INTO, MEMORYLESS, POINTWISE, REDUCTIONS, UPDATES
+from jaxshard.programs.primitives import (
+    ADDS,
+    CONVERT,
+    CUTS,
+    DYNAMIC_UPDATE_SLICE,
+    FUSED,
+    FUSED_INTO,
+    MEMORYLESS,
+    PICKS,
+    POINTWISE,
+    PRODUCT,
+    REDUCTIONS,
+    TRANSPOSE,
+    UPDATES,
+)
 
 
 def distinct(values: Sequence[Value]) -> list[Value]:
@@ -55,7 +69,7 @@ class Fusion:
 
     def _stands_for_several(self, op: Op) -> bool:
         """Whether an operation adds arrays, so that to keep the sum is to keep less than these: a residual stream."""
-        if op.name not in ("add", "add_any"):
+        if op.name not in ADDS:
             return False
         sources = {s for x in op.ins for s in self.sources(x)}
         return sum(s.bytes >= op.outs[0].bytes > 0 for s in sources) > 1
@@ -66,7 +80,7 @@ class Fusion:
             return self._is_passed_on(op)
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True
-        if reader.name == "dot_general" and self.platform == "tpu":
+        if reader.name == PRODUCT and self.platform == "tpu":
             return True
         if reader.name in FUSED_INTO:
             return op.name in FUSED_INTO[reader.name]
@@ -74,17 +88,17 @@ class Fusion:
 
     def _feeds_product(self, op: Op) -> bool:
         """Whether the operation is a matrix product, or part of one that reads its result."""
-        if op.name == "dot_general":
+        if op.name == PRODUCT:
             return True
-        is_part = op.name in FUSED_INTO["dot_general"] and self.is_virtual(op)
+        is_part = op.name in FUSED_INTO[PRODUCT] and self.is_virtual(op)
         return is_part and any(map(self._feeds_product, self.readers.get(op.outs[0], ())))
 
     def _is_passed_on(self, op: Op) -> bool:
         """Whether a product takes the operand instead: the operation moves elements, or casts what is in memory."""
-        if op.name not in FUSED_INTO["dot_general"]:
+        if op.name not in FUSED_INTO[PRODUCT]:
             return False
         made = self.made.get(op.ins[0].root)
-        return op.name != "convert_element_type" or made is None or made.name not in FUSED or self._is_passed_on(made)
+        return op.name != CONVERT or made is None or made.name not in FUSED or self._is_passed_on(made)
 
     def sources(self, x: Value) -> frozenset[Value]:
         """The arrays that are read from memory to make `x`."""
@@ -104,7 +118,7 @@ class Fusion:
     def read_elsewhere(self, op: Op) -> frozenset[Value]:
         """The arrays that an element-wise operation reads at other places than it writes, so not to be written over."""
         makers = [self.made.get(x.root) for x in op.ins]
-        if op.name == "transpose" and makers[0] is not None and makers[0].name == "dot_general":
+        if op.name == TRANSPOSE and makers[0] is not None and makers[0].name == PRODUCT:
             return frozenset()  # a product writes its result in any order of dims
         if op.name not in POINTWISE:
             return self.read_by(op)
@@ -114,9 +128,9 @@ class Fusion:
     def touched(self, op: Op) -> int:
         """Bytes that an operation reads and writes. If it slices or updates an array, that part counts alone."""
         written = sum(x.bytes for x in op.outs)
-        if op.name in ("gather", "dynamic_slice"):
+        if op.name in PICKS:
             return 2 * written
-        if op.name == "dynamic_update_slice":
+        if op.name == DYNAMIC_UPDATE_SLICE:
             return 2 * op.ins[1].bytes
         ins = op.ins
         if op.name in UPDATES:
@@ -128,7 +142,7 @@ class Fusion:
 
     def _read_bytes(self, x: Value) -> dict[Value, int]:
         op = self.made.get(x.root)
-        if op is None or not self.is_virtual(op) or op.name in ("slice", "dynamic_slice"):
+        if op is None or not self.is_virtual(op) or op.name in CUTS:
             return {x.root: x.root.bytes}
         found: dict[Value, int] = {}
         for i in op.ins:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxshard.plan import xla_gpu
 from jaxshard.plan.fusion import Fusion, distinct
 from jaxshard.plan.program import Block, Op, Value, product_flops
-from jaxshard.programs.primitives import FUSED, UPDATES
+from jaxshard.programs.primitives import COND, FUSED, LOOPS, UPDATES
 
 
 def peak_bytes(block: Block, freed: Sequence[Value], platform: str) -> int:
@@ -94,7 +94,7 @@ class _Lives:
             return size if any(s.bytes == size and s not in kept for s in dying) else 0
         if op.name in UPDATES:
             return op.outs[0].bytes if op.ins[0].root in dying else 0
-        if op.name in ("scan", "while"):
+        if op.name in LOOPS:
             consts, carries = op.split
             starts = {x.root for x in op.ins[consts : consts + carries]}
             return sum(s.bytes for s in dying if s in starts)
@@ -114,7 +114,7 @@ def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
     consts, carries = op.split
     carried, fusion = block.ins[consts : consts + carries], _fusion(block, platform)
     held = sum(x.bytes for x in distinct(carried))
-    if platform != "gpu" or op.name == "cond":
+    if platform != "gpu" or op.name == COND:
         return _Lives(fusion, carried).peak() - held
     lives = _Lives(fusion, carried, xla_gpu.copied_slices(fusion, sum(op.split)))
     return lives.peak() - held + xla_gpu.bytes_of_turn_before(block)

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from jaxshard.base.types import T
 from jaxshard.hardware.chips import ring_bytes
-from jaxshard.programs.primitives import ATTENTION_PRODUCTS
+from jaxshard.programs.dims import moved_dims
+from jaxshard.programs.primitives import COND, CONVOLUTION, PRODUCT, RESHAPE, SCAN
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
 
@@ -107,10 +108,10 @@ def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
 
 
 def _pruned_op(op: Op, asked: list[bool]) -> Op:
-    if op.name == "cond":
+    if op.name == COND:
         blocks = tuple(pruned(block, asked)[0] for block in op.blocks)
         return dataclasses.replace(op, outs=_only(op.outs, asked), blocks=blocks)
-    if op.name != "scan":
+    if op.name != SCAN:
         return op
     (body,), (consts, carries) = op.blocks, op.split
     while True:
@@ -167,20 +168,17 @@ class _Rescaler:
 
 
 def product_flops(op: Op) -> float:
-    """Multiplications and additions of a matrix product, convolution or fused attention; 0 for other operations."""
-    if op.name == "dot_general":
+    """Multiplications and additions of a matrix product, convolution or kernel of one's own; 0 for other operations."""
+    if op.name == PRODUCT:
         contracted: Sequence[int] = op.params["dimension_numbers"][0][0]
         deep = math.prod(op.ins[0].shape[d] for d in contracted)
         cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
         return 2.0 * op.outs[0].size * deep / max(1, cut)
-    if op.name == "conv_general_dilated":
+    if op.name == CONVOLUTION:
         kernel = op.ins[1]
         out_dim: int = op.params["dimension_numbers"].rhs_spec[0]
         return 2.0 * op.outs[0].size * math.prod(kernel.shape) / kernel.shape[out_dim]
-    if products := ATTENTION_PRODUCTS.get((op.name, str(op.params.get("kernel")))):
-        length = op.ins[0].shape[1]  # queries are (rows, positions, heads, features), and look at half of the pairs
-        return products * op.ins[0].size * float(length)
-    return 0.0
+    return float(op.params["flops_per_element"] * op.ins[0].size) if "flops_per_element" in op.params else 0.0
 
 
 # How cuts go from operation to operation in the global view, where XLA partitions.
@@ -197,22 +195,16 @@ def followed(
       ins: its inputs.
       shapes: of its outputs.
     """
-    if name == "dot_general":
+    if name == PRODUCT:
         return _followed_product(params, ins, shapes[0])
-    if name.startswith(("reduce_", "arg")) and "axes" in params and ins:
-        gone = params["axes"]
-        kept = tuple(e for i, e in enumerate(ins[0].spec) if i not in gone)
-        summed = tuple(a for i, e in enumerate(ins[0].spec) if i in gone for a in e)
-        return [kept for _ in shapes], summed
-    if name == "transpose":
-        permutation: Sequence[int] = params["permutation"]
-        return [tuple(ins[0].spec[i] for i in permutation)], ()
-    if name == "broadcast_in_dim":
+    moved = moved_dims(name, params, len(ins[0].shape)) if ins else None
+    if moved is not None:
         spec: list[tuple[str, ...]] = [()] * len(shapes[0])
-        for i, dim in enumerate(params["broadcast_dimensions"]):
-            spec[dim] = ins[0].spec[i] if ins[0].shape[i] == shapes[0][dim] else ()
-        return [tuple(spec)], ()
-    if name in ("reshape", "squeeze", "expand_dims"):
+        for old, new in moved.items():
+            spec[new] = ins[0].spec[old] if ins[0].shape[old] == shapes[0][new] else ()
+        summed = tuple(axis for old, axes in enumerate(ins[0].spec) if old not in moved for axis in axes)
+        return [tuple(spec) for _ in shapes], summed
+    if name == RESHAPE:
         return [_reshaped(ins[0], shapes[0])], ()
     return [_widest(ins, shape) for shape in shapes], ()
 

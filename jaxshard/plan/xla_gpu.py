@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.program import Block, Op, Value
-from jaxshard.programs.primitives import FUSED, GATHERS, REDUCTIONS
+from jaxshard.programs.primitives import CONVERT, CONVOLUTION, FUSED, GATHERS, REDUCTIONS, REV
 
 _LONGEST_ROW = 2**13  # elements that one block of threads keeps
 
@@ -72,12 +72,12 @@ def with_turned_kernels(block: Block) -> Block:
 
 def _kernel(op: Op, made: Mapping[Value, Op]) -> Value | None:
     """The array that holds a convolution's kernel; None if it has none: a kernel's gradient is one of two others."""
-    if op.name != "conv_general_dilated":
+    if op.name != CONVOLUTION:
         return None
     kernel = op.ins[1].root
-    if kernel in made and made[kernel].name == "rev":
+    if kernel in made and made[kernel].name == REV:
         kernel = made[kernel].ins[0].root
     origin = kernel
-    while origin in made and made[origin].name in (*GATHERS, "convert_element_type"):
+    while origin in made and made[origin].name in GATHERS | {CONVERT}:
         origin = made[origin].ins[0].root
     return None if origin in made else kernel

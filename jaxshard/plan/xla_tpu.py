@@ -16,7 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.plan.program import Block, Op, Value
-from jaxshard.programs.primitives import GATHERS, PASSED_TO_PRODUCTS, PRODUCTS
+from jaxshard.programs.primitives import (
+    ADDS_UP,
+    CONVERT,
+    DYNAMIC_SLICE,
+    GATHERS,
+    PASSED_TO_PRODUCTS,
+    PRODUCTS,
+    PSUM,
+    REDUCE_SCATTER,
+    SCAN,
+    SCATTER_ADD,
+    SELECT,
+)
 
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 
@@ -40,14 +52,14 @@ def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
 
 def _pick_by_comparing(block: Block) -> None:
     """Makes element-wise work, in place, of scatters of one element into each row of an array."""
-    block.ops = [Op("select_n", op.ins[1:], op.outs, op.params) if _is_unpicked(op) else op for op in block.ops]
+    block.ops = [Op(SELECT, op.ins[1:], op.outs, op.params) if _is_unpicked(op) else op for op in block.ops]
     for op in block.ops:
         for inner in op.blocks:
             _pick_by_comparing(inner)
 
 
 def _is_unpicked(op: Op) -> bool:
-    if op.name not in ("scatter-add", "scatter_add"):
+    if op.name != SCATTER_ADD:
         return False
     rows, numbers = op.ins[0].shape, op.params["dimension_numbers"]
     return tuple(numbers.operand_batching_dims) == tuple(range(len(rows) - 1)) and not numbers.update_window_dims
@@ -67,7 +79,7 @@ def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
     for op in reversed(block.ops):
         made = [out for out in op.outs if _is_single(out) and out in (read | fine) and out not in bad]
         inner: set[Value] = set()
-        if op.name == "scan":
+        if op.name == SCAN:
             body, carries = op.blocks[0], op.split[1]
             pairs = zip(op.outs[carries:], body.outs[carries:], strict=True)
             stacked = frozenset(y.root for out, y in pairs if out in made)
@@ -89,12 +101,12 @@ def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
     """Whether the operation reads its input `i` as products do, or hands it on to products alone."""
     if op.name in PRODUCTS:
         return op.params.get("precision") in _DEFAULT
-    if op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16:
+    if op.name == CONVERT and op.outs[0].dtype == jnp.bfloat16:
         return True
     if op.name in PASSED_TO_PRODUCTS or op.name in GATHERS:
         return op.outs[0] in made
     consts, carries = op.split
-    if op.name == "scan" and not consts <= i < consts + carries:
+    if op.name == SCAN and not consts <= i < consts + carries:
         return op.blocks[0].ins[i].root in inner
     return False
 
@@ -119,11 +131,11 @@ def _reduce_otherwise(block: Block, num_devices: int) -> None:
         for x in op.ins:
             read_by.setdefault(x.root, []).append(op)
     for op in block.ops:
-        if op.name == "reduce_scatter" and _misses_tiles(op):
+        if op.name == REDUCE_SCATTER and _misses_tiles(op):
             op.moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
     for op in block.ops:
-        readers = read_by.get(op.outs[0], ()) if op.moved and op.name.startswith("psum") else ()
-        if readers and all(r.name == "reduce_scatter" and r.moved[0].kind == "reduce-scatter" for r in readers):
+        readers = read_by.get(op.outs[0], ()) if op.moved and op.name in ADDS_UP else ()
+        if readers and all(r.name == REDUCE_SCATTER and r.moved[0].kind == "reduce-scatter" for r in readers):
             ways = readers[0].moved[0].group_size
             if ways * op.moved[0].group_size == num_devices:
                 op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // ways) for m in op.moved)
@@ -146,10 +158,10 @@ def _is_over(op: Op, num_devices: int) -> bool:
 def _as_all_reduce(op: Op) -> list[Op]:
     """The same by an all-reduce: of zeros with this device's part in them, or cut after it."""
     moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
-    if op.name != "reduce_scatter":
+    if op.name != REDUCE_SCATTER:
         return [dataclasses.replace(op, moved=moved)]
     whole = Value(op.ins[0].shape, op.ins[0].dtype)
-    return [Op("psum", op.ins, [whole], moved=moved), Op("dynamic_slice", [whole], op.outs)]
+    return [Op(PSUM, op.ins, [whole], moved=moved), Op(DYNAMIC_SLICE, [whole], op.outs)]
 
 
 def _misses_tiles(op: Op) -> bool:
@@ -164,7 +176,7 @@ def _with_copies(block: Block, only: set[Value]) -> Block:
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
     for op in block.ops:
-        if op.name == "scan":
+        if op.name == SCAN:
             op.blocks = tuple(_with_copies(inner, only) for inner in op.blocks)
             consts, carries = op.split
             for i, x in enumerate(op.ins):

@@ -21,7 +21,7 @@ from jaxshard import platforms
 from jaxshard.base.axes import varying
 from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
 from jaxshard.programs.jaxprs import equations
-from jaxshard.programs.primitives import PRODUCTS
+from jaxshard.programs.primitives import GATHER, PRODUCTS
 
 
 def has_own_rule(eqn: Equation) -> bool:
@@ -119,7 +119,7 @@ before_the_rest.defvjp(
 
 def _picks(eqn: Equation) -> bool:
     """Whether an equation takes one element of each row of floating numbers: (..., V), (..., 1, 1) -> (..., 1)."""
-    if eqn.primitive.name != "gather":
+    if eqn.primitive.name != GATHER:
         return False
     rows, ids = (v.aval for v in eqn.invars)
     numbers, last = eqn.params["dimension_numbers"], rows.ndim - 1

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxshard.base.types import OpenJaxpr, Var
 from jaxshard.programs.jaxprs import is_literal
+from jaxshard.programs.primitives import SCAN
 
 BUCKET_BYTES = 32 * 2**20  # of whole gradients: enough for a collective to be fast
 
@@ -34,7 +35,7 @@ def _buckets(jaxpr: OpenJaxpr, num_bytes: Mapping[Var, int]) -> tuple[list[int],
     known: set[Var] = set()
     room = 0
     for place, eqn in enumerate(jaxpr.eqns):
-        new = [] if eqn.primitive.name == "scan" else [v for v in eqn.invars if not is_literal(v) and v in num_bytes]
+        new = [] if eqn.primitive.name == SCAN else [v for v in eqn.invars if not is_literal(v) and v in num_bytes]
         new = [v for v in dict.fromkeys(new) if v not in known]
         known |= {v for v in eqn.invars if not is_literal(v) and v in num_bytes}
         if new and room <= 0:

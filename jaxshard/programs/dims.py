@@ -1,25 +1,16 @@
 """Where one dim of an array goes in each operation, element by element: along it, no operation here mixes elements."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.primitives import CUMULATIVE, LINEAR_ALGEBRA, POINTWISE
+from jaxshard.programs.primitives import kind_of, mixed_dims
+from jaxshard.programs.table import KINDS, Kind
 
 Dim: TypeAlias = int | None  # the place of the dim in an array; None: the array does not have it
 Dims: TypeAlias = Sequence[Dim]
 Rule: TypeAlias = Callable[[Equation, Dims, Dims], bool]
-
-SIZES = {
-    "broadcast_in_dim": "shape",
-    "iota": "shape",
-    "reshape": "new_sizes",
-    "slice": "limit_indices",
-    "dynamic_slice": "slice_sizes",
-    "gather": "slice_sizes",
-}
-"""The parameter that has the sizes of an operation's result, or of what it takes, dim by dim."""
 
 
 def keeps_apart(eqn: Equation, ins: Dims, outs: Dims) -> bool:
@@ -31,8 +22,28 @@ def keeps_apart(eqn: Equation, ins: Dims, outs: Dims) -> bool:
 
     No where nobody knows.
     """
-    rule = _RULES.get(eqn.primitive.name)
-    return rule is not None and rule(eqn, ins, outs)
+    kind = kind_of(eqn)
+    return kind in _RULES and _RULES[kind](eqn, ins, outs)
+
+
+def moved_dims(name: str, params: Mapping[str, Any], ndim: int) -> dict[int, int] | None:
+    """Where each dim of an operand lies in the result, of a primitive that moves dims, repeats along new ones or takes
+    some out (a transpose, a broadcast, a reduction); None of any other.
+
+    Args:
+      params: of the equation.
+      ndim: how many dims the operand has.
+    """
+    kind = KINDS.get(name)
+    if kind == "transpose":
+        return {old: new for new, old in enumerate(params["permutation"])}
+    if kind == "broadcast":
+        dims: Sequence[int] = params["broadcast_dimensions"]
+        return dict(enumerate(dims))
+    if kind != "squeeze" and kind != "reduction":
+        return None
+    gone = params["dimensions" if kind == "squeeze" else "axes"]
+    return {old: new for new, old in enumerate(d for d in range(ndim) if d not in gone)}
 
 
 def _common(ins: Dims) -> Dim:
@@ -182,30 +193,29 @@ def _scatter(eqn: Equation, ins: Dims, outs: Dims) -> bool:
     return new == numbers.update_window_dims[left.index(d)] and updates.shape[new] == operand.shape[d]
 
 
-_REDUCES = [f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")]
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
-    **dict.fromkeys([*_REDUCES, "argmax", "argmin"], _without("axes")),
-    **dict.fromkeys(CUMULATIVE, _along("axis")),
-    **dict.fromkeys(LINEAR_ALGEBRA, _leading(lambda _: 2)),
-    **dict.fromkeys(["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"], _scatter),
-    "broadcast_in_dim": _broadcast_in_dim,
+_RULES: dict[Kind, Rule] = {
+    "barrier": _barrier,
+    "broadcast": _broadcast_in_dim,
     "concatenate": _along("dimension"),
-    "dot_general": _dot_general,
+    "cumulative": _along("axis"),
+    "dot": _dot_general,
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
     "gather": _gather,
     "iota": _iota,
-    "lu_pivots_to_permutation": _leading(lambda _: 1),
-    "optimization_barrier": _barrier,
     "pad": _pad,
+    "pivots": _leading(lambda _: 1),
+    "pointwise": _pointwise,
+    "reduction": _without("axes"),
     "reshape": _reshape,
     "rev": _along("dimensions"),
+    "scatter": _scatter,
     "slice": _slice,
     "sort": _along("dimension"),
     "split": _along("axis"),
     "squeeze": _without("dimensions"),
     "top_k": _leading(lambda _: 1),
+    "trailing": _leading(mixed_dims),
     "transpose": _transpose,
+    "triangular_solve": _leading(mixed_dims),
+    "update": _dynamic_update_slice,
 }

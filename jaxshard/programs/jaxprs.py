@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
 
@@ -21,14 +22,17 @@ def is_literal(v: Var) -> bool:
     return isinstance(v, core().Literal)
 
 
+def number_of(literal: Var) -> float | None:
+    """The number that is written into the program; None of what is no real number."""
+    try:
+        return float(np.asarray(literal.val).item())
+    except (TypeError, ValueError):
+        return None
+
+
 def is_ref(v: Var) -> bool:
     """Whether a variable is a mutable array (`jax.new_ref`), which equations write to."""
     return hasattr(v.aval, "inner_aval")
-
-
-def takes_whole_ref(eqn: Equation) -> bool:
-    """Whether an equation reads, or replaces, all of a mutable array (`ref[...]`), with no index."""
-    return eqn.primitive.name in ("get", "swap") and eqn.params["tree"].num_nodes == 1  # an empty tuple
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:

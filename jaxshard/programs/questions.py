@@ -12,14 +12,23 @@ import jax.numpy as jnp
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.programs.jaxprs import axes_of_equation, core, equations_inside, subprograms, unnamed
 from jaxshard.programs.primitives import (
-    ADDS,
     ALL_REDUCES,
+    CLIPS,
     COLLECTIVE_KINDS,
     DIFFERS,
+    DIV,
     KEEPS_SIGN,
+    LINEAR,
+    MAX,
     MOVES,
+    MULTIPLIES,
     NO_GRADIENT,
-    SAME_NUMBERS,
+    NOT_NEGATIVE,
+    OWN_GRADIENT,
+    SELECT,
+    SUB,
+    kind_of,
+    power_of,
 )
 from jaxshard.programs.walk import Walk
 
@@ -85,7 +94,7 @@ class _Smooth(_Marks):
 
     def called(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
         """As the primal program says, where that moves along the axis; else a custom rule may give any gradient."""
-        own_rule = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+        own_rule = eqn.primitive.name in OWN_GRADIENT
         if own_rule and (self.but_along is None or not any(map(self._moves, equations_inside(eqn)))):
             return [any(known)] * len(eqn.outvars)
         return super().called(eqn, known)
@@ -154,12 +163,11 @@ def hands_on(program: Jaxpr, marked: Sequence[bool]) -> list[bool]:
 
 class _HandsOn(_Marks):
     def of(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
-        name = eqn.primitive.name
-        if name == "select_n":
+        if eqn.primitive.name == SELECT:
             return [any(known[1:])]
-        if name == "optimization_barrier":
+        if kind_of(eqn) == "barrier":
             return known
-        return [name in MOVES and any(known)] * len(eqn.outvars)
+        return [eqn.primitive.name in MOVES and any(known)] * len(eqn.outvars)
 
 
 def never_negative(program: Jaxpr, known: Sequence[bool]) -> list[bool]:
@@ -180,16 +188,14 @@ class _NeverNegative(Walk[bool]):
 
     def of(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
         name = eqn.primitive.name
-        squared = name == "mul" and eqn.invars[0] is eqn.invars[1]
-        even = name == "integer_pow" and eqn.params["y"] % 2 == 0
-        if name in ("square", "abs", "exp", "exp2") or squared or even:
+        power = power_of(eqn)
+        if name in NOT_NEGATIVE or (power and power % 2 == 0):
             return [True] * len(eqn.outvars)
-        if name == "max":
+        if name == MAX:
             return [any(known)]
-        if name == "select_n":
+        if name == SELECT:
             return [all(known[1:])]
-        keeps = name in SAME_NUMBERS or name in KEEPS_SIGN or name == "integer_pow"
-        return [keeps and all(known)] * len(eqn.outvars)
+        return [name in KEEPS_SIGN and all(known)] * len(eqn.outvars)
 
     def unknown(self, eqn: Equation, known: Sequence[bool]) -> bool:
         return False
@@ -217,16 +223,13 @@ class _Linear(Walk[int]):
     def of(self, eqn: Equation, known: Sequence[int]) -> list[int]:
         name = eqn.primitive.name
         most = max(known, default=0)
-        itself = name == "integer_pow" and eqn.params["y"] == 1
-        if most == 0 or itself or name in ADDS or name in SAME_NUMBERS:
+        if most == 0 or name in LINEAR or name in CLIPS or power_of(eqn) == 1:
             return [most] * len(eqn.outvars)
-        if name == "select_n":
+        if name == SELECT:
             return [max(known[1:])]
-        if name in ("clamp", "max", "min", "sign"):  # a gradient that is clipped is one still
-            return [most]
-        if name in ("mul", "dot_general"):
-            return [min(sum(known), 2)]
-        return [most if name == "div" and known[1] == 0 else 2] * len(eqn.outvars)
+        if name == DIV:
+            return [most if known[1] == 0 else 2]
+        return [min(sum(known), 2) if name in MULTIPLIES else 2] * len(eqn.outvars)
 
     def unknown(self, eqn: Equation, known: Sequence[int]) -> int:
         return 2 if any(known) else 0
@@ -258,7 +261,7 @@ class _Subtracts(Walk[tuple[bool, bool]]):
         return one[0] or other[0], one[1] or other[1]
 
     def of(self, eqn: Equation, known: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
-        if eqn.primitive.name == "sub":
+        if eqn.primitive.name == SUB:
             (a, b), (c, d) = known
             self.found |= (a and d and not c) or (c and b and not a)
         return [functools.reduce(self.join, known, self.nothing)] * len(eqn.outvars)

@@ -18,7 +18,7 @@ from jaxshard.programs.jaxprs import (
     scan_split,
     without_consts,
 )
-from jaxshard.programs.primitives import CALLS, LOOPS
+from jaxshard.programs.primitives import CALLS, CONSTRAINT, CONTROL, SOLVES, kind_of
 
 Values: TypeAlias = Sequence[jax.Array]
 Instead: TypeAlias = Callable[[Equation, Values], list[jax.Array] | None]
@@ -59,7 +59,7 @@ def flat(program: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
     program, consts = without_consts(program)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        return rerun(program, values, lambda eqn: eqn.primitive.name in (*CALLS, "custom_linear_solve"))
+        return rerun(program, values, lambda eqn: eqn.primitive.name in CALLS | SOLVES)
 
     trace: Any = jax.make_jaxpr(run)  # pyright: ignore[reportUnknownMemberType]
     written, more = without_consts(trace(*(_shape_of(v.aval) for v in open_jaxpr(program).invars)))
@@ -79,9 +79,9 @@ def anew(program: Jaxpr, values: Values, changed: Mapping[int, Mapping[str, Any]
     """
 
     def instead(eqn: Equation, operands: Values) -> list[jax.Array] | None:
-        if eqn.primitive.name == "sharding_constraint":
+        if eqn.primitive.name == CONSTRAINT:
             return list(operands)
-        if eqn.primitive.name in (*CALLS, *LOOPS, "custom_linear_solve"):
+        if eqn.primitive.name in CALLS | CONTROL | SOLVES:
             return None
         return bound(
             eqn, operands, dict.fromkeys(_SHARDINGS & eqn.params.keys()) | dict((changed or {}).get(id(eqn), {}))
@@ -104,21 +104,21 @@ def _inside(
     eqn: Equation, values: Values, enters: Callable[[Equation], bool], instead: Instead | None
 ) -> list[jax.Array] | None:
     """The results of a call, or of control flow; None for any other operation."""
-    name, params = eqn.primitive.name, eqn.params
+    kind, params = kind_of(eqn), eqn.params
 
     def run(program: Jaxpr, values: Values) -> list[jax.Array]:
         return rerun(program, values, enters, instead)
 
-    if name in CALLS:
+    if kind == "call":
         return run(inner_jaxpr(eqn), values)
-    if name == "custom_linear_solve":
+    if kind == "solve":
         return run(*linear_solver(eqn, values))
-    if name == "cond" and params.get("branches_platforms") is None:
+    if kind == "cond" and params.get("branches_platforms") is None:
         branches = [functools.partial(_branch, run, one) for one in params["branches"]]
         return lax.switch(values[0], branches, *values[1:])  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if name == "while":
+    if kind == "while":
         return _while(eqn, values, run)
-    if name == "scan":
+    if kind == "scan":
         return _scan(eqn, values, run)
     return None
 

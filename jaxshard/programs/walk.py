@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from jaxshard.base.types import Equation, Jaxpr, Var
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, is_ref, linear_solver, open_jaxpr, scan_split, subprograms
-from jaxshard.programs.primitives import CALLS, POINTWISE, READS_REFS
+from jaxshard.programs.primitives import ONLY_READS, kind_of
 
 V = TypeVar("V")
 
@@ -75,30 +75,30 @@ class Walk(Generic[V]):
             known = [self.literal(v) if is_literal(v) else env[v] for v in eqn.invars]
             outs = self._equation(eqn, known)
             env |= {v: self.kept(v, out) for v, out in zip(eqn.outvars, outs, strict=True)}
-            if eqn.effects and eqn.primitive.name not in READS_REFS:  # what writes has an effect
+            if eqn.effects and eqn.primitive.name not in ONLY_READS:  # what writes has an effect
                 refs = [v for v in eqn.invars if is_ref(v)]
                 env |= {v: self.join(env[v], self.unknown(eqn, known)) for v in refs}
         return [self.literal(v) if is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _equation(self, eqn: Equation, known: list[V]) -> Sequence[V]:
-        name = eqn.primitive.name
-        if name in POINTWISE:  # most are, and hold no program
+        kind = kind_of(eqn)
+        if kind == "pointwise":  # most are, and hold no program
             return self.of(eqn, known)
         holds_programs = any(True for _ in subprograms(eqn))
         if holds_programs and any(map(is_ref, eqn.invars)):
             return [self.unknown(eqn, known)] * len(eqn.outvars)
-        if name in CALLS:
+        if kind == "call":
             return self.called(eqn, known)
-        if name == "shard_map":
+        if kind == "shard_map":
             return self.through(inner_jaxpr(eqn), known)
-        if name == "custom_linear_solve":
+        if kind == "solve":
             return self.solved(eqn, known)
-        if name == "cond":
+        if kind == "cond":
             columns = zip(*(self.through(branch, known[1:]) for branch in eqn.params["branches"]), strict=True)
             return self.chosen(known[0], [functools.reduce(self.join, column) for column in columns])
-        if name == "scan":
+        if kind == "scan":
             return self.scanned(eqn, known)
-        if name == "while":
+        if kind == "while":
             return self._while(eqn, known)
         return [self.unknown(eqn, known)] * len(eqn.outvars) if holds_programs else self.of(eqn, known)
 

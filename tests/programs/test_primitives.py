@@ -25,7 +25,7 @@ from jaxshard.programs.jaxprs import open_jaxpr, subprograms
 WHOLE, PART, NUM_PARTS = (4, 6), (4, 3), 2
 AXES = frozenset({"data"})
 SHARD = Shard("w", ((-1, ("data",)),))
-FOLLOWED = primitives.CALLS | primitives.LOOPS
+FOLLOWED = primitives.CALLS | primitives.CONTROL
 # Known to be right, with no sample: these change a type or a place, and no number.
 UNCHANGED = {"copy_p", "optimization_barrier", "pcast", "pvary", "reshard", "sharding_constraint", "stop_gradient"}
 

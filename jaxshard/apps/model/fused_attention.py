@@ -59,18 +59,30 @@ def _varying_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 _forward = Primitive("fused_attention")
 _backward = Primitive("fused_attention_backward")
 _backward.multiple_results = True
-_forward.def_abstract_eval(lambda q, k, v, *, kernel: q)
-_backward.def_abstract_eval(lambda q, k, v, cotangent, *, kernel: (q, k, v))
+_forward.def_abstract_eval(lambda q, k, v, **_: q)
+_backward.def_abstract_eval(lambda q, k, v, cotangent, **_: (q, k, v))
+
+_PRODUCTS = {"cudnn": (2, 5), "splash": (2, 7)}
+"""By kernel, the matrix products that it makes for each pair of positions of a head that it looks at, forward and
+backward. The backward pass makes the weights again: splash attention twice, once for the queries' gradient and once for
+that of keys and values.
+"""
+
+
+def _bound(primitive: Primitive, kernel: str, *given: jax.Array) -> Any:
+    """A primitive's result, with what the plan and the check of rows ask of it (`jaxshard.programs.primitives`)."""
+    products, length = _PRODUCTS[kernel][primitive is _backward], given[0].shape[1]
+    return primitive.bind(*given, kernel=kernel, mixed_dims=3, flops_per_element=products * length)  # half of the pairs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(kernel: str, *qkv: jax.Array) -> jax.Array:
-    return _forward.bind(*qkv, kernel=kernel)
+    return _bound(_forward, kernel, *qkv)
 
 
 _attention.defvjp(
-    lambda kernel, *qkv: (_forward.bind(*qkv, kernel=kernel), qkv),
-    lambda kernel, qkv, cotangent: tuple(_backward.bind(*qkv, cotangent, kernel=kernel)),
+    lambda kernel, *qkv: (_bound(_forward, kernel, *qkv), qkv),
+    lambda kernel, qkv, cotangent: tuple(_bound(_backward, kernel, *qkv, cotangent)),
 )
 
 
@@ -144,8 +156,7 @@ def _traced(fn: Callable[..., Any], attention: Attention, shapes: tuple[jax.Shap
 def _compiled_as(primitive: Primitive, fn: Callable[..., Any], attention: Attention, platform: str | None) -> None:
     """On a platform (None: on all others) the primitive is compiled as `fn(attention, *operands)`."""
 
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, kernel: str) -> Any:
-        del kernel
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **_: Any) -> Any:
         avals: Sequence[Any] = ctx.avals_in
         closed = _traced(fn, attention, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
         lowered = mlir.lower_fun(jaxpr_as_fun(closed))

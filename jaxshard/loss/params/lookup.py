@@ -18,6 +18,7 @@ from jaxshard import collectives
 from jaxshard.base.axes import Dims
 from jaxshard.base.tree import sum_dtype
 from jaxshard.base.types import Equation
+from jaxshard.programs.primitives import GATHER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
 
     They are if that moves less than half of the bytes, or if it is `asked` for.
     """
-    if eqn.primitive.name != "gather" or position != 0 or len(dims) != 1:
+    if eqn.primitive.name != GATHER or position != 0 or len(dims) != 1:
         return False
     table, ids = (v.aval for v in eqn.invars)
     ((dim, axes),) = dims

@@ -9,7 +9,7 @@ from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.loss.params import lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.programs.primitives import CASTS, INLINED, REMAT
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, mark_of
 
 
 def why_not_lazy(
@@ -56,7 +56,7 @@ class _Search:
             return self._of_variable(jaxpr, eqn.outvars[0], in_loop)
         if name in INLINED or name in REMAT:
             return self.why_not(inner_jaxpr(eqn), position, in_loop=in_loop)
-        if name != "scan":
+        if name != SCAN:
             return f"used by {name}"
         num_consts, num_carry = scan_split(eqn)
         if num_consts <= position < num_consts + num_carry:
@@ -75,7 +75,7 @@ def defers(jaxpr: Jaxpr) -> bool:
 
 def mark(eqn: Equation) -> str:
     """The mark that an equation leaves: of `unshard`, of `lookup`, or none ("")."""
-    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    name = mark_of(eqn)
     return name if name in (MARK, LOOKUP_MARK) else ""
 
 
@@ -87,7 +87,7 @@ def looks_up(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, *, aske
     name = eqn.primitive.name
     if mark(eqn):
         return only_looked_up(jaxpr, eqn.outvars[0], dims, asked=asked or mark(eqn) == LOOKUP_MARK)
-    if name == "convert_element_type":
+    if name == CONVERT:
         is_floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
         return is_floating and only_looked_up(jaxpr, eqn.outvars[0], dims, asked=asked)
     if name in INLINED and deferred(eqn) is None:

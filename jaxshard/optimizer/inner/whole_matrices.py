@@ -17,7 +17,8 @@ from jaxshard.base.tree import named_leaves, owner_of
 from jaxshard.base.types import Equation, Tree, Var
 from jaxshard.optimizer.inner.trace import first_update
 from jaxshard.optimizer.inner.update import fast
-from jaxshard.programs.primitives import LINEAR_ALGEBRA
+from jaxshard.programs.dims import moved_dims
+from jaxshard.programs.primitives import LINEAR_ALGEBRA, PRODUCT, RESHAPE
 from jaxshard.programs.walk import Walk
 
 
@@ -87,7 +88,7 @@ class _Matrices(Walk[_Place | None]):
         operand, place = next(((i, place) for i, place in enumerate(known) if place), (0, None))
         if place is None:
             return [None] * len(eqn.outvars)
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == PRODUCT:
             return [self._dot(eqn, known)]
         moved = self._moves(eqn, operand, place)
         return [moved(v.aval.shape) for v in eqn.outvars]
@@ -116,19 +117,11 @@ class _Matrices(Walk[_Place | None]):
         if name in LINEAR_ALGEBRA:
             self._note(place, list(range(len(shape) - 2)), len(shape))
             return lambda out: place.moved(lambda d: d if d < min(len(shape) - 2, len(out)) else None)
-        if name == "transpose":
-            where: Callable[[int], int | None] = eqn.params["permutation"].index
-        elif name == "broadcast_in_dim":
-            where = eqn.params["broadcast_dimensions"].__getitem__
-        elif name == "squeeze" or name.startswith(("reduce_", "arg")):
-            gone = eqn.params["dimensions"] if name == "squeeze" else eqn.params.get("axes", ())
-            kept = [d for d in range(len(shape)) if d not in gone]
-            where = {d: i for i, d in enumerate(kept)}.get
-        elif name == "reshape":
+        if (where := moved_dims(name, eqn.params, len(shape))) is not None:
+            return lambda out: place.moved(where.get)
+        if name == RESHAPE:
             return lambda out: place.moved(lambda d: _after_reshape(shape, out, d))
-        else:
-            return lambda out: place.moved(lambda d: d if len(out) == len(shape) and out[d] == shape[d] else None)
-        return lambda out: place.moved(where)
+        return lambda out: place.moved(lambda d: d if len(out) == len(shape) and out[d] == shape[d] else None)
 
 
 def _after_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:

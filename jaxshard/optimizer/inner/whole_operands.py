@@ -12,11 +12,10 @@ import jax
 
 from jaxshard.base.types import Equation, Jaxpr, T, Tree
 from jaxshard.programs.jaxprs import equations, equations_inside
-from jaxshard.programs.primitives import CUMULATIVE
+from jaxshard.programs.primitives import CUMULATIVE, FOURIER
 from jaxshard.programs.rerun import bound, rerun
 
 Whole = Callable[[jax.Array], jax.Array]
-FOURIER = frozenset({"fft"})
 ALL = CUMULATIVE | FOURIER
 
 

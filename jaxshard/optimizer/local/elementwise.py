@@ -35,12 +35,26 @@ from jaxshard.optimizer.local.labels import (
 )
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split, subprograms
 from jaxshard.programs.paired import Partners, Unlike, paired, same
-from jaxshard.programs.primitives import ALL_REDUCES, CALLS, DEBUGGING, FILL_IF_ANY, KEEPS_FILL, LOOPS, POINTWISE, PURE
+from jaxshard.programs.primitives import (
+    ALL_REDUCES,
+    BARRIER,
+    BROADCAST,
+    CALLS,
+    COND,
+    CONTROL,
+    DEBUGGING,
+    FILL_IF_ANY,
+    KEEPS_FILL,
+    POINTWISE,
+    PURE,
+    RESHAPE,
+    SCAN,
+)
 
 _SHAPES = frozenset({"shape", "new_sizes"})  # of results, which are compared themselves
 _FOLLOWED = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})  # programs of loops, which are followed
 KNOWN = POINTWISE | PURE
-"""Operations that keep relations, as the rules below say; `CALLS` and `LOOPS` are followed, others are refused."""
+"""Operations that keep relations, as the rules below say; `CALLS` and `CONTROL` are followed, others are refused."""
 
 
 class NotElementwise(Exception):
@@ -90,7 +104,7 @@ def check_elementwise(
 def _check_effects(program: Jaxpr, trail: Trail) -> None:
     """Raises NotElementwise for an equation with an effect, at any depth; a look at values is none."""
     for eqn in open_jaxpr(program).eqns:
-        inside = list(subprograms(eqn)) if eqn.primitive.name in CALLS | LOOPS else []
+        inside = list(subprograms(eqn)) if eqn.primitive.name in CALLS | CONTROL else []
         for inner in inside:
             _check_effects(inner, (*trail, eqn))
         has_one = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)  # that: it names an axis
@@ -144,15 +158,17 @@ class _Comparison(NamedTuple):
             return self.relate(inner_jaxpr(a), inner_jaxpr(b), labels, trail)
         if name in KEEPS_FILL and all(label == FILL for label in labels):
             return [FILL] * len(a.outvars)
-        if name not in KNOWN | LOOPS | {"optimization_barrier"} and not self._reduces_to_one(a):
+        if name not in KNOWN | CONTROL | {BARRIER} and not self._reduces_to_one(a):
             return [_unknown(a, labels, trail)] * len(a.outvars)
         if not _same_params(a, b):
             return _mix(a, labels, trail, f"`{name}` with a parameter taken from the shape")
-        if name == "optimization_barrier":
+        if name == BARRIER:
             return labels
-        if name in LOOPS:
-            through = {"cond": self._through_cond, "while": self._through_while, "scan": self._through_scan}
-            return through[name](a, b, labels, trail)
+        if name in CONTROL:
+            through = (
+                self._through_cond if name == COND else self._through_scan if name == SCAN else self._through_while
+            )
+            return through(a, b, labels, trail)
         if name in ALL_REDUCES:
             return [SAME] * len(a.outvars)
         if any(isinstance(label, Mixed) for label in labels):
@@ -233,7 +249,7 @@ def _through_parts(a: Equation, b: Equation, labels: list[Label], trail: Trail) 
     first = shards[0]
     shapes = {(shape_of(a.invars[i]), shape_of(b.invars[i]), cut_of(labels[i])) for i in shards}
     shapes |= {(shape_of(v), shape_of(w), cut_of(labels[first])) for v, w in zip(a.outvars, b.outvars, strict=True)}
-    identity = name == "broadcast_in_dim" or (name == "reshape" and a.params.get("dimensions") is None)
+    identity = name == BROADCAST or (name == RESHAPE and a.params.get("dimensions") is None)
     if len(shapes) > 1 or not (name in POINTWISE or identity):
         return _mix(a, labels, trail, f"`{name}`")
     if any(label == SAME for label in labels):
@@ -281,5 +297,5 @@ def _same_shapes(a: Equation, b: Equation) -> bool:
 
 def _same_params(a: Equation, b: Equation) -> bool:
     """Whether two equations of one primitive have equal parameters, but for shapes of results and programs of loops."""
-    apart = _FOLLOWED if a.primitive.name in LOOPS else _SHAPES
+    apart = _FOLLOWED if a.primitive.name in CONTROL else _SHAPES
     return all(key in apart or same(x, b.params.get(key)) for key, x in a.params.items())

@@ -13,10 +13,10 @@ import jax
 
 from jaxshard.base.types import Equation, Jaxpr, Var
 from jaxshard.optimizer.owners.matrix_units import Unit
-from jaxshard.programs.dims import SIZES, Dim, keeps_apart
+from jaxshard.programs.dims import Dim, keeps_apart
 from jaxshard.programs.jaxprs import open_jaxpr, scan_split, subprograms
 from jaxshard.programs.paired import Partners, Unlike, paired, same, same_consts
-from jaxshard.programs.primitives import CALLS, LOOPS
+from jaxshard.programs.primitives import CALLS, COND, CONTROL, SCAN, SIZES, SOLVES
 from jaxshard.programs.rerun import Values, anew
 
 Changed: TypeAlias = dict[int, Mapping[str, Any]]  # by the id of an equation
@@ -96,7 +96,7 @@ class _Pair:
     def _equation(self, a: Equation, b: Equation) -> None:
         ins = [self.dim(v, w) for v, w in zip(a.invars, b.invars, strict=True)]
         outs = [self.dim(v, w) for v, w in zip(a.outvars, b.outvars, strict=True)]
-        if a.primitive.name in (*LOOPS, *CALLS, "custom_linear_solve"):
+        if a.primitive.name in CALLS | CONTROL | SOLVES:
             self._enter(a, b, ins, outs)
             return
         if not any(d is not None for d in (*ins, *outs)):
@@ -121,11 +121,11 @@ class _Pair:
     def _enter(self, a: Equation, b: Equation, ins: Sequence[Dim], outs: Sequence[Dim]) -> None:
         """The inner programs are checked by themselves; here only what a scan runs over."""
         name = a.primitive.name
-        if name == "scan":
+        if name == SCAN:
             num_consts, num_carry = scan_split(a)
             if 0 in ins[num_consts + num_carry :] or 0 in outs[num_carry:]:
                 raise Unlike  # it goes from layer to layer
-        if name == "cond" and a.params.get("branches_platforms"):
+        if name == COND and a.params.get("branches_platforms"):
             raise Unlike  # XLA chooses the branch, so that none is run anew
         mine, others = list(subprograms(a)), list(subprograms(b))
         if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _compared_params(a)):

@@ -15,7 +15,7 @@ from jaxshard.base.axes import axes_of, canonical
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.programs.components import FREE, Component, Components, is_big
 from jaxshard.programs.jaxprs import equations_inside, is_literal, open_jaxpr, operands_of, part_of
-from jaxshard.programs.primitives import LINEAR_ALGEBRA, LOOPS, POINTWISE
+from jaxshard.programs.primitives import BROADCAST, CONTROL, LINEAR_ALGEBRA, POINTWISE, PRODUCT, RESHAPES, TRANSPOSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,10 @@ def units(
 def _is_heavy(eqn: Equation) -> bool:
     """Whether it is, or has in it, a product of two matrices, or linear algebra."""
     name = eqn.primitive.name
-    if name == "dot_general":
+    if name == PRODUCT:
         return bool(eqn.outvars[0].aval.ndim) and all(v.aval.ndim >= 2 for v in eqn.invars)
-    if name in LOOPS:
-        return any(map(_is_heavy, (e for e in equations_inside(eqn) if e.primitive.name not in LOOPS)))
+    if name in CONTROL:
+        return any(map(_is_heavy, (e for e in equations_inside(eqn) if e.primitive.name not in CONTROL)))
     return name in LINEAR_ALGEBRA
 
 
@@ -116,7 +116,7 @@ class _Finder(Components):
             spec = None
             if big and name in POINTWISE:
                 spec = max((one for v in big if (one := found.get(v)) is not None), key=_num_axes, default=None)
-            elif big and name == "transpose" and (one := found.get(big[0])) is not None:
+            elif big and name == TRANSPOSE and (one := found.get(big[0])) is not None:
                 entries = [*one, *[None] * (big[0].aval.ndim - len(one))]
                 spec = canonical(entries[d] for d in eqn.params["permutation"])
             found |= dict.fromkeys(eqn.outvars, spec)
@@ -185,7 +185,7 @@ class _Finder(Components):
 
     def _reads_whole(self, i: int) -> bool:
         eqn = self.eqns[i]
-        return eqn.primitive.name not in (*POINTWISE, "broadcast_in_dim") and any(
+        return eqn.primitive.name not in POINTWISE | {BROADCAST} and any(
             not is_literal(v) and is_big(v) for v in eqn.invars
         )
 
@@ -236,7 +236,7 @@ class _Finder(Components):
         while (i := self.maker.get(v)) is not None and self.component[i] == own and not self.forwards[i]:
             eqn = self.eqns[i]
             big = {one for one in eqn.invars if not is_literal(one) and is_big(one)}
-            if len(big) != 1 or eqn.primitive.name not in (*POINTWISE, "transpose", "reshape", "squeeze"):
+            if len(big) != 1 or eqn.primitive.name not in POINTWISE | RESHAPES | {TRANSPOSE}:
                 break
             steps.append(i)
             (v,) = big

@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.rows.arithmetic import Arithmetic, over_parts
+from jaxshard.programs.primitives import ADDS_UP
+from jaxshard.programs.rows.arithmetic import Arithmetic, differing, over_parts
 from jaxshard.programs.rows.labels import Free, Label, Mixed, PerRow, Stat, Trail, Unknown, dims_of, moved, worst
-from jaxshard.programs.rows.moves import differing, in_groups
+
+Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Sequence[Label], Trail], Label]
 
 
 def gather(
@@ -30,7 +33,7 @@ def gather(
         if dim in numbers.start_index_map and sizes[dim] != shape[dim]:
             column = columns[numbers.start_index_map.index(dim)]
             place = _own_rows(column, eqn.invars[1].aval.shape, shape[dim])
-            if place is None and (grouped := in_groups(arithmetic, operand, {dim}, trail)) is not None:
+            if place is None and (grouped := arithmetic.in_groups(operand, {dim}, trail)) is not None:
                 operand = grouped
                 continue
             if place is None:
@@ -58,7 +61,7 @@ def scatter(
         where = _scattered_dims(eqn, columns, of_index)
         gone = [d for d in dims_of(joint) if d >= 0 and d not in where]
         if gone:
-            if eqn.primitive.name != "scatter-add":
+            if eqn.primitive.name not in ADDS_UP:
                 return Mixed("statistic", trail, trail)
             into = [eqn.invars[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims]
             index = labels[1]

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from jaxshard.base.types import Equation
+from jaxshard.programs.primitives import GUARDS
 
 Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
 Degree: TypeAlias = float | None  # the power of the number of rows that a value grows with; None: not known
-_GUARDS = ("max", "clamp", "gt", "ge", "lt", "le", "eq", "ne")
 NO_POWER = math.inf  # a value that grows with the rows, but by no power of their number: it is a sum of several
 Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ratio", "count", "devices", "microbatch"]
 
@@ -194,7 +194,7 @@ def scanned(label: Label, by: int) -> Label:
 
 def is_guarded(label: Mixed) -> bool:
     """Whether it is a sum over rows that is kept from being 0, so that one may divide by it, or a test for that."""
-    return label.kind == "statistic" and label.trail[-1].primitive.name in _GUARDS
+    return label.kind == "statistic" and label.trail[-1].primitive.name in GUARDS
 
 
 def is_running(label: Label) -> bool:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.rows.arithmetic import Arithmetic, over_parts, without_dims
+from jaxshard.programs.primitives import ADDS_UP, MOVES, SEVERAL, kind_of, mixed_dims
+from jaxshard.programs.rows.arithmetic import Arithmetic, differing, over_parts, without_dims
 from jaxshard.programs.rows.labels import (
     Free,
     Label,
@@ -17,7 +18,6 @@ from jaxshard.programs.rows.labels import (
     PerRow,
     Trail,
     Unknown,
-    are_groups,
     dims_of,
     moved,
     reshaped,
@@ -25,9 +25,8 @@ from jaxshard.programs.rows.labels import (
     worst,
 )
 
-Columns: TypeAlias = Mapping[object, Sequence[Label]]  # variable -> the labels of what it was concatenated from
 Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], Label]
-_SO_FAR = ("cumsum", "cumprod", "cumlogsumexp")
+PiecesRule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], list[Label]]  # of several results
 _CONTRACTED = 1000  # pseudo dims of a matrix product's contracted dims
 
 
@@ -61,18 +60,7 @@ def rev(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: T
         return dataclasses.replace(label, counts=None)
     if not isinstance(label, PerRow) or not dims_of(label) & turned:
         return label
-    return in_groups(arithmetic, label, turned, trail) or dataclasses.replace(label, order=id(eqn))
-
-
-def in_groups(arithmetic: Arithmetic, label: Label, dims: set[int], trail: Trail) -> PerRow | None:
-    """The label of rows that change places along `dims` within groups of rows; None: these are no groups."""
-    if not isinstance(label, PerRow):
-        return None
-    coarse = dataclasses.replace(label, parts=tuple(part for part in label.parts if part.dim not in dims))
-    if not coarse.parts or label.order or not are_groups(coarse, arithmetic.num_rows):
-        return None
-    arithmetic.groups.append((units(coarse, arithmetic.num_rows), trail))
-    return coarse
+    return arithmetic.in_groups(label, turned, trail) or dataclasses.replace(label, order=id(eqn))
 
 
 def slice_(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -109,7 +97,7 @@ def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int,
         grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))
         arithmetic.groups.append((units(grouped, arithmetic.num_rows), trail))
         return grouped
-    return in_groups(arithmetic, label, {dim}, trail) or Mixed("some", trail)
+    return arithmetic.in_groups(label, {dim}, trail) or Mixed("some", trail)
 
 
 def _with_part(label: PerRow, part: Part) -> PerRow:
@@ -161,14 +149,6 @@ def pad(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: T
     return differing(arithmetic.pointwise(eqn, labels, trail), padded, labels)
 
 
-def differing(label: Label, dims: set[int], labels: Sequence[Label] = ()) -> Label:
-    """The label of a value whose elements may differ along `dims`, unless all of `labels` are one number."""
-    values = {x.value if isinstance(x, Free) else None for x in labels}
-    if not isinstance(label, Free) or label.placed or (len(values) == 1 and None not in values):
-        return label
-    return dataclasses.replace(label, varied=label.varied | dims, value=None)
-
-
 def dot_general(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
     """A product of elements over all dims of both operands, and a sum over the contracted ones."""
     contracted, _ = eqn.params["dimension_numbers"]
@@ -212,37 +192,37 @@ def conv_general_dilated(arithmetic: Arithmetic, eqn: Equation, labels: Sequence
 def dynamic_slice(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
     sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
     cut = {d for d in range(len(shape)) if sizes[d] != shape[d]}
-    return _at_index(arithmetic, eqn, labels, cut, trail)
+    return _at_index(arithmetic, eqn, labels, cut, 1, trail)
 
 
 def dynamic_update_slice(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
     part, shape = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
-    return _at_index(arithmetic, eqn, labels, {d for d in range(len(shape)) if part[d] != shape[d]}, trail)
+    cut = {d for d in range(len(shape)) if part[d] != shape[d]}
+    return _at_index(arithmetic, eqn, labels, cut, 2, trail)
 
 
-def _at_index(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cut: set[int], trail: Trail) -> Label:
+def _at_index(
+    arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cut: set[int], num_arrays: int, trail: Trail
+) -> Label:
+    """The label of a part, where the operands after the first `num_arrays` say where it starts along `cut`."""
     if (bad := worst(labels)) is not None:
         return bad
     if any(dims_of(label) & cut for label in labels):
         return Unknown(trail)
-    arrays = labels[: 2 if eqn.primitive.name == "dynamic_update_slice" else 1]
-    places = labels[len(arrays) :]
+    arrays, places = labels[:num_arrays], labels[num_arrays:]
     index = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in places]
     joined = arithmetic.pointwise(eqn, [*arrays, *index], trail)
-    return differing(joined, cut, arrays) if len(arrays) == 2 else joined
+    return differing(joined, cut, arrays) if num_arrays == 2 else joined
 
 
-def reduce_sum(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def reduction(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+    """A sum; or a maximum, a minimum, a product, the place of one of these."""
     dims, shape = eqn.params["axes"], eqn.invars[0].aval.shape
-    found = arithmetic.summed(eqn, labels[0], dims, [shape[d] for d in dims], trail)
+    if eqn.primitive.name in ADDS_UP:
+        found = arithmetic.summed(eqn, labels[0], dims, [shape[d] for d in dims], trail)
+    else:
+        found = arithmetic.reduced(arithmetic.pointwise(eqn, labels, trail), dims, trail)
     return without_dims(found, dims, len(shape))
-
-
-def reduce(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """A maximum, a minimum, a product, the place of one of these."""
-    dims, shape = eqn.params.get("axes", eqn.params.get("dimensions", ())), eqn.invars[0].aval.shape
-    joined = arithmetic.pointwise(eqn, labels, trail)
-    return without_dims(arithmetic.reduced(joined, dims, trail), dims, len(shape))
 
 
 def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -251,19 +231,19 @@ def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail:
     dim = next((eqn.params[key] for key in ("axis", "dimension") if key in eqn.params), -1) % max(ndim, 1)
     joined = arithmetic.pointwise(eqn, labels, trail)
     if dim not in dims_of(joined):
-        return differing(joined, {dim}) if eqn.primitive.name in _SO_FAR else joined
-    by_number = eqn.primitive.name == "sort" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
+        so_far = kind_of(eqn) == "cumulative" and eqn.primitive.name not in MOVES
+        return differing(joined, {dim}) if so_far else joined
+    by_number = kind_of(eqn) == "sort" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
     return Unknown(trail) if by_number else Mixed("statistic", trail, trail)  # by expert, say, and back again
 
 
 def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Linear algebra on the last two dims, a Fourier transform of the last ones, attention of the last three."""
-    ndim, inner = len(eqn.invars[0].aval.shape), len(eqn.params.get("fft_lengths", (0, 0)))
-    inner = 3 if eqn.primitive.name == "fused_attention" else inner
+    """Linear algebra on the last two dims, a Fourier transform: each mixes the last dims, and none of those before."""
+    first = len(eqn.invars[0].aval.shape) - mixed_dims(eqn)
     joined = arithmetic.pointwise(eqn, labels, trail)
     if isinstance(joined, Free):
         return _like_nothing(joined)
-    return Mixed("statistic", trail, trail) if any(d >= ndim - inner for d in dims_of(joined)) else joined
+    return Mixed("statistic", trail, trail) if any(d >= first for d in dims_of(joined)) else joined
 
 
 def triangular_solve(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -282,7 +262,7 @@ def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail
     joined = arithmetic.pointwise(eqn, labels, trail)
     if not isinstance(joined, Free):
         return joined
-    if joined.placed or joined.given or eqn.primitive.name not in ("random_bits", "random_gamma", "random_split"):
+    if joined.placed or joined.given or eqn.primitive.name not in SEVERAL:
         return dataclasses.replace(_like_nothing(joined), varied=frozenset(d for d in joined.varied if d < 0))
     sizes = enumerate(eqn.outvars[0].aval.shape)
     return Free(frozenset(d for d, size in sizes if size > 1) | {d for d in joined.varied if d < 0}, drawn=True)

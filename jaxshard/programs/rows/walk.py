@@ -4,21 +4,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.programs.jaxprs import (
     inner_jaxpr,
     is_literal,
     is_ref,
     linear_solver,
+    number_of,
     open_jaxpr,
     scan_split,
-    takes_whole_ref,
 )
-from jaxshard.programs.primitives import CALLS, LINEAR_ALGEBRA, POINTWISE, READS_REFS
+from jaxshard.programs.primitives import ONLY_READS, OWN_BACKWARD, kind_of, takes_whole_ref
 from jaxshard.programs.rows import indexing, moves
-from jaxshard.programs.rows.arithmetic import Arithmetic, over_parts, without_dims
+from jaxshard.programs.rows.arithmetic import Arithmetic, over_parts
+from jaxshard.programs.rows.devices import Devices
 from jaxshard.programs.rows.labels import (
     FREE,
     Free,
@@ -32,44 +31,40 @@ from jaxshard.programs.rows.labels import (
     deeper,
     dims_of,
     is_running,
-    moved,
     scanned,
     stopped,
     worst,
 )
+from jaxshard.programs.table import Kind
 
 Labels: TypeAlias = list[Label]
-_MOVES: dict[str, moves.Rule] = {
+_MOVES: dict[Kind, moves.Rule] = {
+    "broadcast": moves.broadcast_in_dim,
+    "concatenate": moves.concatenate,
+    "conv": moves.conv_general_dilated,
+    "cumulative": moves.along,
+    "dot": moves.dot_general,
+    "dynamic_slice": moves.dynamic_slice,
     "iota": moves.iota,
-    "broadcast_in_dim": moves.broadcast_in_dim,
+    "pad": moves.pad,
+    "random": moves.random,
+    "reduction": moves.reduction,
     "reshape": moves.reshape,
-    "transpose": moves.transpose,
-    "squeeze": moves.squeeze,
     "rev": moves.rev,
     "slice": moves.slice_,
-    "concatenate": moves.concatenate,
+    "sort": moves.along,
+    "squeeze": moves.squeeze,
     "stack": moves.stack,
     "tile": moves.tile,
-    "pad": moves.pad,
-    "dot_general": moves.dot_general,
-    "conv_general_dilated": moves.conv_general_dilated,
-    "dynamic_slice": moves.dynamic_slice,
-    "dynamic_update_slice": moves.dynamic_update_slice,
-    "reduce_sum": moves.reduce_sum,
-    **dict.fromkeys((f"reduce_{name}" for name in ("max", "min", "prod", "and", "or", "xor")), moves.reduce),
-    **dict.fromkeys(("argmax", "argmin"), moves.reduce),
-    **dict.fromkeys(("sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), moves.along),
-    **dict.fromkeys((*LINEAR_ALGEBRA, "fft"), moves.leading),
-    "fused_attention": moves.leading,
+    "top_k": moves.along,
+    "trailing": moves.leading,
+    "transpose": moves.transpose,
     "triangular_solve": moves.triangular_solve,
-    **dict.fromkeys(
-        (f"random_{name}" for name in ("bits", "gamma", "wrap", "unwrap", "fold_in", "seed", "split")), moves.random
-    ),
-    **dict.fromkeys((f"reduce_window_{name}" for name in ("sum", "max", "min")), moves.window),
+    "update": moves.dynamic_update_slice,
+    "window": moves.window,
 }
-_PIECES = {"split": moves.split, "unstack": moves.unstack}
-_REDUCING = ("psum", "pmax", "pmin")
-_COLLECTIVES = (*_REDUCING, "all_gather", "reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast")
+_INDEXING: dict[Kind, indexing.Rule] = {"gather": indexing.gather, "scatter": indexing.scatter}
+_PIECES: dict[Kind, moves.PiecesRule] = {"split": moves.split, "unstack": moves.unstack}
 _MOST_ROUNDS = 6
 
 
@@ -84,7 +79,7 @@ class Walk:
 
     def __init__(self, arithmetic: Arithmetic, split_axes: Sequence[str], whole: bool):
         self.arithmetic = arithmetic
-        self._split, self._whole = frozenset(split_axes), whole
+        self._devices = Devices(arithmetic, frozenset(split_axes), whole)
         self._known: dict[tuple[int, tuple[Label, ...]], Labels] = {}  # of calls without findings
 
     def through(self, jaxpr: Jaxpr, labels: Sequence[Label], trail: Trail = ()) -> Labels:
@@ -95,13 +90,12 @@ class Walk:
         columns: dict[Var, Labels] = {}
         for eqn in opened.eqns:
             found = [self._literal(eqn, i) if is_literal(v) else env[v] for i, v in enumerate(eqn.invars)]
-            if eqn.primitive.name == "concatenate":
+            kind, here = kind_of(eqn), (*trail, eqn)
+            if kind == "concatenate":
                 columns[eqn.outvars[0]] = found
-            here = (*trail, eqn)
-            if eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
+            if kind in _INDEXING:
                 known = columns.get(eqn.invars[1], [found[1]] * 16) if not is_literal(eqn.invars[1]) else [FREE] * 16
-                rule = indexing.gather if eqn.primitive.name == "gather" else indexing.scatter
-                outs = [rule(self.arithmetic, eqn, found, known, here)]
+                outs = [_INDEXING[kind](self.arithmetic, eqn, found, known, here)]
             else:
                 outs = self._equation(eqn, found, here)
             env |= dict(zip(eqn.outvars, outs, strict=True))
@@ -111,7 +105,7 @@ class Walk:
     def _written(self, eqn: Equation, labels: Labels, outs: Labels, trail: Trail) -> dict[Var, Label]:
         """The labels of mutable arrays after an equation: of what takes all of one's place, else not known."""
         refs = [v for v in eqn.invars if is_ref(v)]
-        if not refs or eqn.primitive.name in READS_REFS:
+        if not refs or eqn.primitive.name in ONLY_READS:
             return {}
         if takes_whole_ref(eqn):
             return {eqn.invars[0]: labels[1]}
@@ -121,41 +115,45 @@ class Walk:
     def _literal(self, eqn: Equation, position: int) -> Label:
         partners = self.arithmetic.partners
         degree = 0 if partners is None else partners.degree_of_literal(eqn, position)
-        return Free(value=_value(eqn.invars[position]), degree=degree)
+        return Free(value=number_of(eqn.invars[position]), degree=degree)
 
     def _returned(self, jaxpr: OpenJaxpr, position: int) -> Label:
         partners = self.arithmetic.partners
         degree = 0 if partners is None else partners.degree_of_output(jaxpr, position)
-        return Free(value=_value(jaxpr.outvars[position]), degree=degree)
+        return Free(value=number_of(jaxpr.outvars[position]), degree=degree)
 
     def _equation(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
-        name = eqn.primitive.name
-        if name in CALLS:
-            if name.startswith("custom_vjp") and any(not isinstance(label, Free) for label in labels):
+        kind = kind_of(eqn)
+        if kind == "call":
+            if eqn.primitive.name in OWN_BACKWARD and any(not isinstance(label, Free) for label in labels):
                 self.arithmetic.rules.append(trail)
             return self._called(eqn, labels, trail)
-        if name in _MOVES:
-            return [_MOVES[name](self.arithmetic, eqn, labels, trail)] * len(eqn.outvars)
-        if name == "axis_index":
-            return [Free(placed=True)]
-        if name in _PIECES:
-            return _PIECES[name](self.arithmetic, eqn, labels, trail)
-        if name in ("optimization_barrier", "device_put", "new_ref", "freeze"):
+        if kind in _MOVES:
+            return [_MOVES[kind](self.arithmetic, eqn, labels, trail)] * len(eqn.outvars)
+        if kind in _PIECES:
+            return _PIECES[kind](self.arithmetic, eqn, labels, trail)
+        if kind == "barrier" or kind == "placement":
             return labels
         if takes_whole_ref(eqn):
             return labels[:1]
-        if name in POINTWISE and _same_rank(eqn):
+        if kind == "pointwise" and _same_rank(eqn):
             return [self.arithmetic.pointwise(eqn, labels, trail)] * len(eqn.outvars)
-        controls = {
-            "scan": self._scan,
-            "while": self._while,
-            "cond": self._cond,
-            "custom_linear_solve": self._linear_solve,
-        }
-        if name in controls:
-            return controls[name](eqn, labels, trail)
-        if name.startswith(_COLLECTIVES):
-            return [self._collective(eqn, label, trail) for label in labels]
+        if kind == "axis_index":
+            return [Free(placed=True)]
+        if kind == "all_reduce" or kind == "all_gather" or kind == "exchange":
+            return [self._devices.label(eqn, label, trail) for label in labels]
+        return self._controlled(eqn, labels, trail)
+
+    def _controlled(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
+        kind = kind_of(eqn)
+        if kind == "scan":
+            return self._scan(eqn, labels, trail)
+        if kind == "while":
+            return self._while(eqn, labels, trail)
+        if kind == "cond":
+            return self._cond(eqn, labels, trail)
+        if kind == "solve":
+            return self.through(*linear_solver(eqn, labels), trail)
         frees = [label for label in labels if isinstance(label, Free)]
         free = Free(placed=any(label.placed for label in frees), given=any(label.given for label in frees))
         return [free if len(frees) == len(labels) else worst(labels) or Unknown(trail)] * len(eqn.outvars)
@@ -170,53 +168,6 @@ class Walk:
                 return outs
             self._known[key] = outs
         return self._known[key]
-
-    # Devices together.
-
-    def _collective(self, eqn: Equation, label: Label, trail: Trail) -> Label:
-        name, axes = eqn.primitive.name, eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        label = self._over_dims(eqn, label, [axis for axis in axes if isinstance(axis, int)], trail)
-        named = self._split & set(axes)
-        if isinstance(label, Mixed) and label.extreme and named == self._split and self._whole:
-            return Free(given=True) if label.trail[-1].primitive.name == f"reduce_{name[1:4]}" else label
-        if isinstance(label, Free | Mixed | Unknown) or all(isinstance(axis, int) for axis in axes):
-            return label
-        if not named:
-            return self._over_model_axes(eqn, label, trail)
-        if named < self._split:
-            return label if isinstance(label, Stat) and name.startswith("psum") else Unknown(trail)
-        if name.startswith("all_gather") or (name.startswith("psum") and isinstance(label, Stat)):
-            degree = label.degree if isinstance(label, Stat) else 0
-            if degree and self.arithmetic.partners is None:
-                degree = None  # a second trace tells whether what divides it is a number of rows
-            summed = name.startswith("psum")
-            degree = degree - 1 if summed and degree is not None else degree
-            found = Free(given=True, degree=degree, summed=trail, fresh=summed)
-            is_mean = isinstance(label, Stat) and label.degree == 0
-            return found if self._whole else Mixed("microbatch", trail, () if is_mean else trail)
-        return Mixed("statistic", trail, trail) if name.startswith(_REDUCING) else Unknown(trail)
-
-    def _over_dims(self, eqn: Equation, label: Label, dims: Sequence[int], trail: Trail) -> Label:
-        """The label after a collective's part over dims: what `vmap` makes of an axis that it names."""
-        if not dims or not eqn.primitive.name.startswith(_REDUCING):
-            return label
-        shape = eqn.invars[0].aval.shape
-        if eqn.primitive.name.startswith("psum"):
-            label = self.arithmetic.summed(eqn, label, dims, [shape[d] for d in dims], trail)
-        else:
-            label = self.arithmetic.reduced(label, dims, trail)
-        return without_dims(label, dims, len(shape))
-
-    def _over_model_axes(self, eqn: Equation, label: PerRow | Stat, trail: Trail) -> Label:
-        if eqn.primitive.name.startswith("all_gather") and not eqn.params.get("tiled", False):
-            new = eqn.params["all_gather_dimension"]
-            return moved(label, lambda d: d + (d >= new))
-        shapes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        changed = len(shapes[0]) != len(shapes[1]) or any(
-            shapes[0][d] != shapes[1][d] for d in dims_of(label) if d >= 0
-        )
-        return Unknown(trail) if changed else label
 
     # Control flow.
 
@@ -300,9 +251,6 @@ class Walk:
             return [Mixed("statistic", trail, chooses.trail)] * len(labels)
         return [self.arithmetic.pointwise(eqn, [chooses, label], trail) for label in labels]
 
-    def _linear_solve(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
-        return self.through(*linear_solver(eqn, labels), trail)
-
     def _either(self, labels: Sequence[Label], trail: Trail) -> Label:
         """The label of a value that is one of several."""
         if (bad := worst(labels)) is not None:
@@ -335,13 +283,6 @@ class Walk:
 def _differing(label: Label) -> Label:
     """The label of a carry that each iteration of a scan changes."""
     return dataclasses.replace(label, varied=label.varied | {-1}, value=None) if isinstance(label, Free) else label
-
-
-def _value(literal: Var) -> float | None:
-    try:
-        return float(np.asarray(literal.val).item())
-    except (TypeError, ValueError):
-        return None
 
 
 def array_label(v: Var) -> Free:

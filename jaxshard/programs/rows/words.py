@@ -2,19 +2,11 @@
 
 from collections.abc import Sequence
 
+from jaxshard.programs.primitives import ADDS_UP, OVER_DEVICES
 from jaxshard.programs.rows.labels import NO_POWER, Label, Mixed, Stat, Trail, is_guarded
 from jaxshard.programs.source import line_of
 
 INTENDED = 'If it is meant so, give the strategy rows="mixed".'
-_SUMS = (
-    "reduce_sum",
-    "dot_general",
-    "psum",
-    "psum_invariant",
-    "scatter-add",
-    "conv_general_dilated",
-    "reduce_window_sum",
-)
 
 
 def named(trail: Trail) -> str:
@@ -76,7 +68,7 @@ def _of_statistic(label: Mixed, axes: str) -> str:
     here = named(label.trail)
     of = named(label.of) if label.of and label.of[-1] is not label.trail[-1] else ""
     used = f"{of} is taken over the rows, and {here} uses it" if of else f"{here} is taken over the rows"
-    if (label.of or label.trail)[-1].primitive.name not in _SUMS:
+    if (label.of or label.trail)[-1].primitive.name not in ADDS_UP:
         return (
             f"{used}, where each device has rows of its own alone. Take the rows of all devices first: "
             f"jax.lax.all_gather(x, {axes}, tiled=True). {INTENDED}"
@@ -103,10 +95,9 @@ def of_aux(label: Label, weight: Label, split_axes: Sequence[str], weighted: boo
         return ""
     if label.kind == "microbatch":
         return f"is of one microbatch's rows alone ({named(label.trail)}), {_AVERAGED}. {_ROWS}" if label.of else ""
-    extreme = label.trail[-1].primitive.name.removeprefix("reduce_") if label.extreme else ""
-    over_all = (
-        f"jax.lax.p{extreme}(x, {axes})" if extreme else f"take its sums over all devices, jax.lax.psum(x, {axes})"
-    )
+    over_all = f"take its sums over all devices, jax.lax.psum(x, {axes})"
+    if label.extreme:
+        over_all = f"jax.lax.{OVER_DEVICES[label.trail[-1].primitive.name]}(x, {axes})"
     return f"is no mean over rows ({named(label.trail)}), {_AVERAGED}. {_ROWS}; or, with microbatches=1, {over_all}"
 
 
