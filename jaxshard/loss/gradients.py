@@ -27,6 +27,8 @@ from jaxshard.programs.jaxprs import axes_named
 from jaxshard.programs.rows.verdict import RowsWarning
 from jaxshard.system.users_lines import warn
 
+PART = "the gradients"  # in a step, for `programs.source`
+
 LossFn = Callable[..., Tree]
 
 

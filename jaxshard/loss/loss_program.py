@@ -13,9 +13,11 @@ from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import core, equations, open_jaxpr
-from jaxshard.programs.primitives import READS_KEYS
+from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
+
+ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
@@ -104,7 +106,7 @@ def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which of these inputs the loss, or the backward pass of a custom rule in it, reads as keys."""
     if not any(inputs):
         return [False] * len(inputs)
-    if any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(jaxpr)):
+    if any(eqn.primitive.name in OWN_BACKWARD for eqn in equations(jaxpr)):
         jaxpr = _with_backward_pass(jaxpr)
     return reaches(jaxpr, READS_KEYS, inputs)
 

@@ -22,6 +22,7 @@ from jaxshard.loss.loss_program import Program
 from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward
+from jaxshard.programs.source import part
 
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
@@ -51,6 +52,7 @@ class DeviceLoss:
         m = options.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
 
+    @part("params are gathered once per step")
     def _at_the_start(self, x: jax.Array, plan: LeafPlan) -> jax.Array:
         x = collectives.vary(x, self.setup.split_axes) if self.options.checked else x
         return collectives.gather(x, plan.leaf.params.dims) if plan.gather == "start" else x
@@ -216,6 +218,7 @@ class DeviceLoss:
         bound = iter(tied)
         return [next(bound) if plan.held else x for x, plan in zip(self.shards, self.plans, strict=True)], sums
 
+    @part("the gradients' reduction, after the backward pass")
     def _finish(self, g: jax.Array, plan: LeafPlan, denominator: jax.Array | int) -> jax.Array:
         """The gradient averaged over all devices, as the inner optimizer takes it: cut as the state is."""
         leaf, is_reduced = plan.leaf, plan.reduce == "at use"
@@ -226,6 +229,7 @@ class DeviceLoss:
             g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
         return (g / denominator).astype(wide(self.setup.config, leaf.dtype))
 
+    @part("the mean of the loss over devices")
     def _reduced(
         self, losses: jax.Array, weights: jax.Array, auxes: Tree
     ) -> tuple[Tree, list[jax.Array], jax.Array | int]:

@@ -22,9 +22,8 @@ from jaxshard.layout.options import Config
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices
 from jaxshard.optimizer.inner.trace import Settled, Start, Traced, first_state, settled, state_of_values, update_of
-from jaxshard.optimizer.inner.whole_operands import ALL, fragile
+from jaxshard.optimizer.inner.whole_operands import ALL, FOURIER, fragile
 from jaxshard.optimizer.precision import ShardedState
-from jaxshard.programs.primitives import FOURIER
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,9 @@ from jaxshard.optimizer.judging import Judged, Verdict, verdict
 from jaxshard.optimizer.owners.owners import Dealing
 from jaxshard.optimizer.rounding import difference
 from jaxshard.optimizer.sharding import Setup
+from jaxshard.programs.source import part
+
+PART = "the update"  # in a step, for `programs.source`
 
 Extra = Mapping[str, Tree]
 
@@ -198,6 +201,7 @@ def _is_array(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
+@part("the update: new params are gathered")
 def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> Tree:
     """Moves a tree from where the state lives to where the params live.
 

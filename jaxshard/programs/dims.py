@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.primitives import kind_of, mixed_dims
-from jaxshard.programs.table import KINDS, Kind
+from jaxshard.programs.primitives import KINDS, Kind, kind_of, mixed_dims
 
 Dim: TypeAlias = int | None  # the place of the dim in an array; None: the array does not have it
 Dims: TypeAlias = Sequence[Dim]

@@ -16,6 +16,8 @@ from jaxshard.base.types import Metrics, Tree
 from jaxshard.system.text import ordinal
 from jaxshard.system.users_lines import warn
 
+PART = "the check that all is finite"  # in a step, for `programs.source`
+
 _LOSS = "the loss"
 _CURES = (
     "Params and state are as the last good step left them: lower the learning rate, look at the batch, or allow more "

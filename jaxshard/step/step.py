@@ -32,6 +32,8 @@ from jaxshard.step.skips import Names, Verdicts, judged
 from jaxshard.step.step_arrays import Returned, placed, placed_leaf, run
 from jaxshard.system.interrupts import Interrupts
 
+ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
+
 ExtraFn = Callable[[Tree, Tree], dict[str, Tree]]
 
 

@@ -1,4 +1,8 @@
-"""Which line of the user's code a call, an error or a warning comes from."""
+"""Which line of the user's code a call, an error or a warning comes from.
+
+A package at the top of jaxshard that uses the rest as users do says so itself, by `IS_A_USER = True`; then its lines
+count as the user's.
+"""
 
 import inspect
 import os
@@ -7,6 +11,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable
+from types import ModuleType
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -14,7 +19,7 @@ import jax
 Frame: TypeAlias = tuple[str, int]  # the file and the line at which a function stood
 
 _OURS, _JAX = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), jax.__file__))
-_USERS = (os.path.join(_OURS, "apps") + os.sep,)  # they use the rest as users do
+_NAME = __name__.partition(".")[0]
 _LIBRARIES = tuple(path + os.sep for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
@@ -45,17 +50,31 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=depth)
 
 
+def module_of(file: str) -> ModuleType | None:
+    """The module of jaxshard that is written in a file, if it is imported."""
+    if not file.startswith(_OURS):
+        return None
+    return sys.modules.get(".".join([_NAME, *file.removeprefix(_OURS).removesuffix(".py").split(os.sep)]))
+
+
+def _is_users_part(file: str) -> bool:
+    """Whether a file is in a package of jaxshard that uses the rest as users do."""
+    package, _, within = file.removeprefix(_OURS).partition(os.sep)
+    ours = bool(within) and file.startswith(_OURS)
+    return ours and getattr(sys.modules.get(f"{_NAME}.{package}"), "IS_A_USER", False)
+
+
 def _is_theirs(file: str) -> bool:
     """Whether a file is the user's, or of a library other than JAX, jaxshard and Python's own."""
     if file.startswith((_OURS, _JAX)):
-        return file.startswith(_USERS)
+        return _is_users_part(file)
     is_pythons = file.startswith(_PYTHON) or os.path.basename(file).startswith("<frozen ")
     return file.startswith(_LIBRARIES) or not is_pythons
 
 
 def _is_own(file: str) -> bool:
     """Whether a file is the user's, and no library's."""
-    return _is_theirs(file) and (file.startswith(_USERS) or not file.startswith(_LIBRARIES))
+    return _is_theirs(file) and (_is_users_part(file) or not file.startswith(_LIBRARIES))
 
 
 def _in_short(file: str, line: int) -> str:

@@ -1,6 +1,7 @@
 """`jaxshard explain`: each parameter's place and line, each collective's line and bytes, and wrong words."""
 
 import importlib
+import inspect as inspect_
 import json
 import re
 import sys
@@ -11,9 +12,14 @@ import pytest
 
 from jaxshard import aot, inspect
 from jaxshard.cli import main
-from jaxshard.cli.explain import explanation, users_step
+from jaxshard.cli.explain import users_step
 from jaxshard.inspect.sources import Frame, frames
-from jaxshard.programs.source import place_of
+from jaxshard.loss import gradients, per_device
+from jaxshard.optimizer import update
+from jaxshard.optimizer.inner import update as inner
+from jaxshard.optimizer.owners import rounds
+from jaxshard.programs.source import part_of, place_of
+from jaxshard.step import skips, step
 from jaxshard.step.step import loss_of
 
 USERS = """
@@ -443,10 +449,25 @@ def test_the_innermost_line_of_the_users_is_taken():
     assert place_of([(np.__file__, 1), ("<frozen runpy>", 2), (json.__file__, 3)]).own == ""
 
 
-def test_parts_of_a_step_are_known_by_functions_that_are_there():
-    """A renamed function would make its part nameless."""
-    for file, function, _ in explanation._PARTS:
-        module = importlib.import_module(f"jaxshard.{file.removesuffix('.py').replace('/', '.')}")
-        owner = module
-        for name in filter(None, function.split(".")):
-            owner = getattr(owner, name)
+@pytest.mark.parametrize(
+    ("fn", "within", "says"),
+    [
+        (skips.judged, "", "the check that all is finite"),
+        (update._to_params, "", "the update: new params are gathered"),
+        (update.advance, ".<locals>.<lambda>", "the update"),
+        (rounds.Rounds.run, "", "the update: matrices go to their owners, and home"),
+        (inner.update, "", "the update"),
+        (per_device.DeviceLoss._finish, "", "the gradients' reduction, after the backward pass"),
+        (per_device.DeviceLoss._reduced, ".<locals>.average", "the mean of the loss over devices"),
+        (per_device.DeviceLoss._at_the_start, ".<locals>.<listcomp>", "params are gathered once per step"),
+        (gradients.LossFunction.measure, ".<locals>.body", "the gradients"),
+        (per_device.DeviceLoss.run, "", ""),
+    ],
+)
+def test_parts_of_a_step_say_themselves_what_they_are(fn, within, says):
+    """Of functions inside each other a function's own words come first, then those of the innermost module."""
+    frame = (inspect_.getsourcefile(fn), fn.__qualname__ + within)
+    around = [(step.__file__, "TrainStep._step"), (jax.__file__, "jit")]
+    assert part_of([frame]) == part_of([*around, frame, *around]) == says
+    outer = (gradients.__file__, "LossFunction.measure")
+    assert part_of([frame, outer]) == (says or "the gradients")

@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import leaf_plan
-from jaxshard.programs.source import place_of
+from jaxshard.programs.source import part_of, place_of
 from jaxshard.step.step import TrainStep, loss_of
 
 
@@ -205,7 +205,7 @@ def _where(stack: Sequence[Frame]) -> tuple[str, str]:
     place = place_of((frame.file, frame.line) for frame in stack)
     if place.own:
         return place.own, ""
-    part = next(_parts(stack), "the step")
+    part = part_of((frame.file, frame.function) for frame in stack) or "the step"
     return "", f"{part} ({place.library})" if place.library else part
 
 
@@ -214,23 +214,3 @@ def _code(line: str) -> str:
     file, _, number = line.rpartition(":")
     found = (linecache.getline(os.path.join(folder, file), int(number)) for folder in (os.getcwd(), *sys.path))
     return next(filter(None, found), "").strip()
-
-
-_PARTS = (
-    ("step/skips.py", "", "the check that all is finite"),
-    ("optimizer/update.py", "_to_params", "the update: new params are gathered"),
-    ("optimizer/owners/rounds.py", "", "the update: matrices go to their owners, and home"),
-    ("optimizer/update.py", "", "the update"),
-    ("optimizer/inner/update.py", "", "the update"),
-    ("loss/per_device.py", "DeviceLoss._finish", "the gradients' reduction, after the backward pass"),
-    ("loss/per_device.py", "DeviceLoss._reduced", "the mean of the loss over devices"),
-    ("loss/per_device.py", "DeviceLoss._at_the_start", "params are gathered once per step"),
-    ("loss/gradients.py", "", "the gradients"),
-)
-"""Parts of a step of jaxshard: the file and the function that traced it, and what it is for."""
-
-
-def _parts(stack: Sequence[Frame]) -> Iterator[str]:
-    for file, function, name in _PARTS:
-        if any(frame.file.endswith(f"jaxshard/{file}") and function in frame.function for frame in stack):
-            yield name

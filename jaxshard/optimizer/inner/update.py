@@ -12,6 +12,8 @@ import optax
 from jaxshard.base.tree import check_same_structure, named_leaves, path_of, structure
 from jaxshard.base.types import Tree
 
+PART = "the update"  # in a step, for `programs.source`
+
 Update: TypeAlias = Callable[
     [optax.GradientTransformation, Tree, Tree, Tree, Mapping[str, Tree]], tuple[Tree, Tree]
 ]  # what `update` is: (inner, gradients, state, params, further arguments) -> (updates, state)

@@ -31,6 +31,8 @@ from jaxshard.optimizer.owners.jobs import (
     widest,
 )
 
+PART = "the update: matrices go to their owners, and home"  # in a step, for `programs.source`
+
 _AT_ONCE = 2**22  # the elements of the matrices that one device works on at the same time
 
 

@@ -11,6 +11,7 @@ from jaxshard.programs.primitives import (
     ADDS,
     CHOOSES,
     DIV,
+    KINDS,
     MULTIPLIES,
     OVER_DEVICES,
     POWERS,
@@ -41,7 +42,6 @@ from jaxshard.programs.rows.labels import (
     worst,
 )
 from jaxshard.programs.rows.partners import Partners
-from jaxshard.programs.table import KINDS
 
 
 class Arithmetic:

@@ -14,7 +14,7 @@ from jaxshard.programs.jaxprs import (
     open_jaxpr,
     scan_split,
 )
-from jaxshard.programs.primitives import ONLY_READS, OWN_BACKWARD, kind_of, takes_whole_ref
+from jaxshard.programs.primitives import ONLY_READS, OWN_BACKWARD, Kind, kind_of, takes_whole_ref
 from jaxshard.programs.rows import indexing, moves
 from jaxshard.programs.rows.arithmetic import Arithmetic, over_parts
 from jaxshard.programs.rows.devices import Devices
@@ -35,7 +35,6 @@ from jaxshard.programs.rows.labels import (
     stopped,
     worst,
 )
-from jaxshard.programs.table import Kind
 
 Labels: TypeAlias = list[Label]
 _MOVES: dict[Kind, moves.Rule] = {
