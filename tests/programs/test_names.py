@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(jaxshard.__file__).parent
 TABLE = "programs/table.py"
 OTHER_WORDS = {
     "checkpoint/retention.py": "which of the measured values is the best",
-    "inspect/hlo.py": "opcodes of HLO, the language of compiled programs",
+    "inspect/traffic.py": "opcodes of HLO, the language of compiled programs",
     "inspect/schedule.py": "opcodes of HLO",
     "loss/loss_program.py": "words of JAX's error texts",
 }
