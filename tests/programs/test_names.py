@@ -65,7 +65,11 @@ def compared_with_primitives(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             found = [text for side in sides for text in texts([side]) + collected(side) if text in ROWS]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "swith" in node.func.attr:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+        ):
             sides = [node.func.value]
             words = [text for given in node.args for text in texts([given]) + collected(given)]
             found = [word for word in words if sum(name.startswith(word) for name in ROWS) > 1]
