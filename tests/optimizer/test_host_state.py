@@ -13,12 +13,12 @@ from jaxshard.apps.config.config import ModelConfig
 from jaxshard.apps.model.model import LanguageModel, Pipelined
 from jaxshard.digest import digests
 from jaxshard.layout import memory_option
-from jaxshard.optimizer import host_state
+from jaxshard.optimizer import host_state, streams
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(host_state, "_CHUNK", 64)
+    monkeypatch.setattr(streams, "_CHUNK", 64)
 
 
 def memories(state):
@@ -100,8 +100,8 @@ def make(memory="host", tx=None, strategy="zero2", **options):
 @pytest.mark.parametrize("max_skips", [None, 100])
 def test_adams_state_is_streamed_and_once_more_to_be_judged(monkeypatch, max_skips):
     found = []
-    streams = host_state._Streams._streams
-    monkeypatch.setattr(host_state._Streams, "_streams", lambda self: found.append(streams(self)) or found[-1])
+    found_streams = host_state._Streams._streams
+    monkeypatch.setattr(host_state._Streams, "_streams", lambda self: found.append(found_streams(self)) or found[-1])
     opt = make(tx=TXS["adamw, clipped"](), strategy="zero3")
     jaxshard.train_step(small_loss, opt, max_skips=max_skips).lower(small(), opt.init(small()), ROWS)
     judged = max_skips is not None

@@ -11,7 +11,7 @@ import pytest
 from test_skips import STRATEGIES, batch, every_copy, loss, make, params, weighted
 
 import jaxshard
-from jaxshard.optimizer import host_state
+from jaxshard.optimizer import streams
 
 UPDATE = "the update of [bvw]"
 GRADIENT = "the gradient of [bvw] is not finite"
@@ -19,7 +19,7 @@ GRADIENT = "the gradient of [bvw] is not finite"
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(host_state, "_CHUNK", 64)
+    monkeypatch.setattr(streams, "_CHUNK", 64)
 
 
 def widened(p):
