@@ -214,7 +214,7 @@ class Arithmetic:
         return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in OVER_DEVICES)
 
     def in_groups(self, label: Label, dims: set[int], trail: Trail) -> PerRow | None:
-        """The label of rows that change places along `dims` within groups of rows; None: these are no groups."""
+        """The label of rows that are permuted along `dims` within groups of neighbours; None if they leave these."""
         if not isinstance(label, PerRow):
             return None
         coarse = dataclasses.replace(label, parts=tuple(part for part in label.parts if part.dim not in dims))
@@ -252,7 +252,7 @@ def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
 
 
 def _so_far(running: PerRow | Stat, trail: Trail) -> Mixed:
-    """The label of what is made, otherwise than by adding, of what a scan has added up so far."""
+    """The label of a partial sum of a scan that is used, otherwise than by adding to it, before the scan ended."""
     return Mixed("statistic", trail, running.plus if isinstance(running, PerRow) else running.trail)
 
 

@@ -114,7 +114,7 @@ class Growth:
     def _counts_all_devices(self, size: int, divisor: float) -> bool:
         """Whether a sum of `size` elements is divided by a number of rows that all devices have together.
 
-        It is not, if the factor may as well be the size of a dim of the elements.
+        False if the divisor could also be the size of a dim of the elements.
         """
         mine, rest = divmod(round(divisor), self.num_parts)
         if rest or abs(divisor - round(divisor)) > 1e-6 * divisor or not mine:

@@ -53,7 +53,7 @@ class Free:
       drawn: random numbers of a key that is a constant.
       scaled: it is a multiple of what may be the number of rows, or of its inverse.
       summed: a sum over devices is in it, or (); a sum over devices of a sum over rows has degree 0, of a mean -1.
-      fresh: it is that sum, and nothing else.
+      fresh: nothing was done to the sum over devices since.
     """
 
     varied: frozenset[int] = frozenset()
@@ -77,9 +77,9 @@ class PerRow:
       order: 0: the batch's order; another equation's id: that changed it.
       degree: as of `Stat`, before the sum over rows.
       size: the number of elements already summed, where rows are summed in part.
-      summed: the sum over a part of the rows, or ().
+      summed: the equation that summed some, but not all, of the rows; () if none did.
       plus: a statistic of the rows that was added, or ().
-      running: the statistic is what a scan over rows has added up so far.
+      running: the statistic is a partial sum of a scan over rows.
       added: it is the sum of this many elements along other dims, and nothing else; or 0.
       shifted: it is made of whole numbers, to which each row's place was added: an index, most often.
       by_devices, by_sum: as of `Stat`.

@@ -29,8 +29,8 @@ class Verdict:
       problem: why it is no mean over rows, and the cure; "" if nothing is known against it.
       unknown: where rows could not be followed any further; "" if they could.
       row_dims: for each output of the program, the dim along which it has the batch's rows, one for each row; or None.
-      folded: for each output, whether it has rows otherwise: they share a dim with something else, lie in another
-        order, or have a statistic of rows added.
+      folded: for each output, whether its rows share a dim with something else, are permuted, or have a statistic of
+        rows added.
       counted: for each output, whether it is made from the number of rows, and from no row's values.
       averaged: for each output, why its average over devices is not what one device would return, in words; or "".
       group: the number of rows in a row that are computed with together, as one.
@@ -190,7 +190,7 @@ def _of_rows(question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: 
 
 
 def _of_powers(question: Question, jaxpr: Jaxpr, rows: int, outs: Sequence[Label]) -> bool:
-    """Whether some outputs with rows are known to be larger or smaller where there are more rows."""
+    """Whether some output with rows scales with the number of rows."""
     if not any(isinstance(label, PerRow) and label.degree != 0 for label in outs[2:]):
         return False
     try:
