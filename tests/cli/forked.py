@@ -13,7 +13,6 @@ import time
 import traceback
 from pathlib import Path
 
-MODULES = ("train", "tokenize", "generate", "eval", "plan", "explain", "bench", "ckpt", "doctor")
 
 
 @dataclasses.dataclass
@@ -66,14 +65,16 @@ def listing(folder):
 def _serve():
     import importlib
 
-    for name in MODULES:
-        importlib.import_module(f"jaxshard.cli.{name}")
-    for name in ("tokenizers", "jaxshard.plan.pages.drawing", "jaxshard.apps.bench.nnx_peer"):
+    from jaxshard.cli import _COMMANDS
+
+    for name in (*_COMMANDS.values(), "jaxshard.plan.pages.drawing"):
+        importlib.import_module(name)
+    for name in ("tokenizers", "jaxshard.apps.bench.nnx_peer"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in sys.argv[1:]:
         module, _, function = name.partition(".")
-        setattr(sys.modules[f"jaxshard.cli.{module}"], function, lambda *_: 0)
+        setattr(sys.modules[_COMMANDS[module]], function, lambda *_: 0)
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_forked(*json.loads(line))), flush=True)
