@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 
 
-
 @dataclasses.dataclass
 class Ended:
     """How a command ended: `status` is None where its time was up; `peak` counts the bytes it took itself."""
