@@ -67,8 +67,7 @@ class Interrupts:
         if handlers != self._handlers:
             self._wrap(handlers)
         self._raise_held()
-        frame = inspect.currentframe()
-        own = frame.f_back if frame else None
+        own = getattr(inspect.currentframe(), "f_back", None)  # held by no name: a frame that held itself would stay
         if own is None:
             return
         caller = own.f_back or own

@@ -46,7 +46,7 @@ class Written(list):
 def a_meter(schedule=lambda step: 0.1 * step, config=CONFIG):
     """A meter of a run of no model, and what it wrote."""
     run = SimpleNamespace(config=config, schedule=schedule, text=SimpleNamespace(is_bytes=True))
-    run.opt = SimpleNamespace(mesh=jaxshard.make_mesh())
+    run.mesh = jaxshard.make_mesh()
     written = Written()
     return Meter(run, written, Written(), Snapshot({}, {"count": 0}, 0, None, None)), written
 

@@ -1,6 +1,7 @@
-"""What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module here knows its ways.
+"""What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module calls it.
 
-Its barrier, which is another matter, is in `processes.agreement`; the paths that it is given are in `paths`.
+Its barrier, which is another matter, is in `processes.agreement`; the paths that it is given are in `paths`. What lies
+in its files is in `sizes`, what it logs in `quiet`, what its errors mean in `errors`.
 """
 
 import contextlib
