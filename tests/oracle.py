@@ -1,5 +1,6 @@
 """What every strategy is compared with: jitted optax on one device, over the whole batch."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,17 +99,31 @@ def distance(a, b):
 
 def distances(a, b):
     """Path -> distance, over trees that must have the same structure and dtypes."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_equal(jnp.result_type(x), jnp.result_type(y)), a, b)
+    assert_same_dtypes(a, b)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(b)[0]]
     return dict(zip(paths, map(distance, jax.tree.leaves(a), jax.tree.leaves(b)), strict=True))
 
 
+def assert_same_dtypes(a, b):
+    """And the same structure."""
+
+    def dtypes(x, y):
+        return f"{jnp.result_type(x)} is not {jnp.result_type(y)}"
+
+    chex.assert_trees_all_equal_comparator(lambda x, y: jnp.result_type(x) == jnp.result_type(y), dtypes, a, b)
+
+
 def assert_close(a, b, tolerance):
-    wrong = {path: far for path, far in distances(a, b).items() if not far <= tolerance}
-    assert not wrong, wrong
+    """The same structure, shapes and dtypes; each leaf within the tolerance, by `distance`."""
+    assert_same_dtypes(a, b)
+    chex.assert_trees_all_equal_comparator(
+        lambda x, y: distance(x, y) <= tolerance, lambda x, y: f"{distance(x, y)} apart, {tolerance} allowed", a, b
+    )
 
 
 def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+    """Byte by byte, of the same structure and dtypes."""
+    assert_same_dtypes(a, b)
+    chex.assert_trees_all_equal_comparator(
+        lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), lambda x, y: f"{x} is not {y}", a, b
+    )

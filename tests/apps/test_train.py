@@ -9,6 +9,7 @@ import shlex
 import signal
 import struct
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -65,11 +66,6 @@ def saved_snapshot(folder, *, devices=8):
 def saved(folder, *, devices=8):
     """The same, each leaf as NumPy."""
     return jax.tree.map(np.asarray, dataclasses.asdict(saved_snapshot(folder, devices=devices)))
-
-
-def assert_equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def records(folder):
@@ -200,7 +196,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, monkeypatch, c
     assert "interrupted after step 3; the model is saved" in capsys.readouterr().out
     assert saved(parts)["step"] == 3
     assert main(["train", "--resume", "--out", str(parts)]) == 0
-    assert_equal(saved(whole), saved(parts))
+    chex.assert_trees_all_equal(saved(whole), saved(parts))
     assert [record["step"] for record in records(parts)] == [2, 3, 4, 6, 6]
 
 
@@ -211,7 +207,7 @@ def test_resume_goes_on_under_another_strategy_and_mesh_and_longer(tiny, tmp_pat
         assert main(["train", tiny, "--out", str(run)]) == 130
     assert "best" not in capsys.readouterr().out  # nothing was evaluated yet
     before = saved(run)
-    assert_equal(before, saved(run, devices=2))
+    chex.assert_trees_all_equal(before, saved(run, devices=2))
     other = ["--sharding.strategy", "zero3", "--sharding.devices", "4", "--train.steps", "7"]
     assert main(["train", "--resume", "--out", str(run), *other]) == 0
     assert (before["step"], saved(run, devices=4)["step"]) == (2, 7)
@@ -281,7 +277,7 @@ def test_finished_run_resumes_to_nothing_more(tiny, tmp_path):
     assert main(["train", tiny, "--out", str(run)]) == 0
     first = saved(run)
     assert main(["train", "--resume", "--out", str(run)]) == 0
-    assert_equal(first, saved(run))
+    chex.assert_trees_all_equal(first, saved(run))
 
 
 def test_position_is_carried_over_so_that_no_row_comes_twice():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization
-from test_checkpointer import assert_same_bits
+from oracle import assert_same_bits
 from test_fuzz_index import with_other_bytes
 
 from jaxshard.checkpoint import CorruptCheckpointError, from_bytes, to_bytes

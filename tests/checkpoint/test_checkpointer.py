@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import assert_same_bits
 
 import jaxshard
 from jaxshard.checkpoint import Best, Checkpointer, CorruptCheckpointError, from_bytes, restoring, to_bytes
@@ -67,13 +68,6 @@ def template_under(opt):
     at = opt.shardings(shapes).params
     placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at)
     return {"params": placed, "state": opt.init(placed)}
-
-
-def assert_same_bits(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_every_strategy_restores_under_every_other(tmp_path):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpointer import assert_same_bits, data_files
+from oracle import assert_same_bits
+from test_checkpointer import data_files
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError, from_bytes, to_bytes

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpointer import assert_same_bits
+from oracle import assert_same_bits
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError

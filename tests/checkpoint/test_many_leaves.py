@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpointer import assert_same_bits
+from oracle import assert_same_bits
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_checkpointer import assert_same_bits
+from oracle import assert_same_bits
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer

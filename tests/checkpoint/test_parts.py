@@ -7,7 +7,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpointer import Pair, assert_same_bits, data_files
+from oracle import assert_same_bits
+from test_checkpointer import Pair, data_files
 
 import jaxshard
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, read

@@ -5,7 +5,7 @@ import os
 
 import jax.numpy as jnp
 import pytest
-from test_checkpointer import assert_same_bits
+from oracle import assert_same_bits
 
 import jaxshard.checkpoint
 from jaxshard.checkpoint import Checkpointer

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from group import Group, program, trainer
+from oracle import assert_same_bits
 from programs import TX, numbers, numbers_placed
-from test_checkpointer import SPECS, assert_same_bits, noise, state_under, template_under
+from test_checkpointer import SPECS, noise, state_under, template_under
 from test_fault_train import TINY, losses, state_bytes, train
 
 import jaxshard

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,7 +184,7 @@ def trained(step, opt, batches=BATCHES):
 
 
 def close(got, want):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def lines_with(error, start):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,9 +84,7 @@ def train(opt, whole=None, **options):
 
 
 def assert_same_base(p):
-    for a, b in zip(jax.tree.leaves(p["base"]), jax.tree.leaves(params()["base"]), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(p["base"], params()["base"], strict=True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

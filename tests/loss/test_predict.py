@@ -1,5 +1,6 @@
 """`predict` and leaves of aux that keep the batch's rows: all rows, in the batch's order, on any mesh."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +34,8 @@ def test_rows_come_in_order(strategy, n):
     f = jaxshard.predict(outputs, opt_of(strategy, n, min_shard_size=1))
     want = jax.jit(outputs)(W, BATCH)
     for got in (f(W, BATCH), jax.jit(f)(W, BATCH)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
-        assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+        chex.assert_trees_all_close(got, want, rtol=1e-5)
+        chex.assert_trees_all_equal_dtypes(got, want)
     assert got["logits"].sharding.spec == (P("data") if n > 1 else P())
 
 
@@ -98,7 +99,7 @@ def test_leaves_of_aux_with_rows_come_whole_in_order(n):
     found.append((metrics["loss"], metrics["aux"]))
     for got_loss, got in found:
         np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_one_row_on_each_device():
@@ -106,7 +107,7 @@ def test_one_row_on_each_device():
     loss, want = with_aux(W, batch)
     got_loss, got = jaxshard.evaluate(with_aux, opt_of(), has_aux=True)(W, batch)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

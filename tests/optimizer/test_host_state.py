@@ -1,5 +1,6 @@
 """State in the host's memory: streamed through the devices in each update, equal to state on devices."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +74,7 @@ def test_is_what_devices_would_hold(options):
     results = [sharded(loss, opt, params, steps) for opt in opts]
     assert "pinned_host" in memories(results[0][1])
     assert "pinned_host" not in memories(results[1][1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), results[0][0], results[1][0])
+    chex.assert_trees_all_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-6)
     for a, b in zip(*(jax.tree.leaves(result[1]) for result in results), strict=True):
         assert a.dtype == b.dtype
         a, b, narrow = np.asarray(a, np.float64), np.asarray(b, np.float64), a.dtype.itemsize < 4
@@ -115,7 +116,7 @@ def test_updates_outside_of_a_step():
     want, state = plain.update(grads, plain.init(small()), small())
     for update in (opt.update, jax.jit(opt.update)):
         got, kept = update(grads, opt.init(small()), opt.place(small()))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (got, kept), (want, state))
+        chex.assert_trees_all_close((got, kept), (want, state), rtol=1e-6)
     assert memories(opt.init(small())) == {"pinned_host"}
 
 
@@ -138,7 +139,7 @@ def test_explicit_meshes():
     mesh = jax.make_mesh((8,), ("data",))
     got = sharded(small_loss, make(mesh=mesh), small(), [ROWS] * 2)
     want = sharded(small_loss, make("device"), small(), [ROWS] * 2)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got[:2], want[:2])
+    chex.assert_trees_all_close(got[:2], want[:2], rtol=1e-6)
 
 
 def test_tensor_parallel():
@@ -154,7 +155,7 @@ def test_tensor_parallel():
         sharded(loss, jaxshard.hybrid(tx, mesh, specs, min_shard_size=16, state_memory=memory), small(), [ROWS] * 2)
         for memory in ("host", "device")
     ]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got[0][:2], got[1][:2])
+    chex.assert_trees_all_close(got[0][:2], got[1][:2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_digests_and_copies():
     assert digests(state) == digests(jax.device_put(state, device.shardings(small()).state))
     same = host.synchronize(state)
     assert memories(same) == {"pinned_host"}
-    jax.tree.map(np.testing.assert_array_equal, same, state)
+    chex.assert_trees_all_equal(same, state)
 
 
 def test_half_of_the_bytes():
@@ -314,5 +315,5 @@ def test_state_of_which_somebody_has_a_view():
     got = step(params, state, ROWS)
     assert len(given) == 2
     assert not any(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got[:2], want[:2])
+    chex.assert_trees_all_equal(got[:2], want[:2])
     assert memories(got[1]) == {"pinned_host"}

@@ -5,6 +5,7 @@ Each optimizer here was, or could be, silently wrong: each device got other para
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,8 +71,8 @@ def right(strategy, inner, **how):
     p = jax.tree.map(jnp.asarray, params())
     grads = jax.tree.map(lambda g: g.mean(0), gradients())
     want, want_state = jax.jit(inner.update)(grads, inner.init(p), p)
-    for got, one in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((want, want_state)), strict=True):
-        np.testing.assert_allclose(got, one, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close((updates, state), (want, want_state), rtol=1e-5, atol=1e-6)
+    for got in jax.tree.leaves((updates, state)):
         for shard in got.addressable_shards if got.sharding.is_fully_replicated else ():
             np.testing.assert_array_equal(shard.data, got.addressable_shards[0].data)
 
@@ -136,16 +137,17 @@ def test_where_jax_refuses_the_type_itself_the_cause_is_told(loop, strategy):
 def test_what_was_reduced_first_is_right(strategy):
     scaled = lambda x: optax.sgd(0.1 * lax.pmean(x, AXES))  # noqa: E731
     got, _ = run(strategy, scaled, start=optax.sgd(0.1))
-    grads = jax.tree.map(lambda g: g.mean(0), gradients())
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.45 * g, rtol=1e-5, atol=1e-6), got, grads)
+    want = jax.tree.map(lambda g: -0.45 * g.mean(0), gradients())
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_reduction_in_the_optimizer_is_right_where_nothing_is_cut():
     inner = each(lambda g: lax.pmean(g, AXES) * 2)
     got, _ = run("ddp", lambda x: inner)
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, 2 * g.mean(0), rtol=1e-5, atol=1e-6), got, gradients())
+    mean = jax.tree.map(lambda g: g.mean(0), gradients())
+    chex.assert_trees_all_close(got, jax.tree.map(lambda g: 2 * g, mean), rtol=1e-5, atol=1e-6)
     scaled, _ = run("ddp", lambda x: each(lambda g: g * lax.pmean(x, AXES)), start=inner)
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, 4.5 * g.mean(0), rtol=1e-5), scaled, gradients())
+    chex.assert_trees_all_close(scaled, jax.tree.map(lambda g: 4.5 * g, mean), rtol=1e-5)
     refused("zero2", lambda x: inner, "`psum", "not known to be right")
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,12 +80,16 @@ def oracle(inner, params, batches):
 
 
 def assert_close(got, want, tolerance=1e-5):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), jax.tree_util.keystr(path)
+    """Same structure, shapes and dtypes; values within `tolerance` of each leaf's largest."""
+
+    def error(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.max(np.abs(a - b), initial=0)
-        assert error <= tolerance * max(np.max(np.abs(b), initial=0), 1e-3), f"{jax.tree_util.keystr(path)}: {error}"
+        return np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-3)
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: error(a, b) <= tolerance, lambda a, b: f"{error(a, b)} apart", got, want
+    )
 
 
 INNERS = {"sgd": lambda: optax.sgd(LR, momentum=0.9), "adamw": lambda: optax.adamw(LR, weight_decay=0.1)}
@@ -408,8 +413,7 @@ def test_a_shard_map_may_leave_out_axes_of_size_1():
     given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs), "axis_names": {"data"}}
     got, _ = jax.jit(jax.shard_map(step, mesh=opt.mesh, **given))(params, opt.init(params), batch)
     want, _ = oracle(INNERS["adamw"](), params, [batch])
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_compiles_once(count_compilations):

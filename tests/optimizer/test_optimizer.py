@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import NamedTuple
 
+import chex
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -85,17 +86,19 @@ def _plain(x):
 
 def assert_close(got, want, tolerance=1e-6):
     """Same structure, shapes and dtypes; values within `tolerance` of each leaf's largest."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        a, b, name = _plain(a), _plain(b), jax.tree_util.keystr(path)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+
+    def close(a, b):
         a, b = a.astype(np.float64), b.astype(np.float64)
-        assert np.max(np.abs(a - b), initial=0) <= tolerance * (1 + np.max(np.abs(b), initial=0)), name
+        return np.max(np.abs(a - b), initial=0) <= tolerance * (1 + np.max(np.abs(b), initial=0))
+
+    got, want = jax.tree.map(_plain, got), jax.tree.map(_plain, want)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_equal_comparator(close, lambda a, b: f"{a} is not {b}", got, want)
 
 
 def assert_at(tree, shardings):
-    for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(shardings), strict=True):
-        assert x.sharding == sharding, f"{jax.tree_util.keystr(path)}: {x.sharding} is not {sharding}"
+    at = jax.tree.map(lambda x: x.sharding, tree)
+    chex.assert_trees_all_equal_comparator(lambda a, b: a == b, lambda a, b: f"{a} is not {b}", at, shardings)
 
 
 def is_cut(tree):

@@ -1,5 +1,6 @@
 """What a stranger's optimizer returns: updates that do not fit the params, and states of odd kinds."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +94,7 @@ def test_an_update_is_broadcast(name, strategy):
     tx = returning(BROADCAST[name])
     opt = sharded(strategy, tx)
     plain = optax.apply_updates(PARAMS, tx.update(jax.grad(loss)(PARAMS, BATCH), tx.init(PARAMS), PARAMS)[0])
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), train(opt), plain)
+    chex.assert_trees_all_close(train(opt), plain, rtol=1e-5)
     assert update(opt)["w"].shape == (16, 3)
 
 
@@ -118,7 +119,7 @@ def test_concrete_arrays_in_a_trace_need_no_state(strategy, kind):
     give = {"NumPy's": lambda p: p, "on one device": lambda p: jax.tree.map(jnp.asarray, p), "placed": opt.place}[kind]
     params = give(PARAMS)
     got = jax.jit(lambda: opt.update(params, opt.init(params), opt.place(params))[0])()
-    jax.tree.map(np.testing.assert_array_equal, got, PARAMS)
+    chex.assert_trees_all_equal(got, PARAMS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

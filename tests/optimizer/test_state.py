@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,21 +288,17 @@ def test_a_users_functions_are_traced_once_on_shapes_and_once_for_the_program(st
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_loss_is_traced_once_or_twice(strategy, microbatches):
-    traces = []
+    def trained(most):
+        chex.clear_trace_counter()
+        opt = make(strategy, optax.adam(0.1))
+        p, state = opt.place(params()), opt.init(params())
+        step = jaxshard.train_step(chex.assert_max_traces(loss, most), opt, microbatches=microbatches)
+        for x in batches():
+            p, state, _ = step(p, state, x)
 
-    def counting(p, x):
-        traces.append(1)
-        return loss(p, x)
-
-    opt = make(strategy, optax.adam(0.1))
-    p, state, step = (
-        opt.place(params()),
-        opt.init(params()),
-        jaxshard.train_step(counting, opt, microbatches=microbatches),
-    )
-    for x in batches():
-        p, state, _ = step(p, state, x)
-    assert 1 <= len(traces) <= 2
+    trained(2)
+    with pytest.raises(AssertionError, match="'loss' is traced > 0 times"):
+        trained(0)
 
 
 def test_an_init_of_values_runs_once():

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +79,7 @@ def test_what_was_changed_meanwhile_is_seen(change, donate):
     p, s = change(p, s)
     want = fresh(*jax.tree.map(jnp.copy, (p, s)), BATCH)
     got = step(p, s, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, got[:2], want[:2])
+    chex.assert_trees_all_equal(got[:2], want[:2])
     assert jax.tree.leaves(got[0])[0].sharding == jax.tree.leaves(want[0])[0].sharding
 
 
@@ -99,7 +100,7 @@ def test_a_rate_that_was_set_meanwhile():
     s.hyperparams["learning_rate"] = 0.0
     before = jax.tree.map(np.array, p)
     p, s, _ = step(p, s, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, before, p)
+    chex.assert_trees_all_equal(before, p)
 
 
 def test_two_models_by_turns():
@@ -115,7 +116,7 @@ def test_two_models_by_turns():
         p2, s2, _ = plain(p2, s2, BATCH)
     for _ in range(3):
         q2, t2, _ = plain(q2, t2, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, (p, s, q, t), (p2, s2, q2, t2))
+    chex.assert_trees_all_equal((p, s, q, t), (p2, s2, q2, t2))
 
 
 def test_who_drops_the_results_frees_them():
