@@ -27,7 +27,9 @@ NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests
   tests/layout/test_layout.py tests/step/test_strategies.py tests/step/test_traps.py tests/optimizer/test_local_view.py \
   tests/step/test_once.py tests/step/test_mutations.py tests/platforms/test_compiler_options.py tests/platforms/test_backward.py \
   tests/pipelining tests/plan/test_costs.py tests/inspect \
-  tests/checkpoint tests/apps/test_config.py tests/docs/test_docstrings.py \
+  tests/checkpoint/test_checkpointer.py tests/checkpoint/test_conversion.py tests/checkpoint/test_as_bytes.py \
+  tests/checkpoint/test_finite.py tests/checkpoint/test_many_leaves.py tests/checkpoint/test_other_options.py \
+  tests/checkpoint/test_parts.py tests/apps/test_config.py tests/docs/test_docstrings.py \
   tests/optimizer/test_precision.py::test_given_equal_gradients_every_strategy_rounds_alike \
   tests/apps/test_train.py::test_training_equals_one_device tests/plan/test_search.py::test_the_command_ranks \
   tests/faults/test_fault_train.py::test_two_processes_of_two_devices_train_as_one_of_four
