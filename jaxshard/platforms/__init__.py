@@ -14,8 +14,8 @@ _ALL = {platform.name: platform for platform in (CPU, GPU, TPU)}
 
 
 def named(name: str) -> Platform:
-    """The platform of that name; what is not known is treated as the CPU."""
-    return _ALL.get(name, CPU)
+    """The platform of that name; of one that is not known only the order of cuts is set, as on TPU and CPU."""
+    return _ALL.get(name) or Platform(name, TPU.rank_of_cut, TPU.tile)
 
 
 def of(mesh: Mesh | AbstractMesh) -> Platform:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxshard
+from jaxshard import platforms
 from jaxshard.layout.options import STRATEGIES
 from jaxshard.platforms import OURS
 from jaxshard.platforms.gpu import SEVERAL_AT_ONCE, SMALL_GATHERS, SUMS_BEHIND, TWO_STEPS_IN_ONE
@@ -104,3 +105,9 @@ def test_a_value_that_fits_no_option_is_told():
 def test_what_is_no_mapping_of_names_to_values_is_refused(options):
     with pytest.raises(TypeError, match="compiler_options"):
         step_with(options)
+
+
+def test_a_platform_that_is_not_known_gets_nothing_that_is_meant_for_another():
+    found = platforms.named("metal")
+    assert found == platforms.Platform("metal", platforms.CPU.rank_of_cut, platforms.CPU.tile)
+    assert found.compiler_options == ()
