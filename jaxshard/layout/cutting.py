@@ -80,15 +80,7 @@ def cut_leaf(
 
     Only dims that `spec` leaves free can be cut. Each axis may cut another dim. A leaf that cannot be cut into N
     parts is cut into as many as its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"):
-
-    * On TPU and CPU the last dim, if its shards are multiples of 128 elements (256 where gradients have two bytes and
-      the leaf is no table); then the second last, if its shards are multiples of 8; then any other; and a
-      stacked-layers dim last of all.
-    * On GPU the first dim that is no stacked-layers dim, then the next: XLA for GPU gathers and scatters along the
-      first dim in memory, and transposes what is cut along another. Tables are cut along their features.
-
-    A stacked-layers dim is the first of three or more; on GPU only if it is at most 256. A table is a matrix of at
-    least six times as many rows as columns.
+    `rank_of_cut` in `platforms.tpu` (for CPU, too) and `platforms.gpu` says so.
     """
     taken = {axis for entry in spec for axis in axes_in(entry)}
     levels = [{axis: sizes[axis] for axis in axes if sizes[axis] > 1 and axis not in taken} for axes in config.cut_axes]

@@ -111,7 +111,7 @@ def unpacked(kinds: Sequence[Kind], home: Buffers, gathered: Buffers) -> list[ja
     return outs
 
 
-def _unstacked(x: jax.Array, kind: Kind) -> jax.Array:
+def unstacked(x: jax.Array, kind: Kind) -> jax.Array:
     """(units, *part) -> the part of a job's result."""
     return x.reshape((x.shape[0], *kind.part[1:])) if kind.stacked else x[0]
 

@@ -22,12 +22,12 @@ from jaxshard.optimizer.owners.jobs import (
     Job,
     Kind,
     Share,
-    _unstacked,
     concatenated,
     packed,
     padded,
     sizes_of,
     unpacked,
+    unstacked,
     widest,
 )
 
@@ -65,7 +65,7 @@ class Rounds:
             start = 0
             for i in places:
                 job, stop = self.jobs[i], start + self.jobs[i].num_units
-                found[i] = [_unstacked(x[start:stop], kind) for x, kind in zip(outs, job.outs, strict=True)]
+                found[i] = [unstacked(x[start:stop], kind) for x, kind in zip(outs, job.outs, strict=True)]
                 start = stop
         return [found[i] for i in range(len(self.jobs))]
 
