@@ -4,13 +4,13 @@ import os
 import resource
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+from clock import at_most
 from test_damage import edited
 
 import jaxshard.checkpoint
@@ -142,10 +142,8 @@ def test_a_description_of_a_terabyte_is_not_read(step, name):
     """Nor is the hole in it, to see whether the disk can be read."""
     os.truncate(step / name, HUGE)
     checkpoints = Checkpointer(step.parent)
-    start = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match=r"has more than 268,435,456 bytes"):
+    with at_most(20), pytest.raises(CorruptCheckpointError, match=r"has more than 268,435,456 bytes"):
         checkpoints.verify(1)
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("shape", [[0], [64, 0, 128], [1] * 65])

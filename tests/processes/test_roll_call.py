@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from clock import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,14 +194,12 @@ def test_silent_callers_take_no_time(address):
 
 def test_slow_callers_are_sent_away(address, monkeypatch):
     monkeypatch.setattr("jaxshard.processes.listening._CALL_SECONDS", 0.5)
-    with process_0(address) as ended, connected(address) as slow:
-        start = time.monotonic()
+    with process_0(address) as ended, connected(address) as slow, at_most(2):
         with contextlib.suppress(OSError):
             for byte in b"jaxshard 1 2\n":
                 slow.sendall(bytes([byte]))
                 time.sleep(0.1)
         assert closed_by_the_other(slow)
-        assert time.monotonic() - start < 2
     assert "process 1 of 2 did not come" in str(ended[0])
 
 
@@ -325,12 +324,11 @@ def endlessly(connection):
 )
 def test_what_is_no_process_0_does_not_hold_a_caller_up(address, answer, monkeypatch):
     monkeypatch.setattr("jaxshard.processes.start._LAST_WORDS_SECONDS", 0.5)
-    start = time.monotonic()
-    with in_its_place(address, answer):
-        (error,) = outcomes(address, [(2, 1)], seconds=1.0)
-    assert isinstance(error, TimeoutError)
-    assert "found no process 0" in str(error)
-    assert time.monotonic() - start < 3
+    with at_most(3):
+        with in_its_place(address, answer):
+            (error,) = outcomes(address, [(2, 1)], seconds=1.0)
+        assert isinstance(error, TimeoutError)
+        assert "found no process 0" in str(error)
 
 
 def test_a_stranger_cannot_say_go_where_the_run_has_an_id(address, monkeypatch):
@@ -415,9 +413,8 @@ def strangers_call(address, num_calls, seed):
             else:
                 connection.close()
         assert ended == []
-        start = time.monotonic()
-        assert outcomes(address, [(3, 1), (3, 2)]) == [None, None]
-        assert time.monotonic() - start < 5
+        with at_most(5):
+            assert outcomes(address, [(3, 1), (3, 2)]) == [None, None]
     assert ended[0] is None
 
 
