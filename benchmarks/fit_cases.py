@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxshard
 from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig, TrainConfig
-from jaxshard.apps.trainer import build
+from jaxshard.apps.trainer import parts
 from jaxshard.cli.plan import rows as command
 
 DEVICES = 8
@@ -44,13 +44,13 @@ def runner(config: Config, candidate: jaxshard.plan.Candidate):
     """A function that takes one step of the candidate, for real."""
     chosen = command.sharded_as(config, candidate)
     mesh = jaxshard.make_mesh(**candidate.sizes)
-    model, _, opt, shapes = build.make_parts(chosen, mesh)
+    model, _, opt, shapes = parts.make_parts(chosen, mesh)
     init = jax.jit(model.init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
     params = init(jax.random.key(0))
     held = [params, opt.init(params)]
     tokens = np.random.default_rng(0).integers(0, 256, (config.train.rows, config.model.sequence_length + 1))
     batch = jaxshard.shard_batch({"tokens": tokens.astype(np.int32)}, opt)
-    step = build.make_step(chosen, model, opt)
+    step = parts.make_step(chosen, model, opt)
 
     def take(count: int) -> float:
         start = time.perf_counter()

@@ -28,6 +28,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import (
     Config,
     DataConfig,
@@ -36,7 +37,6 @@ from jaxshard.apps.config.config import (
     PrecisionConfig,
     ShardingConfig,
     TrainConfig,
-    check,
 )
 from jaxshard.apps.trainer.build import Run, prepare
 

@@ -9,10 +9,11 @@ from safetensors import numpy as safetensors_numpy
 
 import jaxshard
 from jaxshard.apps.config import toml
+from jaxshard.apps.config.devices import make_mesh
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.runs.run_folder import RunFolder
-from jaxshard.apps.trainer import build, generate
+from jaxshard.apps.trainer import generate, parts
 
 RECORDED = pathlib.Path(__file__).parent / "hf"
 NAMES = ("gpt2", "llama", "llama_tied")
@@ -49,8 +50,8 @@ def saved_run(folder, config, params, **others):
 
 def placed(config, found):
     """(model, optimizer, parameters of an opened folder) under the strategy of a configuration."""
-    mesh = build.make_mesh(config.sharding)
-    model, _, opt, template = build.make_parts(config, mesh)
+    mesh = make_mesh(config.sharding)
+    model, _, opt, template = parts.make_parts(config, mesh)
     return model, opt, linear.nested(found.params(linear.by_path(template)))
 
 

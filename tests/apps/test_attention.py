@@ -16,7 +16,7 @@ from jaxshard import plan
 from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig, TrainConfig
 from jaxshard.apps.model.attention import why_not_fused
 from jaxshard.apps.model.fused_attention import fused_attention, plain, splash
-from jaxshard.apps.trainer.build import make_parts, make_step
+from jaxshard.apps.trainer.parts import make_parts, make_step
 from jaxshard.cli.plan import command
 from jaxshard.mesh import abstract_mesh
 from jaxshard.programs.jaxprs import equations

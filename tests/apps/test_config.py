@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxshard.apps.commands.train import parse
 from jaxshard.apps.config import config as configs
 from jaxshard.apps.config import toml
+from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jaxshard.cli import main
 
@@ -251,7 +252,7 @@ def test_checked_is_what_results_not_what_the_file_says_alone(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_is_valid_and_tells_its_command_and_result(path):
-    configs.check(toml.load(path))
+    check(toml.load(path))
     comment = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert f"jaxshard train configs/{path.name}" in comment
     assert "Expect" in comment

@@ -7,24 +7,25 @@ import sysconfig
 import numpy as np
 import pytest
 
-from jaxshard.apps.data import data, standard_library
+from jaxshard.apps.data import data, text_files
+from jaxshard.apps.data.batches import TrainingBatches, heldout_batches
 
 TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
 
 
 def batches(text=TEXT, rows=4, length=16, seed=0):
-    return data.TrainingBatches(text, rows, length, seed)
+    return TrainingBatches(text, rows, length, seed)
 
 
 def test_built_in_text_is_english_of_known_size():
-    text = data.read_text(None)
+    text = text_files.read_text(None)
     assert 400_000 < len(text) < 600_000
     assert b"the" in text.tobytes()
     assert 2.2 < data.zlib_bits_per_byte(text) < 2.4
 
 
 def test_the_standard_library_is_code_of_known_size():
-    text = data.read_text("stdlib")
+    text = text_files.read_text("stdlib")
     assert 7_000_000 < len(text) < 10_000_000
     assert b"def dataclass(" in text.tobytes()
     assert 1.9 < data.zlib_bits_per_byte(text) < 2.1
@@ -32,7 +33,7 @@ def test_the_standard_library_is_code_of_known_size():
 
 def test_the_standard_library_is_the_modules_that_every_distribution_has():
     root = sysconfig.get_path("stdlib")
-    paths = [path.relative_to(root) for path in data.readable("--data", "stdlib")]
+    paths = [path.relative_to(root) for path in text_files.readable("--data", "stdlib")]
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} < {path.as_posix() for path in paths}
     assert {path.parts[0].removesuffix(".py") for path in paths} <= sys.stdlib_module_names
     folders = {folder for path in paths for folder in path.parts}
@@ -42,7 +43,7 @@ def test_the_standard_library_is_the_modules_that_every_distribution_has():
 
 def test_the_end_of_the_standard_library_is_of_many_modules():
     """In alphabetical order it is XML alone."""
-    paths = data.readable("--data", "stdlib")
+    paths = text_files.readable("--data", "stdlib")
     assert len({path.name[0] for path in paths[-len(paths) // 10 :]}) > 8
 
 
@@ -51,11 +52,11 @@ def test_a_module_has_the_same_place_whatever_others_there_are(tmp_path, monkeyp
     for name in ("ast", "json/decoder", "abc", "typing", "site-packages"):
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    every = [path.name for path in standard_library.files("--data")]
+    every = [path.name for path in text_files.stdlib_files("--data")]
     assert sorted(every) == ["abc.py", "ast.py", "decoder.py", "typing.py"] != every
     (tmp_path / "ast.py").unlink()
     every.remove("ast.py")
-    assert [path.name for path in standard_library.files("--data")] == every
+    assert [path.name for path in text_files.stdlib_files("--data")] == every
 
 
 def test_a_python_without_source_says_so(tmp_path, monkeypatch):
@@ -63,7 +64,7 @@ def test_a_python_without_source_says_so(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"data.path: 'stdlib': this Python has no source .*python311\.zip': give a file"
     ):
-        data.read_text("stdlib")
+        text_files.read_text("stdlib")
 
 
 def test_a_file_of_the_name_of_the_standard_library_is_not_passed_over(tmp_path, monkeypatch):
@@ -72,8 +73,8 @@ def test_a_file_of_the_name_of_the_standard_library_is_not_passed_over(tmp_path,
     with pytest.raises(
         ValueError, match=r"--data: 'stdlib' is the source of .* has this name: write ./stdlib for that"
     ):
-        data.readable("--data", "stdlib")
-    assert data.read_text("./stdlib").tobytes() == b"mine"
+        text_files.readable("--data", "stdlib")
+    assert text_files.read_text("./stdlib").tobytes() == b"mine"
 
 
 def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
@@ -81,8 +82,8 @@ def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
     (tmp_path / "b" / "one.txt").write_bytes(b"second \xff")
     (tmp_path / "a.txt").write_bytes(b"first")
     (tmp_path / "c.txt").write_bytes(b"third")
-    assert data.read_text(str(tmp_path)).tobytes() == b"first\nsecond \xff\nthird"
-    assert data.read_text(str(tmp_path / "a.txt")).tobytes() == b"first"
+    assert text_files.read_text(str(tmp_path)).tobytes() == b"first\nsecond \xff\nthird"
+    assert text_files.read_text(str(tmp_path / "a.txt")).tobytes() == b"first"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_bad_path_is_named(tmp_path, make, message):
     path = tmp_path / "text"
     make(path)
     with pytest.raises(ValueError, match=message) as raised:
-        data.read_text(str(path))
+        text_files.read_text(str(path))
     assert str(path) in str(raised.value)
 
 
@@ -122,7 +123,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(ValueError, match=f"data.path: '{tmp_path}' cannot be read: .*Permission denied: .*/a'"):
-        data.read_text(str(tmp_path))
+        text_files.read_text(str(tmp_path))
 
 
 def test_links_to_files_and_folders_are_followed(tmp_path):
@@ -133,7 +134,7 @@ def test_links_to_files_and_folders_are_followed(tmp_path):
     (tmp_path / "text" / "b").symlink_to(tmp_path / "far")
     (tmp_path / "text" / "c").symlink_to(tmp_path / "far" / "deep" / "x")
     (tmp_path / "text" / "a").write_text("near")
-    assert data.read_text(str(tmp_path / "text")).tobytes() == b"near\nfar\nfar"
+    assert text_files.read_text(str(tmp_path / "text")).tobytes() == b"near\nfar\nfar"
 
 
 def test_deep_folders_are_read(tmp_path):
@@ -142,7 +143,7 @@ def test_deep_folders_are_read(tmp_path):
         deep /= "d"
         deep.mkdir()
     (deep / "x").write_text("deep")
-    assert data.read_text(str(tmp_path)).tobytes() == b"deep"
+    assert text_files.read_text(str(tmp_path)).tobytes() == b"deep"
     while deep != tmp_path:  # shutil.rmtree would go too deep
         for file in deep.iterdir():
             file.unlink() if file.is_file() else file.rmdir()
@@ -156,7 +157,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("secret")
     monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ValueError, match=f"{tmp_path}.* cannot be read.*Permission denied"):
-        data.read_text(str(tmp_path))
+        text_files.read_text(str(tmp_path))
 
 
 def test_split_holds_out_the_end():
@@ -221,7 +222,7 @@ def test_processes_take_disjoint_parts_of_the_same_batch():
 def test_each_heldout_byte_but_the_first_is_predicted_once(num_bytes):
     text = np.arange(num_bytes, dtype=np.uint16)
     targets, total = [], 0
-    for batch, weight in data.heldout_batches(text, rows=4, length=16):
+    for batch, weight in heldout_batches(text, rows=4, length=16):
         assert batch["tokens"].shape == (4, 17)
         assert weight == batch["weights"].sum() > 0
         targets += batch["tokens"][:, 1:][batch["weights"] == 1].tolist()
@@ -233,7 +234,7 @@ def test_each_heldout_byte_but_the_first_is_predicted_once(num_bytes):
 def test_heldout_rows_of_a_process():
     text = np.arange(100, dtype=np.uint8)
     for (whole, weight), (mine, same) in zip(
-        data.heldout_batches(text, 4, 16), data.heldout_batches(text, 4, 16, 2, 4), strict=True
+        heldout_batches(text, 4, 16), heldout_batches(text, 4, 16, 2, 4), strict=True
     ):
         np.testing.assert_array_equal(whole["tokens"][2:], mine["tokens"])
         np.testing.assert_array_equal(whole["weights"][2:], mine["weights"])

@@ -8,6 +8,7 @@ import pytest
 
 from jaxshard.apps.config.config import DataConfig
 from jaxshard.apps.data import data
+from jaxshard.apps.data.batches import batches_of, heldout_batches
 from jaxshard.cli import main
 
 SMALL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.hidden", "32"]
@@ -58,7 +59,7 @@ def rows_of(source):
 
 def test_batches_are_consecutive_elements_and_the_last_part_is_held_out(source):
     text, rows = read(f"{source}:plain"), rows_of(source)
-    batches = data.batches_of(text, 8, 16, seed=1)
+    batches = batches_of(text, 8, 16, seed=1)
     np.testing.assert_array_equal(batches(2)["tokens"], rows[16:24])
     np.testing.assert_array_equal(batches(2, 3, 5)["tokens"], rows[19:21])
     np.testing.assert_array_equal(batches(6)["tokens"], rows[[48, 49, 50, 51, 52, 53, 0, 1]])  # of 54
@@ -71,20 +72,18 @@ def test_grains_own_order_is_taken(source):
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.source(list(rows_of(source))).seed(3).shuffle()
     text = read(f"{source}:grains")
-    np.testing.assert_array_equal(
-        data.batches_of(text, 8, 16, 0)(1)["tokens"], np.stack([dataset[i] for i in range(8, 16)])
-    )
+    np.testing.assert_array_equal(batches_of(text, 8, 16, 0)(1)["tokens"], np.stack([dataset[i] for i in range(8, 16)]))
     with pytest.raises(ValueError, match=r"has no end: leave repeat\(\) out"):
         read(f"{source}:endless")
     endless = read(f"{source}:endless", f"{source}:others")
-    assert data.batches_of(endless, 8, 16, 0)(10**6)["tokens"].shape == (8, 17)
+    assert batches_of(endless, 8, 16, 0)(10**6)["tokens"].shape == (8, 17)
 
 
 @pytest.mark.parametrize(("rows", "first", "last"), [(4, 0, None), (4, 1, 3), (8, 0, None), (6, 0, 6)])
 def test_each_heldout_target_counts_once_and_no_row_runs_into_the_next(source, rows, first, last):
     held = read(f"{source}:plain").heldout
     found, total = [], 0
-    for batch, weight in data.heldout_batches(held, rows, 16, first, last):
+    for batch, weight in heldout_batches(held, rows, 16, first, last):
         assert batch["tokens"].shape == (len(range(rows)[first:last]), 17)
         found += batch["tokens"][batch["weights"].all(1)].tolist()
         total += weight

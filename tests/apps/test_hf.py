@@ -19,7 +19,7 @@ from jaxshard.apps.config.config import Config, LoraConfig, ModelConfig, Precisi
 from jaxshard.apps.huggingface import hf_config, hf_names
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
-from jaxshard.apps.trainer import build, finished_run, generate
+from jaxshard.apps.trainer import finished_run, generate, parts
 from jaxshard.cli import main
 
 GPT2 = ModelConfig(
@@ -136,7 +136,7 @@ def test_a_base_in_8_bits(tmp_path):
     _, found = opened(RECORDED / "llama")
     lora = LoraConfig(rank=2, base="int8")
     config = Config(model=found.model, lora=lora, sharding=STRATEGIES["zero3"])
-    *_, template = build.make_parts(config, jaxshard.make_mesh())
+    *_, template = parts.make_parts(config, jaxshard.make_mesh())
     leaves = found.params(linear.by_path(template))
     plain = placed(Config(model=found.model), found)[2]["blocks"]["mlp"]["up"]["kernel"]
     codes, scale = linear.quantized(plain)

@@ -11,7 +11,7 @@ import jaxshard
 from jaxshard.apps.config import memory
 from jaxshard.apps.config.arithmetic import least_seconds, useful_flops
 from jaxshard.apps.config.config import Config, ModelConfig, TrainConfig
-from jaxshard.apps.runs.run_folder import Snapshot
+from jaxshard.apps.runs.snapshot import Snapshot
 from jaxshard.apps.trainer.loop import Meter, _divergence
 from jaxshard.apps.trainer.safekeeping import _way_back
 from jaxshard.hardware.chips import CHIPS, chip_of

@@ -14,11 +14,13 @@ from oracle import assert_close, assert_same_bits
 import jaxshard
 from jaxshard.apps.commands.train import command
 from jaxshard.apps.config.arithmetic import useful_flops
-from jaxshard.apps.config.config import Config, LoraConfig, ModelConfig, ShardingConfig, TrainConfig, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config, LoraConfig, ModelConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.config.devices import make_mesh
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.runs import run_folder
-from jaxshard.apps.trainer import build, finished_run
+from jaxshard.apps.trainer import finished_run, parts
 
 SMALL = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=32, sequence_length=8, vocabulary=256)
 OPTIONS = ["--model.layers", "2", "--model.width", "16", "--model.heads", "4", "--model.hidden", "32"]
@@ -100,8 +102,8 @@ def test_steps_are_those_of_one_device_and_the_base_keeps_its_bits(name, base):
     sharding = ShardingConfig(strategy=strategy, min_shard_size=1, **options)
     config = Config(model=SMALL, lora=lora, sharding=sharding)
     check(config)
-    model, mesh = build.make_model(config), build.make_mesh(sharding)
-    opt = build.make_strategy(config, model, optax.adamw(0.01), mesh)
+    model, mesh = parts.make_model(config), make_mesh(sharding)
+    opt = parts.make_strategy(config, model, optax.adamw(0.01), mesh)
     placed = opt.place(params)
     state, step = opt.init(placed), jaxshard.train_step(model.loss, opt)
     assert {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim} <= {x.shape for x in trained(params).values()}

@@ -10,7 +10,7 @@ import pytest
 from oracle import assert_close, assert_same_bits
 
 import jaxshard
-from jaxshard.apps.config import config as configs
+from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig
 from jaxshard.apps.model.model import LanguageModel, Pipelined
 
@@ -164,7 +164,7 @@ BAD = [
 def test_options_that_do_not_fit(options, message):
     model = ModelConfig(layers=options.pop("layers", 3), kv_heads=options.pop("kv_heads", 0))
     with pytest.raises(ValueError, match=message):
-        configs.check(Config(model=model, sharding=ShardingConfig(**options)))
+        check(Config(model=model, sharding=ShardingConfig(**options)))
 
 
 def test_specs_name_every_matrix():

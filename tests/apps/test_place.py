@@ -12,7 +12,8 @@ from tensorboardX.event_file_writer import EventsWriter
 
 from jaxshard.apps.commands.train import command
 from jaxshard.apps.records.record import Recorder, TensorBoard
-from jaxshard.apps.runs import folder_watch, run_folder
+from jaxshard.apps.runs import folder_watch
+from jaxshard.apps.runs import snapshot as snapshots
 from jaxshard.apps.runs.folder_watch import FolderWatch
 from jaxshard.apps.runs.run_folder import RunFolder
 from jaxshard.checkpoint import Checkpointer
@@ -24,7 +25,7 @@ SMALL += ["--train.save-every", "2", "--data.heldout-bytes", "700", "--optimizer
 
 def trained(run, monkeypatch, change):
     """The exit status of a run of 6 steps, where `change(run)` comes once step 2 is saved."""
-    save, calls = run_folder.save, []
+    save, calls = snapshots.save, []
 
     def then_change(saves, *arguments):
         save(saves, *arguments)
@@ -33,7 +34,7 @@ def trained(run, monkeypatch, change):
             saves.wait()
             change(run)
 
-    monkeypatch.setattr(run_folder, "save", then_change)
+    monkeypatch.setattr(snapshots, "save", then_change)
     return command([*SMALL, "--out", str(run)])
 
 
@@ -116,7 +117,7 @@ def test_no_link_in_the_folder_is_followed_to_write(tmp_path, monkeypatch, capfd
 
 
 def test_the_list_of_files_has_only_those_that_exist(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("jaxshard.apps.commands.train.draw", lambda *_: None)
+    monkeypatch.setattr("jaxshard.apps.trainer.summary.draw", lambda *_: None)
     assert command([*SMALL, "--out", str(tmp_path / "run")]) == 0
     assert "/run: model/6, metrics.jsonl, config.toml, tensorboard; missing: loss.png\n" in capfd.readouterr().out
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from jaxshard.apps.commands import train_options
-from jaxshard.apps.config import config as configs
 from jaxshard.apps.config import seal, toml
+from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config, OptimizerConfig, ShardingConfig
 from jaxshard.apps.records import record
 from jaxshard.apps.runs import metrics
@@ -259,7 +259,7 @@ def check_configuration_of_any_values(folder, changes):
     (folder / "config.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
     try:
         config = toml.load(folder / "config.toml")
-        configs.check(config)
+        check(config)
     except ValueError as refused:
         error = str(refused)
     else:

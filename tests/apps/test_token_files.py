@@ -10,7 +10,9 @@ import pytest
 
 from jaxshard.apps.commands.train import command
 from jaxshard.apps.config.config import DataConfig
-from jaxshard.apps.data import data, token_files
+from jaxshard.apps.data import data, token_file, token_files
+from jaxshard.apps.data.batches import TrainingBatches
+from jaxshard.apps.data.token_file import TextError
 
 TOKENS = np.random.default_rng(0).integers(0, 500, 5000)
 
@@ -78,7 +80,7 @@ def test_several_files_are_as_one(tmp_path):
         written(tmp_path / "several" / f"{i}.bin", part)
     several = read(str(tmp_path / "several")).train
     for step in range(40):
-        rows = [data.TrainingBatches(text, 4, 16, seed=3)(step)["tokens"] for text in (one, several)]
+        rows = [TrainingBatches(text, 4, 16, seed=3)(step)["tokens"] for text in (one, several)]
         np.testing.assert_array_equal(*rows)
         assert rows[0].dtype == np.int32
 
@@ -282,12 +284,12 @@ HARMLESS = ["replaced by the same", "touched", "appended"]
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_file_that_changes_while_it_is_read_is_an_error(how, tmp_path, monkeypatch):
     """Mapped, a file that was cut short ended the program by SIGBUS; all others went unseen."""
-    monkeypatch.setattr(token_files, "_PAUSES", (0.01,))
+    monkeypatch.setattr(token_file, "_PAUSES", (0.01,))
     path = tmp_path / "train.bin"
-    batches = data.TrainingBatches(read(written(path, TOKENS)).train, 4, 16, seed=3)
+    batches = TrainingBatches(read(written(path, TOKENS)).train, 4, 16, seed=3)
     batches(0)
     changed(path, how)
-    with pytest.raises(token_files.TextError) as error:
+    with pytest.raises(TextError) as error:
         list(map(batches, range(1, 30)))
     assert str(path) in str(error.value)
     assert CHANGES[how] in str(error.value)
@@ -307,7 +309,7 @@ def test_a_file_whose_tokens_stay_the_same_is_read_on_with_one_warning(how, tmp_
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
 def test_one_read_that_fails_is_tried_again(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "_PAUSES", (0.01,))
+    monkeypatch.setattr(token_file, "_PAUSES", (0.01,))
     text, calls, pread = read(written(tmp_path / "train.bin", TOKENS)), [], os.pread
 
     def failing(*arguments):
@@ -320,7 +322,7 @@ def test_one_read_that_fails_is_tried_again(number, tmp_path, monkeypatch):
     failures = 1
     np.testing.assert_array_equal(text.train.rows([5], 20)[0], TOKENS[5:25])
     calls, failures = [], 99
-    with pytest.raises(token_files.TextError, match=os.strerror(number)):
+    with pytest.raises(TextError, match=os.strerror(number)):
         text.train.rows([5], 20)
 
 

@@ -21,10 +21,10 @@ from jaxshard.apps.commands import train
 from jaxshard.apps.commands.train_options import parse
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.config import Config
-from jaxshard.apps.runs import run_folder as folders
-from jaxshard.apps.runs.early_stopping import EarlyStopping
-from jaxshard.apps.runs.run_folder import Position, RunFolder
-from jaxshard.apps.trainer.build import Run, num_updates
+from jaxshard.apps.runs import snapshot as snapshots
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.apps.runs.snapshot import EarlyStopping, Position
+from jaxshard.apps.trainer.build import Run, num_updates, prepare
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
 
@@ -59,8 +59,8 @@ def saved_snapshot(folder, *, devices=8):
     """The newest saved model, read by a fresh run of the folder's own configuration."""
     config = toml.load(RunFolder(folder).config)
     config = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, devices=devices))
-    with folders.open_saves(RunFolder(folder), config.train) as saves:
-        return folders.restore(saves, train.prepare(config).template)
+    with snapshots.open_saves(RunFolder(folder), config.train) as saves:
+        return snapshots.restore(saves, prepare(config).template)
 
 
 def saved(folder, *, devices=8):
@@ -309,7 +309,7 @@ def test_the_best_saves_are_kept(tiny, tmp_path):
     run = tmp_path / "run"
     options = ["--train.save-every", "1", "--train.eval-every", "2", "--train.keep-last", "1", "--train.keep-best", "2"]
     assert main(["train", tiny, "--out", str(run), *options, "--train.keep-every", "3"]) == 0
-    saves = folders.open_saves(RunFolder(run), Config().train)
+    saves = snapshots.open_saves(RunFolder(run), Config().train)
     evaluated = {r["step"]: r["heldout_loss"] for r in records(run) if "heldout_loss" in r}
     best = sorted(evaluated, key=evaluated.get)[:2]
     assert saves.steps() == sorted({3, 6, *best})
@@ -564,7 +564,7 @@ def test_skipped_steps_are_counted_and_shown(tiny, tmp_path, monkeypatch, capsys
 )
 def test_only_what_another_process_is_to_blame_for_is_worth_a_new_start(error, status):
     """Recipes take 1 for the end of the job: a process that loses another must not say so."""
-    assert train._status(error, 1) == status
+    assert train.status_of(error, 1) == status
 
 
 def test_the_step_that_was_shown_is_not_compiled_again(tiny, tmp_path, count_compilations):

@@ -237,7 +237,7 @@ def record_fails(*arguments):
             write(self, step, scalars)
 
         Recorder.write = fails
-        train._LEAVE_SECONDS = 3
+        train.LEAVE_SECONDS = 3
     raise SystemExit(train.command(arguments))
 
 

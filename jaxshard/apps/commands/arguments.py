@@ -10,13 +10,14 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import tyro
 
 from jaxshard.apps.config import toml
-from jaxshard.apps.types import T
 from jaxshard.system.text import printable, shortened
+
+T = TypeVar("T")
 
 _LONGEST = 60  # characters of a value that are shown
 

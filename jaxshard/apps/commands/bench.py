@@ -18,12 +18,12 @@ from jaxshard.apps.bench import models, ours, processes, steps
 from jaxshard.apps.bench.measure import Row, Running, compiled, timed
 from jaxshard.apps.bench.step import Step, Task, UnfitError
 from jaxshard.apps.commands import arguments as words
-from jaxshard.apps.commands import bench_tables
+from jaxshard.apps.commands import bench_tables, on_cpu
 from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console, say
 from jaxshard.system import files
 from jaxshard.system.about import about
-from jaxshard.system.command import INTERRUPTED, check_file, check_room, ended_at_once, fail
+from jaxshard.system.command import check_file, check_room, fail
 from jaxshard.system.text import nearest
 
 _DESCRIPTION = """Steps of jaxshard beside those by other means: memory, traffic and overlap as the machines' own
@@ -70,17 +70,7 @@ class Arguments:
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard bench`; returns the exit status."""
-    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_platforms", "cpu")  # no accelerator is started or taken from others
-    try:
-        with ended_at_once(lambda: "jaxshard bench: interrupted"):
-            return _run(parse(arguments))
-    except (ValueError, OSError) as error:
-        return _fail(error, 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    finally:
-        jax.config.update("jax_platforms", before)
+    return on_cpu.run("jaxshard bench", lambda: _run(parse(arguments)))
 
 
 _fail = functools.partial(fail, "jaxshard bench")

@@ -13,8 +13,8 @@ import tyro
 
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.config.config import NO_LORA, Config, DataConfig, PrecisionConfig, ShardingConfig, TrainConfig
-from jaxshard.apps.data import data
 from jaxshard.apps.data.dataset import names_dataset
+from jaxshard.apps.data.text_files import are_tokens, readable
 from jaxshard.apps.huggingface.hf_folder import HuggingFaceFolder
 from jaxshard.apps.model import linear
 from jaxshard.apps.records.display import loss_in_words
@@ -107,7 +107,7 @@ def measured(given: Arguments) -> str:
 
 def _check_kind(path: str, format: str, run: Path) -> None:
     """Raises ValueError for text where the run's are tokens, and the other way round."""
-    tokens = names_dataset(path) or data.are_tokens("auto", data.readable("--data", path))
+    tokens = names_dataset(path) or are_tokens("auto", readable("--data", path))
     if tokens != format.startswith("uint"):
         kept = None if tokens else kept_tokenizer(run)
         cure = f": {tokens_by(kept)}" if kept else ""

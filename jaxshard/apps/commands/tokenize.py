@@ -14,7 +14,7 @@ import tyro
 
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.data import tokenizing
-from jaxshard.apps.data.data import readable
+from jaxshard.apps.data.text_files import readable
 from jaxshard.system.command import INTERRUPTED, check_room, ended_at_once, fail, is_command
 from jaxshard.system.text import printable, shell_command
 

@@ -7,50 +7,143 @@ import dataclasses
 import datetime
 import errno
 import functools
-import itertools
 import math
-import os
-import sys
-import threading
-import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 from rich.console import Console
 
 import jaxshard
-from jaxshard import processes
 from jaxshard.apps.commands import several_processes
+from jaxshard.apps.commands.ending import FAILED_SECONDS, LEAVE_SECONDS, end_within, leave_at_once, status_of
 from jaxshard.apps.commands.train_options import Given, check_folder, parse
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.config import Config
-from jaxshard.apps.data.data import zlib_bits_per_byte
 from jaxshard.apps.huggingface import hf_folder
 from jaxshard.apps.model.attention import why_not_fused
-from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.records import trackers
 from jaxshard.apps.records.display import Display, make_console, say
 from jaxshard.apps.records.profile import Profile, steps_in
-from jaxshard.apps.records.record import Recorder, draw, loggers
-from jaxshard.apps.runs.layer_stack import reshaped
+from jaxshard.apps.records.record import Logger, Recorder, loggers
 from jaxshard.apps.runs.place import Place
-from jaxshard.apps.runs.run_folder import RunFolder, Snapshot, open_saves
-from jaxshard.apps.trainer import finished_run, generate
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.apps.runs.snapshot import Snapshot, open_saves
+from jaxshard.apps.trainer import finished_run
 from jaxshard.apps.trainer.build import Run, prepare
 from jaxshard.apps.trainer.loop import Hooks, Meter, fit
 from jaxshard.apps.trainer.safekeeping import MovedError, Safekeeping, resumed
-from jaxshard.apps.trainer.summary import conclude, introduce, show_step
-from jaxshard.apps.trainer.vocabulary import kept_tokenizer, tokenizer_of
+from jaxshard.apps.trainer.summary import conclude, draw_curves, introduce, sample, show_step
+from jaxshard.apps.trainer.vocabulary import tokenizer_of
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.guards import HUNG, Preemption, Watchdog
 from jaxshard.system.command import INTERRUPTED, ended_at_once, fail, is_command, output_not_needed
-from jaxshard.system.interrupts import ExitNotice
 from jaxshard.system.text import printable, printable_lines
 from jaxshard.system.users_code import UsersError
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
+    try:
+        status = _command(arguments)
+    except BaseException as error:
+        if jax.distributed.is_initialized():  # the others may wait for this process, and it for them when it ends
+            traceback.print_exception(error)
+            leave_at_once(status_of(error, 1), 10 if isinstance(error, Exception) else 0)
+        raise
+    if status and jax.distributed.is_initialized():  # the others may not have this error
+        leave_at_once(status, LEAVE_SECONDS)
+    if is_command():
+        end_within(FAILED_SECONDS if status else LEAVE_SECONDS, status)
+    return status
+
+
+def _command(arguments: Sequence[str]) -> int:
+    interrupted = "interrupted; nothing was written"
+    try:
+        with ended_at_once(lambda: f"jaxshard train: {interrupted}"):
+            given = parse(arguments)
+            if given.processes is not None:
+                return several_processes.run(arguments, given)
+            job = make_job(given)
+    except _REFUSALS as error:
+        return _fail(error, status_of(error, 2))
+    except KeyboardInterrupt:
+        return _fail(interrupted, INTERRUPTED)
+    with output_not_needed("jaxshard train"), ended_at_once(lambda: f"jaxshard train: {_interrupted(job.folder)}"):
+        return _trained(job)
+
+
+_REFUSALS = (ValueError, jaxshard.processes.ProcessError, OSError)
+
+
+def _trained(job: Job) -> int:
+    console = make_console()
+    if jax.process_index() > 0:
+        warnings.simplefilter("ignore")
+    saves = open_saves(job.folder, job.run.config.train)
+    try:
+        run_id = saves.claim()
+        jaxshard.processes.check_same("start", _fingerprint(job), "start all processes by the same command")
+    except _REFUSALS as error:
+        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
+        return _fail(error, HUNG if busy else status_of(error, 2))
+    for note in job.notes:
+        say(console, printable(note))
+    try:
+        with saves, _placed(job, run_id) as place:
+            snapshot, status = execute(job, compile_step(job, console), console, saves, place)
+    except MovedError as error:
+        return _fail(error, 1)
+    except (
+        FloatingPointError,
+        OSError,
+        jaxshard.processes.ProcessError,
+        jaxshard.digest.ReplicaError,
+        UsersError,
+        CorruptCheckpointError,
+        NewerFormatError,
+    ) as error:
+        return _fail(f"{error}; {_saved_so_far(job.folder)}", status_of(error, 1))
+    except KeyboardInterrupt:
+        return _fail(_interrupted(job.folder), INTERRUPTED)
+    is_there = conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
+    return status if is_there else status or 1
+
+
+def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | None]:
+    """The place of the run, in process 0."""
+    if jax.process_index() > 0:
+        return contextlib.nullcontext()
+    config = job.run.config
+
+    def complete(folder: RunFolder) -> list[str]:
+        notes = folder.complete(toml.dump(config), job.tokenizer)
+        if config.train.start and not folder.huggingface.exists():
+            hf_folder.keep(Path(config.train.start), folder.huggingface)
+        return notes
+
+    return Place(job.folder, run_id, complete)
+
+
+def _fingerprint(job: Job) -> str:
+    """All that must be the same in every process, except the step's program, which `train_step` compares."""
+    mesh = job.run.mesh
+    return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
+
+
+def _interrupted(folder: RunFolder) -> str:
+    return f"interrupted; {_saved_so_far(folder)}"
+
+
+def _saved_so_far(folder: RunFolder) -> str:
+    step = folder.latest_step()
+    return "nothing was saved" if step is None else f"the last save is step {step}"
+
+
+_fail = functools.partial(fail, "jaxshard train")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,132 +169,6 @@ class Job:
     tokenizer: Path | None = None
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
-    try:
-        status = _command(arguments)
-    except BaseException as error:
-        if jax.distributed.is_initialized():  # the others may wait for this process, and it for them when it ends
-            traceback.print_exception(error)
-            _leave_at_once(_status(error, 1), 10 if isinstance(error, Exception) else 0)
-        raise
-    if status and jax.distributed.is_initialized():  # the others may not have this error
-        _leave_at_once(status, _LEAVE_SECONDS)
-    if is_command():
-        _end_within(_FAILED_SECONDS if status else _LEAVE_SECONDS, status)
-    return status
-
-
-_FAILED_SECONDS = 5
-_LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
-
-
-def _command(arguments: Sequence[str]) -> int:
-    interrupted = "interrupted; nothing was written"
-    try:
-        with ended_at_once(lambda: f"jaxshard train: {interrupted}"):
-            given = parse(arguments)
-            if given.processes is not None:
-                return several_processes.run(arguments, given)
-            job = make_job(given)
-    except _REFUSALS as error:
-        return _fail(error, _status(error, 2))
-    except KeyboardInterrupt:
-        return _fail(interrupted, INTERRUPTED)
-    with output_not_needed("jaxshard train"), ended_at_once(lambda: f"jaxshard train: {_interrupted(job.folder)}"):
-        return _trained(job)
-
-
-_REFUSALS = (ValueError, processes.ProcessError, OSError)
-
-
-def _trained(job: Job) -> int:
-    console = make_console()
-    if jax.process_index() > 0:
-        warnings.simplefilter("ignore")
-    saves = open_saves(job.folder, job.run.config.train)
-    try:
-        run_id = saves.claim()
-        processes.check_same("start", _fingerprint(job), "start all processes by the same command")
-    except _REFUSALS as error:
-        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
-        return _fail(error, HUNG if busy else _status(error, 2))
-    for note in job.notes:
-        say(console, printable(note))
-    try:
-        with saves, _placed(job, run_id) as place:
-            snapshot, status = execute(job, compile_step(job, console), console, saves, place)
-    except MovedError as error:
-        return _fail(error, 1)
-    except (
-        FloatingPointError,
-        OSError,
-        processes.ProcessError,
-        jaxshard.digest.ReplicaError,
-        UsersError,
-        CorruptCheckpointError,
-        NewerFormatError,
-    ) as error:
-        return _fail(f"{error}; {_saved_so_far(job.folder)}", _status(error, 1))
-    except KeyboardInterrupt:
-        return _fail(_interrupted(job.folder), INTERRUPTED)
-    is_there = conclude(console, job.run, job.folder, snapshot, interrupted=bool(status))
-    return status if is_there else status or 1
-
-
-def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | None]:
-    """The place of the run, in process 0."""
-    if jax.process_index() > 0:
-        return contextlib.nullcontext()
-    config = job.run.config
-
-    def complete(folder: RunFolder) -> list[str]:
-        notes = folder.complete(toml.dump(config), job.tokenizer)
-        if config.train.start and not folder.huggingface.exists():
-            hf_folder.keep(Path(config.train.start), folder.huggingface)
-        return notes
-
-    return Place(job.folder, run_id, complete)
-
-
-def _leave_at_once(status: int, seconds: float) -> NoReturn:
-    """Ends this process, in order if the other processes end within `seconds`, too."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    if seconds:
-        processes.take_leave(seconds)
-    os._exit(status)
-
-
-def _end_within(seconds: float, status: int) -> None:
-    """Limits the time in which Python joins all threads at its end: orbax's may wait for minutes."""
-    begun = threading.Event()
-
-    def end() -> None:
-        begun.wait()
-        time.sleep(seconds)
-        _leave_at_once(status, 0)
-
-    threading.Thread(target=end, name="jaxshard ends", daemon=True).start()
-    ExitNotice(begun.set, "jaxshard hears of the end")
-
-
-_LOST = 134  # the status by which JAX itself ends a process that has lost another
-
-
-def _status(error: BaseException, otherwise: int) -> int:
-    """The exit status after an error: 134 where the same command may succeed when it is started again."""
-    lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
-    taken = getattr(error, "errno", None) == errno.EADDRINUSE
-    return _LOST if lost or taken or isinstance(error, TimeoutError) else otherwise
-
-
-def _fingerprint(job: Job) -> str:
-    """All that must be the same in every process, except the step's program, which `train_step` compares."""
-    mesh = job.run.mesh
-    return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
-
-
 def make_job(given: Given) -> Job:
     """Reads the text, lays everything out and looks at the folder.
 
@@ -212,10 +179,10 @@ def make_job(given: Given) -> Job:
     run = prepare(config, given.typed)
     config = run.config
     folder = RunFolder(given.out or _dated_folder())
-    resume, notes = processes.from_first("start", lambda: check_folder(given, folder, config))
-    processes.from_first("start", lambda: trackers.check(config.train.log_to))
+    resume, notes = jaxshard.processes.from_first("start", lambda: check_folder(given, folder, config))
+    jaxshard.processes.from_first("start", lambda: trackers.check(config.train.log_to))
     if not resume:
-        processes.together("start", lambda: finished_run.find(config))
+        jaxshard.processes.together("start", lambda: finished_run.find(config))
     reason = why_not_fused(config.model, run.mesh)
     notes = [*notes, f"attention is not fused: {reason}"] if reason else notes
     profiled = range(0) if given.profile is None else steps_in(given.profile)
@@ -247,20 +214,12 @@ def execute(
       MovedError: the run's folder is another one now.
       OSError: a save failed.
     """
-    run, folder = job.run, job.folder
-    writes, train = jax.process_index() == 0, run.config.train
+    run, folder, train = job.run, job.folder, job.run.config.train
     snapshot = resumed(run, saves, console) if job.resume else run.start()
-    if moved := processes.from_first("start", lambda: place and place.moved()):
+    if moved := jaxshard.processes.from_first("start", lambda: place and place.moved()):
         raise MovedError(f"{moved[0]}; no step was taken")
-    makers = {}
-    if writes:
-        found = trackers.before(folder, run.config, snapshot.step)
-        makers = loggers(folder, run.config, found, lambda text: say(console, text))
-        for note in folder.begin(toml.dump(run.config), snapshot.step):
-            say(console, printable(note))
-        folder.keep_tokenizer(job.tokenizer)
-    if writes and not job.resume and train.start:
-        hf_folder.keep(Path(train.start), folder.huggingface)
+    writes = jax.process_index() == 0
+    makers = _begun(job, snapshot.step, console) if writes else {}
     with (
         Recorder(makers, lambda text: say(console, text)) as recorder,
         Display(console, snapshot.step, train.steps) as display,
@@ -291,49 +250,26 @@ def execute(
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
     if train.sample and not keeping.was_ended:
-        say(console, f"a sample:\n{printable_lines(_sample(run, folder, snapshot))}")
+        say(console, f"a sample:\n{printable_lines(sample(run, folder, snapshot))}")
     if writes:
-        _draw(run, folder, console)
+        draw_curves(run, folder, console)
         folder.sync()
     return snapshot, preemption.status if keeping.was_ended else 0
 
 
-def _sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
-    """What the model writes after a line's end, or after token 0."""
-    stacked = reshaped(snapshot, run.saved_template)
-    model = LanguageModel(run.config.model, lora=run.config.lora)
-    prompt = [ord("\n") if run.text.is_bytes else 0]
-    tokens = generate.generated(model, stacked.params, prompt, generate.Sampling(seed=run.config.train.seed))
-    found = list(itertools.islice(tokens, run.config.train.sample))
-    try:
-        _, decode = generate.coded(kept_tokenizer(folder.path), run.config)
-    except (ImportError, ValueError) as error:
-        return f"({error})\n" + "".join(generate.as_numbers(iter(found)))
-    return "".join(decode(iter(found)))
-
-
-def _draw(run: Run, folder: RunFolder, console: Console) -> None:
-    """Draws the curves. The model is saved: whatever keeps the figure from being drawn, the run has succeeded."""
-    try:
-        is_bytes = run.text.is_bytes
-        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.text.heldout)} if is_bytes else {}, is_bytes)
-    except Exception as error:
-        say(console, printable(f"{folder.figure} was not drawn: {error}"))
+def _begun(job: Job, step: int, console: Console) -> dict[str, Callable[[], Logger]]:
+    """Makes the folder of a run that has taken `step` steps; returns what makes its loggers."""
+    config, folder = job.run.config, job.folder
+    makers = loggers(folder, config, trackers.before(folder, config, step), lambda text: say(console, text))
+    for note in folder.begin(toml.dump(config), step):
+        say(console, printable(note))
+    folder.keep_tokenizer(job.tokenizer)
+    if config.train.start and not job.resume:
+        hf_folder.keep(Path(config.train.start), folder.huggingface)
+    return makers
 
 
 def _dated_folder() -> Path:
     if jax.process_count() > 1:
         raise ValueError("several processes need --out DIR, the same for each and on a file system that all share")
     return Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-
-
-def _interrupted(folder: RunFolder) -> str:
-    return f"interrupted; {_saved_so_far(folder)}"
-
-
-def _saved_so_far(folder: RunFolder) -> str:
-    step = folder.latest_step()
-    return "nothing was saved" if step is None else f"the last save is step {step}"
-
-
-_fail = functools.partial(fail, "jaxshard train")

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.config import toml
-from jaxshard.apps.config.config import Arguments, Config, ModelConfig, OptimizerConfig, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Arguments, Config, ModelConfig, OptimizerConfig
 from jaxshard.apps.huggingface import hf_config, hf_folder
 from jaxshard.apps.records import profile
 from jaxshard.apps.runs.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""What a training run is: frozen sections, read from TOML and the command line, checked before anything starts.
+"""What a training run is: frozen sections, read from TOML and the command line.
 
 The sentence under each field is its help text.
 """
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-
-from jaxshard.apps.config import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,133 +277,3 @@ class Arguments(Config):
     """Trace these steps of this process, counted from 0 as in Python's range, into the run's folder profile/."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Start this number of processes here and deal the (simulated) devices out to them, to try a cluster's ways."""
-
-
-def check(config: Config) -> None:
-    """Raises ValueError, naming the option, for a value that no run can have."""
-    sections = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(Config))
-    ranges.check({f"{name}.{option}": value for name, section in sections for option, value in vars(section).items()})
-    _check_precision(config.precision)
-    _check_lora(config)
-    _check_parallel(config)
-    model = config.model
-    if model.width % model.heads:
-        raise ValueError(
-            f"model.width = {model.width} is no multiple of model.heads = {model.heads}: change one of them"
-        )
-    if model.kv_heads and model.heads % model.kv_heads:
-        raise ValueError(
-            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by the "
-            "same number of queries: change one of them, or set model.kv_heads = 0 for the number of heads"
-        )
-    if model.loss_chunk > 0 and model.sequence_length % model.loss_chunk:
-        raise ValueError(
-            f"model.loss_chunk = {model.loss_chunk} does not divide model.sequence_length = {model.sequence_length}: "
-            "change one of them, or set model.loss_chunk = -1 to have it chosen"
-        )
-    _check_rotary(model)
-    if model.positions == "rotary" and (model.width // model.heads) % 2:
-        raise ValueError(
-            f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
-            f"features: choose other sizes, or model.positions = learned"
-        )
-    if config.optimizer.warmup_steps >= config.train.steps:
-        raise ValueError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
-            f"train.steps = {config.train.steps}: warm up for fewer"
-        )
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    """Raises ValueError for an option of rotary positions that would do nothing."""
-    default = ModelConfig()
-    for name in ("rotary_base", "rotary_factor", "rotary_length"):
-        given = getattr(model, name)
-        if model.positions == "learned" and given != getattr(default, name):
-            raise ValueError(f"model.{name} = {given} with model.positions = learned: nothing turns: leave it out")
-    if model.rotary_factor == 1 and model.rotary_length != default.rotary_length:
-        raise ValueError(
-            f"model.rotary_length = {model.rotary_length} with model.rotary_factor = 1: nothing is slowed down: set "
-            "model.rotary_factor, or leave it out"
-        )
-
-
-def _check_lora(config: Config) -> None:
-    rank, base = config.lora.rank, config.lora.base
-    if config.lora.alpha != NO_LORA.alpha and not rank:
-        raise ValueError(f"lora.alpha = {config.lora.alpha} with lora.rank = 0: there are no adapters: set lora.rank")
-    if base and not rank:
-        raise ValueError(
-            f"lora.base = {base} with lora.rank = 0: nothing is frozen: set lora.rank, or leave lora.base out and set "
-            "precision.params"
-        )
-    if rank and config.sharding.pipeline > 1:
-        raise ValueError(
-            f"lora.rank = {rank} with sharding.pipeline = {config.sharding.pipeline}: stages take no frozen matrices; "
-            "cut over data and tensor"
-        )
-
-
-def _check_parallel(config: Config) -> None:
-    model, sharding = config.model, config.sharding
-    for axis in ("tensor", "pipeline"):
-        size, takers = getattr(sharding, axis), (f"{axis}_parallel", "hybrid")
-        if size > 1 and sharding.strategy not in takers:
-            raise ValueError(
-                f"sharding.{axis} = {size}: the strategy {sharding.strategy} does not cut over it; choose "
-                f"sharding.strategy = {' or '.join(takers)}"
-            )
-    if (sharding.virtual > 1) != (sharding.schedule == "interleaved"):
-        raise ValueError(
-            f"sharding.virtual = {sharding.virtual} with sharding.schedule = {sharding.schedule}: virtual stages, at "
-            "least 2, are what makes interleaved"
-        )
-    stages = sharding.pipeline * sharding.virtual
-    if sharding.pipeline > 1 and model.layers % stages:
-        raise ValueError(
-            f"model.layers = {model.layers} is no multiple of sharding.pipeline {sharding.pipeline} x sharding.virtual "
-            f"{sharding.virtual} = {stages}: {-(-model.layers // stages) * stages} would be"
-        )
-    if sharding.pipeline > 1 and sharding.virtual > 1 and sharding.stage_microbatches % sharding.pipeline:
-        raise ValueError(
-            f"sharding.stage_microbatches = {sharding.stage_microbatches} is no multiple of sharding.pipeline = "
-            f"{sharding.pipeline}, as virtual stages need"
-        )
-    shared = ["heads", *(["kv_heads"] if model.kv_heads else []), "hidden", "vocabulary"]
-    for name in [*shared, *(["sequence_length"] if sharding.sequence_parallel else [])]:
-        size = getattr(model, name)
-        if size % sharding.tensor:
-            raise ValueError(
-                f"model.{name} = {size} is no multiple of sharding.tensor = {sharding.tensor}: "
-                f"{-(-size // sharding.tensor) * sharding.tensor} would be"
-            )
-
-
-def _check_precision(chosen: PrecisionConfig) -> None:
-    params, widened = chosen.params, chosen.masters or chosen.stochastic_rounding
-    if chosen.masters and params == "float32":
-        raise ValueError(
-            "precision.masters: the parameters are float32 themselves: leave it out, or set precision.params = bfloat16"
-        )
-    if chosen.stochastic_rounding and params != "bfloat16":
-        raise ValueError(
-            f"precision.stochastic_rounding rounds to bfloat16, and precision.params = {params}: leave it out, or set "
-            "precision.params = bfloat16"
-        )
-    if chosen.stochastic_rounding and chosen.masters:
-        raise ValueError("precision.stochastic_rounding does without precision.masters: leave one of them out")
-    if params == "float16" and not chosen.masters:
-        raise ValueError(
-            "precision.params = float16: AdamW's small numbers vanish in it: add precision.masters = true, or set "
-            "precision.params = bfloat16"
-        )
-    if chosen.loss_scale and params != "float16":
-        raise ValueError(
-            f"precision.loss_scale: {params} has the range that gradients need: leave it out; it is for "
-            "precision.params = float16"
-        )
-    if chosen.moments == "bfloat16" and params == "bfloat16" and not widened:
-        raise ValueError(
-            "precision.moments = bfloat16: nothing here is kept wider, so they would be rounded to nearest, and stall: "
-            "add precision.masters or precision.stochastic_rounding, or leave it out"
-        )

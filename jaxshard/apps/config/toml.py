@@ -10,7 +10,7 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import cattrs
 import tomli_w
@@ -18,9 +18,10 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
 from jaxshard.apps.config import seal
 from jaxshard.apps.config.config import Config
-from jaxshard.apps.types import T
 from jaxshard.system import small_files
 from jaxshard.system.text import LinesError
+
+T = TypeVar("T")
 
 _MOST_BYTES = 1_000_000
 

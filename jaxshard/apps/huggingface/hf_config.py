@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxshard.apps.config.config import Config, ModelConfig, check
-from jaxshard.apps.model.model import FAST_TURNS, SLOW_TURNS
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config, ModelConfig
+from jaxshard.apps.model.transformer import FAST_TURNS, SLOW_TURNS
 from jaxshard.system import small_files
 
 Json = dict[str, Any]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxshard.apps.config.config import ModelConfig
 from jaxshard.apps.model.fused_attention import fused_attention, plain
-from jaxshard.apps.types import AnyMesh
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 _DTYPES = {"gpu": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}

@@ -6,13 +6,14 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 
-from jaxshard.apps.types import Tree
 from jaxshard.system import files
 from jaxshard.system.text import printable, shell_command
+
+Tree = Any
 
 
 def steps_in(words: str) -> range:

@@ -12,62 +12,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from jaxshard.apps.config import seal
-from jaxshard.apps.config.config import TrainConfig
 from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 from jaxshard.apps.runs import metrics
-from jaxshard.apps.runs.early_stopping import EarlyStopping
 from jaxshard.apps.runs.metrics import Record
-from jaxshard.apps.types import Tree
-from jaxshard.checkpoint import Best, Checkpointer
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.system import files, small_files
 from jaxshard.system.command import check_room
 from jaxshard.system.files import replace
 from jaxshard.system.text import shell_command
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """All that a run needs to go on: what is saved.
-
-    Attributes:
-      params: arrays, or shapes with shardings.
-      state: the optimizer's, in the same way.
-      step: how many steps were taken.
-      stopping: the rule of early stopping, and where it stands.
-      position: how far the text is read.
-    """
-
-    params: Tree
-    state: Tree
-    step: int
-    stopping: EarlyStopping
-    position: Position
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """How far the text is read, and all that decides the rows of a batch.
-
-    Attributes:
-      drawn: the number of batches drawn so far.
-      rows: the rows of each batch.
-      seed: of their order, and of dropout.
-      text: the CRC-32 of the text, as a signed number.
-    """
-
-    drawn: int
-    rows: int
-    seed: int
-    text: int
-
-    def carried_over(self, to: Position) -> Position:
-        """The position in a run with other `rows`: no row comes twice. Another text is read from its beginning."""
-        if self.text != to.text:
-            return to
-        return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,38 +222,3 @@ class RunFolder:
         aside = next(name for name in names if not os.path.lexists(name))
         files.rename(path, aside)
         return f"{path} {why}: it is now {aside.name}"
-
-
-def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:
-    """Where the run's models are saved, and which of them are kept."""
-    best = Best("heldout_loss", train.keep_best) if train.keep_best else None
-    return Checkpointer(folder.model, keep_last=train.keep_last, keep_every=train.keep_every or None, keep_best=best)
-
-
-def save(saves: Checkpointer, snapshot: Snapshot, heldout_loss: float | None = None) -> None:
-    """Saves the model for `restore`, while training goes on. Every process must call it."""
-    metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
-    saves.save(snapshot.step, _to_tree(snapshot), metrics=metrics)
-
-
-def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
-    """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
-
-    Args:
-      saves: the checkpoints of the run.
-      template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
-    """
-    _, tree = saves.restore(_to_tree(template))
-    stopping = dataclasses.replace(template.stopping, **tree["stopping"])
-    return Snapshot(tree["params"], tree["state"], tree["step"], stopping, Position(**tree["data"]))
-
-
-def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """The snapshot as a checkpoint has it. The best loss is a number that float32 holds exactly."""
-    return {
-        "params": snapshot.params,
-        "state": snapshot.state,
-        "step": snapshot.step,
-        "stopping": {"best": snapshot.stopping.best, "misses": snapshot.stopping.misses},
-        "data": dataclasses.asdict(snapshot.position),
-    }

@@ -8,30 +8,29 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
 import jaxshard
-from jaxshard import ShardedOptimizer, TrainStep, processes
+from jaxshard import ShardedOptimizer, TrainStep
 from jaxshard.apps.config import memory
-from jaxshard.apps.config.config import Config, PrecisionConfig
+from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import make_mesh, start_devices
 from jaxshard.apps.data import data
+from jaxshard.apps.data.batches import TrainingBatches, batches_of, heldout_batches
 from jaxshard.apps.data.data import Rows
-from jaxshard.apps.data.token_files import TextError, out_of_range
+from jaxshard.apps.data.dataset import ElementBatches
+from jaxshard.apps.data.token_file import TextError
+from jaxshard.apps.data.token_files import out_of_range
 from jaxshard.apps.model import linear
-from jaxshard.apps.model.attention import why_not_fused
-from jaxshard.apps.model.model import LanguageModel, Params, Pipelined
-from jaxshard.apps.runs.early_stopping import EarlyStopping
-from jaxshard.apps.runs.layer_stack import in_one_stack, reshaped
-from jaxshard.apps.runs.run_folder import Position, Snapshot
+from jaxshard.apps.model.model import LanguageModel, Params
+from jaxshard.apps.runs.snapshot import EarlyStopping, Position, Snapshot, in_one_stack, reshaped
 from jaxshard.apps.trainer import finished_run, same_settings, vocabulary
-from jaxshard.apps.trainer.optimizers import make_optimizer
-from jaxshard.apps.types import AnyMesh, Tree
+from jaxshard.apps.trainer.parts import check_rows, initial, make_parts, make_step
 
-_WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
+Tree = Any
+
 _DROPOUT_STREAM = 1  # apart from the key of the parameters
 
 
@@ -52,7 +51,7 @@ class Run:
 
     config: Config
     text: data.Text
-    batches: data.TrainingBatches | data.ElementBatches
+    batches: TrainingBatches | ElementBatches
     model: LanguageModel
     schedule: optax.Schedule
     mesh: jax.sharding.Mesh
@@ -95,7 +94,7 @@ class Run:
         """Those of the parameters whose path is wanted, by their paths."""
         flat = linear.by_path(self.template.params)
         shardings = {path: leaf.sharding for path, leaf in flat.items() if wanted(path)}
-        init = _initial(self.model, self.config.precision)
+        init = initial(self.model, self.config.precision)
 
         def made(key: jax.Array) -> dict[str, jax.Array]:
             fresh = linear.by_path(init(key))
@@ -168,7 +167,7 @@ class Run:
         def mean_loss(params: Params) -> float:
             total = 0.0
             first, last = self._my_rows(rows)
-            for batch, weight in data.heldout_batches(self.text.heldout, rows, length, first, last):
+            for batch, weight in heldout_batches(self.text.heldout, rows, length, first, last):
                 total += weight * float(evaluate(params, self._global(batch, first, rows)))
                 alive()
             return float(np.float32(total / self.text.num_targets))  # what a save can keep to the last bit
@@ -222,7 +221,7 @@ def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True)
     """
     start_devices(config)
     same_settings.check(config)
-    return processes.together("start", lambda: _prepared(config, typed, trains))
+    return jaxshard.processes.together("start", lambda: _prepared(config, typed, trains))
 
 
 def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
@@ -236,7 +235,7 @@ def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
     model, schedule, opt, params = make_parts(config, mesh)
     stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
     rows, seed = config.train.rows, config.train.seed
-    batches = data.batches_of(text, rows, config.model.sequence_length, seed)
+    batches = batches_of(text, rows, config.model.sequence_length, seed)
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))
     run = Run(config, text, batches, model, schedule, mesh, opt, start)
     _check_memory(run)
@@ -261,81 +260,10 @@ def _check_memory(run: Run) -> None:
         memory.check(sum(held.values()), f"{what} on each device", cure, limit or float("inf"))
 
 
-def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
-    """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
-    why_not_fused(config.model, mesh)  # raises where it must be and cannot
-    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
-    model = make_model(config)
-    opt = make_strategy(config, model, inner, mesh)
-    shapes = jax.eval_shape(_initial(model, config.precision), jax.random.key(0))
-    placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, opt.shardings(shapes).params)
-    return model, schedule, opt, placed
-
-
-def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
-    """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
-    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
-    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
-
-
-def make_model(config: Config) -> LanguageModel:
-    """The model, its layers in stages where there is a pipeline."""
-    sharding = config.sharding
-    how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
-    pipelined = how if sharding.pipeline > 1 else None
-    return LanguageModel(config.model, pipelined, sharding.sequence_parallel, config.lora)
-
-
-def make_strategy(
-    config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: AnyMesh
-) -> ShardedOptimizer:
-    """The sharded optimizer that the configuration asks for."""
-    sharding = config.sharding
-    options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
-    options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
-    options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
-    options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
-    options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
-    options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
-    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
-    options |= {"regather": sharding.regather} if cuts_params else {}
-    return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
-
-
-def precision_options(config: PrecisionConfig) -> dict[str, Any]:
-    """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
-    return (
-        ({"master_dtype": jnp.float32} if config.masters else {})
-        | ({"moment_dtype": config.moments} if config.moments != "float32" else {})
-        | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
-        | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
-        | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})
-    )
-
-
 def num_updates(state: Tree) -> int:
     """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
     inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
     return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
-
-
-def check_rows(config: Config, mesh: AnyMesh) -> None:
-    """Raises ValueError unless all devices, and so all processes, get the same number of rows in each microbatch."""
-    sharding = config.sharding
-    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
-    sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
-    parts = int(np.prod(list(sizes.values())))
-    if config.train.rows % parts:
-        equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
-            f"{config.train.rows // parts * parts + parts} would be"
-        )
-
-
-def _initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
-    """`init(key)`: fresh parameters in their type."""
-    return lambda key: linear.stored(model.init(key), model.lora, precision.params)
 
 
 def _typed(tree: Tree, dtype: str) -> Tree:

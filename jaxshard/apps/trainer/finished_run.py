@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxshard import processes
+import jaxshard
 from jaxshard.apps.config import toml
-from jaxshard.apps.config.config import Config, DataConfig, LoraConfig, ModelConfig, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxshard.apps.data.token_files import TOKENIZER
 from jaxshard.apps.huggingface import hf_folder
 from jaxshard.apps.huggingface.hf_folder import HuggingFaceFolder
@@ -58,7 +59,7 @@ class FinishedRun:
         """
         corrupt: list[int] = []
         while True:
-            step = processes.from_first("start", lambda: self._newest(corrupt))
+            step = jaxshard.processes.from_first("start", lambda: self._newest(corrupt))
             try:
                 return self._all(template, step)
             except CorruptCheckpointError as error:

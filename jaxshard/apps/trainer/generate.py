@@ -20,7 +20,8 @@ from jaxshard.apps.config.config import Config
 from jaxshard.apps.data import tokenizing
 from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES
 from jaxshard.apps.model import linear
-from jaxshard.apps.model.model import Cache, LanguageModel, Params
+from jaxshard.apps.model.model import LanguageModel, Params
+from jaxshard.apps.model.transformer import Cache
 from jaxshard.apps.trainer.finished_run import Start
 from jaxshard.system import small_files
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,14 +15,15 @@ from jax.typing import ArrayLike
 from jaxshard import Metrics, NonFiniteError
 from jaxshard.apps.config import memory
 from jaxshard.apps.config.arithmetic import least_seconds
-from jaxshard.apps.data.token_files import TextError
+from jaxshard.apps.data.token_file import TextError
 from jaxshard.apps.records.display import Display, bits
 from jaxshard.apps.records.profile import Profile
 from jaxshard.apps.records.record import Recorder
-from jaxshard.apps.runs.run_folder import Snapshot
+from jaxshard.apps.runs.snapshot import Snapshot
 from jaxshard.apps.trainer.build import Run, num_updates
-from jaxshard.apps.types import Tree
 from jaxshard.system.users_code import UsersError
+
+Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

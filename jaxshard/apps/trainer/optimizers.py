@@ -15,7 +15,8 @@ import optax.contrib
 from jaxshard.apps.config import optimizer_arguments
 from jaxshard.apps.config.config import OptimizerConfig
 from jaxshard.apps.model import linear
-from jaxshard.apps.types import Tree
+
+Tree = Any
 
 _FIELDS = {"weight_decay": "weight_decay", "beta1": "b1", "beta2": "b2"}  # of OptimizerConfig: optax's names
 _OURS: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.98}}  # in place of optax's defaults

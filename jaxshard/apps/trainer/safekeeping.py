@@ -12,12 +12,11 @@ import jax
 from rich.console import Console
 
 import jaxshard
-from jaxshard import processes
 from jaxshard.apps.records.display import say
-from jaxshard.apps.runs import run_folder
-from jaxshard.apps.runs.layer_stack import reshaped
+from jaxshard.apps.runs import snapshot as snapshots
 from jaxshard.apps.runs.place import Place
-from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.apps.runs.snapshot import Snapshot, reshaped
 from jaxshard.apps.trainer.build import Run
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.system.text import printable, shell_command
@@ -31,7 +30,7 @@ class MovedError(OSError):
 
 def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
     """The newest save that is whole, as this run has it."""
-    snapshot = reshaped(run_folder.restore(saves, run.saved_template), run.template)
+    snapshot = reshaped(snapshots.restore(saves, run.saved_template), run.template)
     position, now = snapshot.position, run.template.position
     if position.text != now.text and run.text.older_fingerprint and position.text == run.text.older_fingerprint():
         say(console, "an older jaxshard saved this run: its checksum of the text, made of samples, is the same")
@@ -87,7 +86,7 @@ class Safekeeping:
             snapshot = self.checked(snapshot)
         self.save(snapshot, None)
         self._attempt(snapshot, self._saves.wait)
-        if snapshot.step not in processes.from_first("save", self._saves.steps):
+        if snapshot.step not in jaxshard.processes.from_first("save", self._saves.steps):
             self._again(snapshot, f"step {snapshot.step} is no longer in {self._saves.path}")
         self._check_place(snapshot)
 
@@ -97,14 +96,14 @@ class Safekeeping:
             self.save_last(snapshot)
 
     def _begin(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
-        run_folder.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
+        snapshots.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
 
     def _attempt(self, snapshot: Snapshot, act: Callable[[], None], heldout_loss: float | None = None) -> None:
         """Does a part of a save; if that fails, saves `snapshot` anew, once: its folder may have been moved away."""
         self._check_place(snapshot)
         try:
             act()
-        except (OSError, processes.ProcessError) as error:
+        except (OSError, jaxshard.processes.ProcessError) as error:
             self._again(snapshot, str(error), heldout_loss)
 
     def _again(self, snapshot: Snapshot, why: str, heldout_loss: float | None = None) -> None:
@@ -113,12 +112,12 @@ class Safekeeping:
         try:
             self._begin(snapshot, heldout_loss)
             self._saves.wait()
-        except (OSError, processes.ProcessError) as error:
+        except (OSError, jaxshard.processes.ProcessError) as error:
             self._save_elsewhere(snapshot, printable(str(error)), None)
 
     def _check_place(self, snapshot: Snapshot) -> None:
         """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
-        moved, notes = processes.from_first("save", self._looked_at)
+        moved, notes = jaxshard.processes.from_first("save", self._looked_at)
         for note in notes:
             say(self._console, note)
         if moved:
@@ -131,14 +130,14 @@ class Safekeeping:
 
     def _save_elsewhere(self, snapshot: Snapshot, why: str, where: str | None) -> NoReturn:
         """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
-        with contextlib.suppress(OSError, processes.ProcessError):
+        with contextlib.suppress(OSError, jaxshard.processes.ProcessError):
             self._saves.close()  # what it was saving may be lost with the folder
         place = self._place
         try:
-            path = processes.from_first("save", lambda: place.made_elsewhere(where) if place else "")
-            with run_folder.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
-                run_folder.save(saves, reshaped(snapshot, self._run.saved_template))
-        except (OSError, ValueError, processes.ProcessError) as error:
+            path = jaxshard.processes.from_first("save", lambda: place.made_elsewhere(where) if place else "")
+            with snapshots.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
+                snapshots.save(saves, reshaped(snapshot, self._run.saved_template))
+        except (OSError, ValueError, jaxshard.processes.ProcessError) as error:
             raise OSError(f"{why}; nor could step {snapshot.step} be saved elsewhere: {error}") from error
         command = shell_command("jaxshard", "train", "--resume", "--out", path)
         raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to go on: {command}")
@@ -171,7 +170,7 @@ class Safekeeping:
           FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
         """
         self._saves.wait()
-        saved, finite = processes.from_first("back", self._saves.steps), self._saves.latest_finite()
+        saved, finite = jaxshard.processes.from_first("back", self._saves.steps), self._saves.latest_finite()
         if not is_finite:
             raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
         ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK

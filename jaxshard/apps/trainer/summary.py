@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 from rich.console import Console
 
 import jaxshard
-from jaxshard.apps.data import standard_library
 from jaxshard.apps.data.data import zlib_bits_per_byte
+from jaxshard.apps.data.text_files import STDLIB
 from jaxshard.apps.model import linear
+from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.records.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
-from jaxshard.apps.runs.run_folder import RunFolder, Snapshot
+from jaxshard.apps.records.record import draw
+from jaxshard.apps.runs.run_folder import RunFolder
+from jaxshard.apps.runs.snapshot import Snapshot, reshaped
+from jaxshard.apps.trainer import generate
 from jaxshard.apps.trainer.build import Run
+from jaxshard.apps.trainer.vocabulary import kept_tokenizer
 from jaxshard.system.text import printable, shell_command
 
 _ZLIB_BYTES = 2**24  # a second of work
@@ -95,4 +101,27 @@ def _marks(run: Run) -> Iterator[str]:
 def _source(path: str | None) -> str:
     if path is None:
         return "pydoc_data.topics, the English text that every Python carries"
-    return f"{path}, the source of Python's standard library" if path == standard_library.NAME else printable(path)
+    return f"{path}, the source of Python's standard library" if path == STDLIB else printable(path)
+
+
+def sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
+    """What the model writes after a line's end, or after token 0."""
+    stacked = reshaped(snapshot, run.saved_template)
+    model = LanguageModel(run.config.model, lora=run.config.lora)
+    prompt = [ord("\n") if run.text.is_bytes else 0]
+    tokens = generate.generated(model, stacked.params, prompt, generate.Sampling(seed=run.config.train.seed))
+    found = list(itertools.islice(tokens, run.config.train.sample))
+    try:
+        _, decode = generate.coded(kept_tokenizer(folder.path), run.config)
+    except (ImportError, ValueError) as error:
+        return f"({error})\n" + "".join(generate.as_numbers(iter(found)))
+    return "".join(decode(iter(found)))
+
+
+def draw_curves(run: Run, folder: RunFolder, console: Console) -> None:
+    """Draws the curves. The model is saved: whatever keeps the figure from being drawn, the run has succeeded."""
+    try:
+        is_bytes = run.text.is_bytes
+        draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.text.heldout)} if is_bytes else {}, is_bytes)
+    except Exception as error:
+        say(console, printable(f"{folder.figure} was not drawn: {error}"))

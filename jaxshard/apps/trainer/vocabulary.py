@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxshard.apps.config.config import Config, ModelConfig
-from jaxshard.apps.data import data, tokenizing
+from jaxshard.apps.data import tokenizing
 from jaxshard.apps.data.dataset import names_dataset
+from jaxshard.apps.data.text_files import are_tokens, readable
 from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 from jaxshard.apps.huggingface import hf_folder
 from jaxshard.apps.runs.run_folder import RunFolder
@@ -28,7 +29,7 @@ def tokenizer_of(config: Config) -> Path | None:
     path = config.data.path
     if path is None or names_dataset(path):
         return None
-    if not data.are_tokens(config.data.format, data.readable("data.path", path)):
+    if not are_tokens(config.data.format, readable("data.path", path)):
         return None
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
@@ -47,7 +48,7 @@ def check_start(config: Config) -> None:
     kept, path = kept_tokenizer(Path(config.train.start)), config.data.path
     if kept is None or (path is not None and names_dataset(path)):
         return
-    if path is None or not data.are_tokens(config.data.format, data.readable("data.path", path)):
+    if path is None or not are_tokens(config.data.format, readable("data.path", path)):
         raise ValueError(
             f"data.path: the model of train.start reads tokens, and this is text, in bytes: {tokens_by(kept)}"
         )

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
-import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec
 
-import jax
-import numpy as np
 import tyro
 
 from jaxshard.apps.commands.arguments import one_line
-from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
-from jaxshard.checkpoint.step_folders import StepFolders, located
+from jaxshard.apps.commands.on_cpu import configured
+from jaxshard.checkpoint import CorruptCheckpointError, NewerFormatError
+from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.checkpoint.storage.leaves import Entry, Index
-from jaxshard.checkpoint.storage.manifest import CheckpointInfo, faults_in_words, health
+from jaxshard.checkpoint.storage.manifest import faults_in_words
 from jaxshard.cli import unknown_command
 from jaxshard.cli.ckpt import export as files
 from jaxshard.cli.ckpt import huggingface as ckpt_huggingface
 from jaxshard.cli.ckpt.diff import differences
+from jaxshard.cli.ckpt.listing import (
+    asked,
+    chosen,
+    finite_in_words,
+    metrics_in_words,
+    none_in,
+    num_bytes,
+    num_elements,
+    opened,
+    row_of,
+    saved_at,
+)
 from jaxshard.cli.ckpt.tables import make_console, say, show
 from jaxshard.system.command import INTERRUPTED, is_command
 from jaxshard.system.text import printable, shortened, size_from_words, size_in_words
@@ -60,7 +68,7 @@ def command(arguments: Sequence[str]) -> int:
                 args=list(arguments),
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-        with _cpu():
+        with configured(jax_enable_x64=True):  # some checkpoints have 64 bits
             return act()
     except CorruptCheckpointError as error:
         return _fail(error, 2 if arguments[0] == "diff" else 1)
@@ -88,15 +96,15 @@ def ls(folder: _Dir) -> int:
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
     """
-    checkpoints, step = _opened(folder)
+    checkpoints, step = opened(folder)
     steps = checkpoints.steps() if step is None else [step]
     others = StepFolders(checkpoints.path).others() if step is None else {}
     if not steps and not others:
-        raise ValueError(_none_in(checkpoints.path))
+        raise ValueError(none_in(checkpoints.path))
     console = make_console()
     if steps:
         headings = ("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "numbers", "metrics")
-        show(console, headings, [_row(checkpoints, each) for each in steps], long="metrics")
+        show(console, headings, [row_of(checkpoints, each) for each in steps], long="metrics")
     for name, what in others.items():
         say(console, f"{name}: no checkpoint: {what}")
     return 0
@@ -109,18 +117,18 @@ def info(folder: _Dir, step: _Step = None) -> int:
       folder: a folder of checkpoints, of a run, or of one step.
       step: the step to take; by default the newest.
     """
-    checkpoints, step = _chosen(folder, step)
+    checkpoints, step = chosen(folder, step)
     found, console = checkpoints.info(step), make_console()
-    say(console, f"step {step} in {checkpoints.path}, saved {_saved(checkpoints.path / str(step))}")
+    say(console, f"step {step} in {checkpoints.path}, saved {saved_at(checkpoints.path / str(step))}")
     say(console, f"run: {found['run']}")
-    say(console, f"metrics: {_metrics(found['metrics']) or 'none'}")
-    say(console, f"numbers: {_finite(found)}")
+    say(console, f"metrics: {metrics_in_words(found['metrics']) or 'none'}")
+    say(console, f"numbers: {finite_in_words(found)}")
     rows, leaves = [], found["leaves"]
     for path, leaf in leaves.items():
         shape, mark = str(tuple(leaf["shape"])), leaf["value"] if "value" in leaf else f"{leaf['digest']:08x}"
         rows.append([path, shape, leaf["dtype"], f"{files.num_bytes(leaf):,}", mark])
     show(console, ("path", "shape", "dtype", "bytes", "digest or number"), rows, long="path")
-    say(console, f"leaves: {len(leaves)}, elements: {_num_elements(leaves):,}, bytes: {_num_bytes(leaves):,}")
+    say(console, f"leaves: {len(leaves)}, elements: {num_elements(leaves):,}, bytes: {num_bytes(leaves):,}")
     return 0
 
 
@@ -131,7 +139,7 @@ def verify(folder: _Dir, step: _Step = None) -> int:
       folder: a folder of checkpoints, of a run, or of one step.
       step: the step to take; by default all.
     """
-    checkpoints, steps = _asked(folder, step)
+    checkpoints, steps = asked(folder, step)
     corrupt, unread, console = False, False, make_console()
     for each in steps:
         try:
@@ -147,7 +155,7 @@ def verify(folder: _Dir, step: _Step = None) -> int:
         except OSError as error:
             unread, found = True, f"not read: {error.strerror}: {error.filename}"
         say(console, f"step {each}: {found}")
-    damaged = checkpoints.damaged() if step is None and _opened(folder)[1] is None else {}
+    damaged = checkpoints.damaged() if step is None and opened(folder)[1] is None else {}
     for each, missing in damaged.items():
         say(console, f"step {each}: corrupt: {missing} is missing")
     return 1 if corrupt or damaged else 2 if unread else 0
@@ -164,7 +172,7 @@ def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
       values: read the leaves that differ, and show their largest absolute difference.
     """
     console = make_console()
-    one, two = _chosen(left, None), _chosen(right, None)
+    one, two = chosen(left, None), chosen(right, None)
     for sign, (checkpoints, step) in (("-", one), ("+", two)):
         say(console, f"{sign} step {step} in {checkpoints.path}")
     num_apart = 0
@@ -213,19 +221,19 @@ def export(
     if dtype is not None:
         raise ValueError(f"--dtype {dtype} is for --huggingface: --safetensors writes arrays as they are")
     assert safetensors is not None
-    checkpoints, step = _chosen(folder, step)
+    checkpoints, step = chosen(folder, step)
     files.check_free(safetensors)
     found = checkpoints.info(step)
     leaves, notes = _only(found["leaves"], only), {"step": str(step), "run": str(found["run"])}
     num_shards = files.write(safetensors, leaves, lambda paths: checkpoints.read(step, paths), notes, most)
-    size = size_in_words(_num_bytes(leaves))
+    size = size_in_words(num_bytes(leaves))
     made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
     say(make_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
     return 0
 
 
 def _export_model(folder: Path, target: Path, dtype: str | None, most_bytes: float, step: int | None) -> int:
-    checkpoints, step = _chosen(folder, step)
+    checkpoints, step = chosen(folder, step)
     ckpt_huggingface.check_free(target)
     names = ckpt_huggingface.write(checkpoints, step, target, dtype, most_bytes)
     say(make_console(), f"wrote {target}: step {step}: {', '.join(names)}; every digest is right")
@@ -242,43 +250,6 @@ def _shard_bytes(given: str) -> int:
     return most
 
 
-# Which checkpoint is meant.
-
-
-def _opened(folder: Path) -> tuple[Checkpointer, int | None]:
-    """The checkpoints that a folder stands for, and the step if it is the folder of one."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a folder")
-    place, step = located(folder)
-    return Checkpointer(place), step
-
-
-def _asked(folder: Path, step: int | None) -> tuple[Checkpointer, list[int]]:
-    """The checkpoints of a folder, and the steps that are meant: all, or the one."""
-    checkpoints, itself = _opened(folder)
-    if step is not None and itself is not None:
-        raise ValueError(f"--step {step}: {folder} is the folder of step {itself}; leave --step out")
-    one, steps, damaged = itself if step is None else step, checkpoints.steps(), checkpoints.damaged()
-    if one in damaged or (damaged and not steps):
-        number = max(damaged) if one is None else one
-        raise CorruptCheckpointError(number, None, f"{damaged[number]} is missing in {checkpoints.path / str(number)}")
-    if not steps:
-        raise ValueError(_none_in(checkpoints.path))
-    if one is not None and one not in steps:
-        newest = ", ".join(map(str, steps[-8:]))
-        raise ValueError(f"--step {one}: no such checkpoint in {checkpoints.path}; the newest are {newest}")
-    return checkpoints, steps if one is None else [one]
-
-
-def _chosen(folder: Path, step: int | None) -> tuple[Checkpointer, int]:
-    checkpoints, steps = _asked(folder, step)
-    return checkpoints, steps[-1]
-
-
-def _none_in(folder: Path) -> str:
-    return f"no checkpoint in {folder}: name a folder of checkpoints, or a run's folder, which has them in model/"
-
-
 def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
     try:
         found = {path: leaf for path, leaf in leaves.items() if re.search(pattern or "", path)}
@@ -287,73 +258,6 @@ def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
     if not found:
         raise ValueError(f"--only {pattern}: none of {len(leaves)} leaves matches; the first is {next(iter(leaves))}")
     return found
-
-
-# What is shown.
-
-
-def _row(checkpoints: Checkpointer, step: int) -> list[str]:
-    folder, cells = checkpoints.path / str(step), [str(step)]
-    try:
-        cells += [_saved(folder), size_in_words(_size(folder))]
-        found = checkpoints.info(step)
-    except CorruptCheckpointError:
-        return [*cells, "", "", "", "unreadable", "", ""]
-    except NewerFormatError as error:
-        return [*cells, "", "", "", f"format {error.found}", "", ""]
-    except FileNotFoundError:  # by the run that writes here
-        return [str(step), "deleted", *[""] * 7]
-    except OSError:
-        return [str(step), "not read", *[""] * 7]
-    leaves = found["leaves"]
-    sizes = [f"{len(leaves)}", f"{_num_elements(leaves):,}", size_in_words(_num_bytes(leaves))]
-    state = health(leaves, found["not_finite"])
-    numbers = state if state in ("finite", "unknown") else "not finite"
-    return [*cells, *sizes, "ok", numbers, _metrics(found["metrics"])]
-
-
-def _finite(found: CheckpointInfo) -> str:
-    if found["not_finite"] is None:
-        return "unknown: jaxshard 0.1 saved it; `ckpt verify` finds out"
-    words = faults_in_words(found["leaves"], found["not_finite"])
-    return f"not finite: {words}" if words else "finite"
-
-
-def _saved(folder: Path) -> str:
-    return datetime.datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-
-
-def _size(folder: Path) -> int:
-    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
-
-
-def _metrics(metrics: Mapping[str, float] | None) -> str:
-    return ", ".join(f"{name} {value}" for name, value in (metrics or {}).items())
-
-
-def _num_elements(leaves: Index) -> int:
-    return sum(int(np.prod(leaf["shape"])) for leaf in leaves.values())
-
-
-def _num_bytes(leaves: Index) -> int:
-    return sum(map(files.num_bytes, leaves.values()))
-
-
-# How it runs.
-
-
-@contextlib.contextmanager
-def _cpu() -> Iterator[None]:
-    """JAX on the CPU, if it did not start yet; with 64 bits, which some checkpoints have."""
-    options = {"jax_platforms": "cpu", "jax_enable_x64": True}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 def _fail(reason: object, status: int) -> int:

@@ -17,9 +17,11 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.commands import on_cpu
 from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
 from jaxshard.apps.config import toml
-from jaxshard.apps.config.config import Config, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of, simulate_cpus
 from jaxshard.apps.records.display import make_console
 from jaxshard.base.types import AnyMesh
@@ -30,7 +32,7 @@ from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
 from jaxshard.step.step import loss_of
-from jaxshard.system.command import INTERRUPTED, check_file, ended_at_once, fail
+from jaxshard.system.command import check_file, fail
 from jaxshard.system.files import overwrite
 
 _COMMAND = "jaxshard explain"
@@ -60,20 +62,7 @@ class Arguments(Config):
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard explain`; returns the exit status."""
-    options = {"jax_platforms": "cpu", "jax_traceback_in_locations_limit": -1}  # no accelerator is taken from others
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    try:
-        with ended_at_once(lambda: f"{_COMMAND}: interrupted"):
-            return _run(parse(arguments))
-    except (ValueError, OSError, ImportError) as error:
-        return _fail(error, 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+    return on_cpu.run(_COMMAND, lambda: _run(parse(arguments)), jax_traceback_in_locations_limit=-1)
 
 
 _fail = functools.partial(fail, _COMMAND)

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax
 import tyro
 from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.apps.commands import arguments as words
+from jaxshard.apps.commands import on_cpu
 from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
 from jaxshard.apps.config import toml
-from jaxshard.apps.config.config import Config, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console
 from jaxshard.cli.plan import compiled as plan_compiled
@@ -31,7 +32,7 @@ from jaxshard.plan import search
 from jaxshard.plan.choices import Target
 from jaxshard.plan.prediction import Row
 from jaxshard.system import files
-from jaxshard.system.command import INTERRUPTED, check_room, ended_at_once, fail
+from jaxshard.system.command import check_room, fail
 from jaxshard.system.text import printable, size_in_words
 
 _DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
@@ -73,19 +74,13 @@ class Arguments(Config):
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard plan`; returns the exit status."""
-    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is started or taken from others
-    try:
-        with ended_at_once(lambda: "jaxshard plan: interrupted"):
-            given = parse(arguments)
-            _check_files(given)
-            return _compiled(given) if given.compile else _planned(given)
-    except (ValueError, OSError, ImportError) as error:
-        return _fail(error, 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    finally:
-        jax.config.update("jax_platforms", before)
+
+    def act() -> int:
+        given = parse(arguments)
+        _check_files(given)
+        return _compiled(given) if given.compile else _planned(given)
+
+    return on_cpu.run("jaxshard plan", act)
 
 
 def _check_files(given: Arguments) -> None:

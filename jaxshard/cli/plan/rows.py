@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from jaxshard.apps.config.arithmetic import useful_flops
-from jaxshard.apps.config.config import Config, check
+from jaxshard.apps.config.checks import check
+from jaxshard.apps.config.config import Config
 from jaxshard.apps.model.attention import why_not_fused
-from jaxshard.apps.trainer.build import check_rows, make_parts, make_step
+from jaxshard.apps.trainer.parts import check_rows, make_parts, make_step
 from jaxshard.base.types import AnyMesh
 from jaxshard.mesh import abstract_mesh
 from jaxshard.plan import choices, search

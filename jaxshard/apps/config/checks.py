@@ -1,0 +1,232 @@
+"""What no run can have is refused before anything starts: an option out of its range, or that fits not to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxshard.apps.config.config import NO_LORA, Config, ModelConfig, PrecisionConfig
+
+_INT32 = 2**31 - 1  # sizes, counts and steps lie in arrays and in C
+_INT64 = 2**63 - 1
+_LONG = ("data.heldout_bytes", "sharding.min_shard_size", "train.seed")
+
+_POSITIVE = (
+    *(f"model.{name}" for name in ("layers", "width", "heads", "hidden", "sequence_length")),
+    *("model.rotary_base", "model.rotary_length", "model.norm_epsilon"),
+    *("lora.alpha", "optimizer.learning_rate", "optimizer.clip_norm"),
+    *(f"sharding.{name}" for name in ("replica", "tensor", "pipeline", "virtual")),
+    *("sharding.microbatches", "sharding.stage_microbatches"),
+    *(f"train.{name}" for name in ("steps", "rows", "log_every", "eval_every", "keep_last", "heartbeat_seconds")),
+)
+_NOT_NEGATIVE = (
+    *("optimizer.warmup_steps", "optimizer.weight_decay", "sharding.min_shard_size"),
+    *("model.kv_heads", "lora.rank", "train.seed"),
+    *(f"train.{name}" for name in ("patience", "min_improvement", "save_every", "max_skips")),
+    *(f"train.{name}" for name in ("keep_every", "keep_best", "sample", "check_every", "hang_seconds")),
+)
+_OPTIONAL = ("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay")
+_BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
+
+
+def check(config: Config) -> None:
+    """Raises ValueError, naming the option, for a value that no run can have."""
+    sections = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(Config))
+    _check_ranges({f"{name}.{option}": value for name, section in sections for option, value in vars(section).items()})
+    _check_precision(config.precision)
+    _check_lora(config)
+    _check_parallel(config)
+    model = config.model
+    if model.width % model.heads:
+        raise ValueError(
+            f"model.width = {model.width} is no multiple of model.heads = {model.heads}: change one of them"
+        )
+    if model.kv_heads and model.heads % model.kv_heads:
+        raise ValueError(
+            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by the "
+            "same number of queries: change one of them, or set model.kv_heads = 0 for the number of heads"
+        )
+    if model.loss_chunk > 0 and model.sequence_length % model.loss_chunk:
+        raise ValueError(
+            f"model.loss_chunk = {model.loss_chunk} does not divide model.sequence_length = {model.sequence_length}: "
+            "change one of them, or set model.loss_chunk = -1 to have it chosen"
+        )
+    _check_rotary(model)
+    if model.positions == "rotary" and (model.width // model.heads) % 2:
+        raise ValueError(
+            f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
+            f"features: choose other sizes, or model.positions = learned"
+        )
+    if config.optimizer.warmup_steps >= config.train.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
+            f"train.steps = {config.train.steps}: warm up for fewer"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    """Raises ValueError for an option of rotary positions that would do nothing."""
+    default = ModelConfig()
+    for name in ("rotary_base", "rotary_factor", "rotary_length"):
+        given = getattr(model, name)
+        if model.positions == "learned" and given != getattr(default, name):
+            raise ValueError(f"model.{name} = {given} with model.positions = learned: nothing turns: leave it out")
+    if model.rotary_factor == 1 and model.rotary_length != default.rotary_length:
+        raise ValueError(
+            f"model.rotary_length = {model.rotary_length} with model.rotary_factor = 1: nothing is slowed down: set "
+            "model.rotary_factor, or leave it out"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    rank, base = config.lora.rank, config.lora.base
+    if config.lora.alpha != NO_LORA.alpha and not rank:
+        raise ValueError(f"lora.alpha = {config.lora.alpha} with lora.rank = 0: there are no adapters: set lora.rank")
+    if base and not rank:
+        raise ValueError(
+            f"lora.base = {base} with lora.rank = 0: nothing is frozen: set lora.rank, or leave lora.base out and set "
+            "precision.params"
+        )
+    if rank and config.sharding.pipeline > 1:
+        raise ValueError(
+            f"lora.rank = {rank} with sharding.pipeline = {config.sharding.pipeline}: stages take no frozen matrices; "
+            "cut over data and tensor"
+        )
+
+
+def _check_parallel(config: Config) -> None:
+    model, sharding = config.model, config.sharding
+    for axis in ("tensor", "pipeline"):
+        size, takers = getattr(sharding, axis), (f"{axis}_parallel", "hybrid")
+        if size > 1 and sharding.strategy not in takers:
+            raise ValueError(
+                f"sharding.{axis} = {size}: the strategy {sharding.strategy} does not cut over it; choose "
+                f"sharding.strategy = {' or '.join(takers)}"
+            )
+    if (sharding.virtual > 1) != (sharding.schedule == "interleaved"):
+        raise ValueError(
+            f"sharding.virtual = {sharding.virtual} with sharding.schedule = {sharding.schedule}: virtual stages, at "
+            "least 2, are what makes interleaved"
+        )
+    stages = sharding.pipeline * sharding.virtual
+    if sharding.pipeline > 1 and model.layers % stages:
+        raise ValueError(
+            f"model.layers = {model.layers} is no multiple of sharding.pipeline {sharding.pipeline} x sharding.virtual "
+            f"{sharding.virtual} = {stages}: {-(-model.layers // stages) * stages} would be"
+        )
+    if sharding.pipeline > 1 and sharding.virtual > 1 and sharding.stage_microbatches % sharding.pipeline:
+        raise ValueError(
+            f"sharding.stage_microbatches = {sharding.stage_microbatches} is no multiple of sharding.pipeline = "
+            f"{sharding.pipeline}, as virtual stages need"
+        )
+    shared = ["heads", *(["kv_heads"] if model.kv_heads else []), "hidden", "vocabulary"]
+    for name in [*shared, *(["sequence_length"] if sharding.sequence_parallel else [])]:
+        size = getattr(model, name)
+        if size % sharding.tensor:
+            raise ValueError(
+                f"model.{name} = {size} is no multiple of sharding.tensor = {sharding.tensor}: "
+                f"{-(-size // sharding.tensor) * sharding.tensor} would be"
+            )
+
+
+def _check_precision(chosen: PrecisionConfig) -> None:
+    params, widened = chosen.params, chosen.masters or chosen.stochastic_rounding
+    if chosen.masters and params == "float32":
+        raise ValueError(
+            "precision.masters: the parameters are float32 themselves: leave it out, or set precision.params = bfloat16"
+        )
+    if chosen.stochastic_rounding and params != "bfloat16":
+        raise ValueError(
+            f"precision.stochastic_rounding rounds to bfloat16, and precision.params = {params}: leave it out, or set "
+            "precision.params = bfloat16"
+        )
+    if chosen.stochastic_rounding and chosen.masters:
+        raise ValueError("precision.stochastic_rounding does without precision.masters: leave one of them out")
+    if params == "float16" and not chosen.masters:
+        raise ValueError(
+            "precision.params = float16: AdamW's small numbers vanish in it: add precision.masters = true, or set "
+            "precision.params = bfloat16"
+        )
+    if chosen.loss_scale and params != "float16":
+        raise ValueError(
+            f"precision.loss_scale: {params} has the range that gradients need: leave it out; it is for "
+            "precision.params = float16"
+        )
+    if chosen.moments == "bfloat16" and params == "bfloat16" and not widened:
+        raise ValueError(
+            "precision.moments = bfloat16: nothing here is kept wider, so they would be rounded to nearest, and stall: "
+            "add precision.masters or precision.stochastic_rounding, or leave it out"
+        )
+
+
+# Each option by itself.
+
+
+def _check_ranges(values: Mapping[str, object]) -> None:
+    """Checks each option by itself.
+
+    Args:
+      values: by `section.name`.
+
+    Raises:
+      ValueError: one is out of its range; it is named, with what it must be.
+    """
+    for name in _POSITIVE:
+        _require(values, name, lambda value: value > 0, "above 0")
+    for name in _NOT_NEGATIVE:
+        _require(values, name, lambda value: value >= 0, "0 or more")
+    for name in _BELOW_ONE:
+        _require(values, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    _check_single(values)
+    for name, value in values.items():
+        if isinstance(value, float):
+            _require(values, name, math.isfinite, "a finite number")
+        if isinstance(value, int):
+            most = _INT64 if name in _LONG else _INT32
+            _require(values, name, lambda value, most=most: value <= most, f"at most {most}")
+
+
+def _check_single(values: Mapping[str, object]) -> None:
+    _require(values, "data.path", lambda value: value != "", "a file or a folder; leave it out for the built-in text")
+    _require(
+        values, "data.heldout_path", lambda value: value != "", "a file or a folder; leave it out for a part of path"
+    )
+    _require(values, "data.heldout", lambda value: 0 < value < 1, "between 0 and 1")
+    _require(values, "data.heldout_bytes", lambda value: value > 1, "at least 2")
+    _require(values, "model.vocabulary", lambda value: value >= 256, "at least 256, the number of bytes")
+    _require(values, "model.rotary_factor", lambda value: value >= 1, "at least 1")
+    _require(values, "model.loss_chunk", lambda value: value >= -1, "above 0, 0 for all positions, or -1 to choose")
+    _require(values, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
+    _require(values, "sharding.devices", lambda value: value is None or value > 0, "above 0")
+    _require(values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
+    _require(values, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
+    _require(values, "train.start", lambda value: value != "", "the folder of a run; leave it out to start anew")
+    _require(values, "train.hang_seconds", lambda value: value == 0 or value >= 1, "0, or at least 1")
+    cuts_params = values["sharding.strategy"] in ("zero3", "fsdp", "hsdp") or (
+        values["sharding.strategy"] == "hybrid" and values["sharding.zero"] == 3
+    )
+    _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, "use: parameters are not cut")
+    hsdp = values["sharding.strategy"] == "hsdp"
+    _require(values, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
+
+
+def _require(values: Mapping[str, object], name: str, is_right: Callable[..., bool], needed: str) -> None:
+    """Raises ValueError where a value, or what float32 makes of it, is not right."""
+    value = values[name]
+    if value is None and name in _OPTIONAL:
+        return
+    if not is_right(value):
+        raise ValueError(f"{name} = {_shown(value)}: it must be {needed}")
+    with np.errstate(over="ignore", under="ignore"):
+        if isinstance(value, float) and not is_right(float(np.float32(value))):
+            raise ValueError(f"{name} = {value} is {np.float32(value)} in float32: it must be {needed}")
+
+
+def _shown(value: object) -> str:
+    """The value, of a number with more digits than one wants to read only how many."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"{'-' if value < 0 else ''}(a number of {math.floor(math.log10(abs(value))) + 1} digits)"
+    return str(value)

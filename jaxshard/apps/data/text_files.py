@@ -1,0 +1,173 @@
+"""The files of text that a configuration names: which they are, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxshard.apps.config import memory
+from jaxshard.apps.data.token_files import TOKENIZER
+
+STDLIB = "stdlib"
+"""Names the source of Python's standard library, 8 MB of text that is on every machine, in place of a path."""
+
+_LEFT_OUT = frozenset(
+    {
+        *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),  # not in every distribution
+        *("encodings", "pydoc_data"),  # tables and English
+        *("test", "tests"),
+    }
+)
+
+BUILTIN = "pydoc_data.topics"
+
+
+def are_tokens(format: str, files: Sequence[Path]) -> bool:
+    """Whether files hold tokens, as `data.format` says."""
+    tokens = without_tokenizer(files)
+    return format.startswith("uint") or (
+        format == "auto" and bool(tokens) and all(file.suffix == ".bin" for file in tokens)
+    )
+
+
+def without_tokenizer(files: Sequence[Path]) -> list[Path]:
+    """The files but a tokenizer.json among several, which is no text."""
+    return [file for file in files if file.name != TOKENIZER or len(files) == 1]
+
+
+@contextlib.contextmanager
+def told(option: str, path: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: {path!r} cannot be read: {error}") from error
+
+
+def readable(option: str, path: str) -> list[Path]:
+    """The files of a path.
+
+    Raises:
+      ValueError: there is none, or they cannot be read.
+    """
+    with told(option, path):
+        files = _files(option, path)
+    if not files:
+        raise ValueError(f"{option}: {path!r} is empty (0 files): give a file or a folder of text")
+    return files
+
+
+def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
+    """All bytes of a file, or of a folder's files in the order of their relative paths.
+
+    Args:
+      path: of the file or folder; "stdlib": the source of Python's standard library; None: `BUILTIN`.
+      option: that gave the path, for errors.
+
+    Returns:
+      uint8, one-dimensional.
+
+    Raises:
+      ValueError: nothing is there, not all of it can be read, it is too large for this host, or empty.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return _bytes("\n".join(topics[name] for name in sorted(topics)).encode())
+    with told(option, path):
+        files = _files(option, path)
+        size = sum(file.stat().st_size for file in files)
+        memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
+        text = b"\n".join(map(_as_long_as_it_is, files))
+    if not text.strip():
+        raise ValueError(f"{option}: {path!r} is empty ({len(files)} files): give a file or a folder of text")
+    return _bytes(text)
+
+
+def _as_long_as_it_is(file: Path) -> bytes:
+    """A file's bytes, without those that are added while it is read."""
+    with file.open("rb") as stream:
+        return stream.read(os.fstat(stream.fileno()).st_size)
+
+
+def _files(option: str, path: str) -> list[Path]:
+    """The file itself, or all files of the folder, in the order of their paths. Links are followed.
+
+    Raises:
+      ValueError: something there is no file: a pipe, a link to nothing.
+      OSError: a folder cannot be read.
+    """
+    if path == STDLIB:
+        return stdlib_files(option)
+    root = Path(path)
+    if not os.path.lexists(root):
+        raise ValueError(f"{option}: {path!r} does not exist: give a file or a folder of text")
+    return sorted(_walked(option, root))
+
+
+def _walked(option: str, root: Path) -> Iterator[Path]:
+    """The files of a path, in any order."""
+    paths: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # each with the folders it lies in
+    while paths:
+        path, above = paths.pop()
+        found = _found(option, path)
+        folder = found.st_dev, found.st_ino
+        if stat.S_ISREG(found.st_mode):
+            yield path
+        elif not stat.S_ISDIR(found.st_mode):
+            raise ValueError(f"{option}: {str(path)!r} is no file, and no folder: put the text into a file")
+        elif folder in above:
+            raise ValueError(f"{option}: {str(path)!r} is a link to a folder that it lies in: remove it")
+        else:
+            paths += ((path / name, above | {folder}) for name in os.listdir(path))
+
+
+def _found(option: str, path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise ValueError(
+            f"{option}: {str(path)!r} is a link that leads nowhere ({error.strerror}): remove it"
+        ) from None
+
+
+def _bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, np.uint8)
+
+
+def stdlib_files(option: str) -> list[Path]:
+    """The modules of `STDLIB`, in an order that mixes them: the last tenth is of the same kind as the rest.
+
+    Versions of Python that have the same module give it the same place.
+
+    Args:
+      option: that names it, for errors.
+
+    Raises:
+      ValueError: this Python carries no source, or something here has the same name.
+    """
+    if os.path.lexists(STDLIB):
+        raise ValueError(
+            f"{option}: {STDLIB!r} is the source of Python's standard library, and something here has this name: write "
+            f"{os.path.join('.', STDLIB)} for that"
+        )
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sys.stdlib_module_names - _LEFT_OUT
+    found = [root / f"{name}.py" for name in names] + [file for name in names for file in (root / name).rglob("*.py")]
+    paths = [file.relative_to(root) for file in found if file.is_file()]
+    paths = [path for path in paths if not _LEFT_OUT & set(path.parts)]
+    if not paths:
+        raise ValueError(
+            f"{option}: {STDLIB!r}: this Python has no source of its standard library in {str(root)!r}: give a file "
+            "or a folder of text"
+        )
+    return [root / path for path in sorted(paths, key=lambda path: (zlib.crc32(path.as_posix().encode()), path))]

@@ -1,0 +1,92 @@
+"""The model, its optimizer and its step, on a mesh that may be abstract: nothing is read or computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxshard
+from jaxshard import ShardedOptimizer, TrainStep
+from jaxshard.apps.config.config import Config, PrecisionConfig
+from jaxshard.apps.model import linear
+from jaxshard.apps.model.attention import AnyMesh, why_not_fused
+from jaxshard.apps.model.model import LanguageModel, Params, Pipelined
+from jaxshard.apps.trainer.optimizers import make_optimizer
+
+_WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
+
+
+def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
+    """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
+    why_not_fused(config.model, mesh)  # raises where it must be and cannot
+    schedule, inner = make_optimizer(config.optimizer, config.train.steps)
+    model = make_model(config)
+    opt = make_strategy(config, model, inner, mesh)
+    shapes = jax.eval_shape(initial(model, config.precision), jax.random.key(0))
+    placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, opt.shardings(shapes).params)
+    return model, schedule, opt, placed
+
+
+def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
+    """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
+    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
+    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
+
+
+def make_model(config: Config) -> LanguageModel:
+    """The model, its layers in stages where there is a pipeline."""
+    sharding = config.sharding
+    how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
+    pipelined = how if sharding.pipeline > 1 else None
+    return LanguageModel(config.model, pipelined, sharding.sequence_parallel, config.lora)
+
+
+def make_strategy(
+    config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: AnyMesh
+) -> ShardedOptimizer:
+    """The sharded optimizer that the configuration asks for."""
+    sharding = config.sharding
+    options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
+    options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
+    options |= {"state_axes": ("data", "replica")} if sharding.state_over == "data+replica" else {}
+    options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
+    options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
+    options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
+    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
+    options |= {"regather": sharding.regather} if cuts_params else {}
+    return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
+
+
+def precision_options(config: PrecisionConfig) -> dict[str, Any]:
+    """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
+    return (
+        ({"master_dtype": jnp.float32} if config.masters else {})
+        | ({"moment_dtype": config.moments} if config.moments != "float32" else {})
+        | ({"reduce_dtype": jnp.dtype(config.reduce)} if config.reduce else {})
+        | ({"stochastic_rounding": True} if config.stochastic_rounding else {})
+        | ({"loss_scale": jaxshard.LossScale()} if config.loss_scale else {})
+    )
+
+
+def check_rows(config: Config, mesh: AnyMesh) -> None:
+    """Raises ValueError unless all devices, and so all processes, get the same number of rows in each microbatch."""
+    sharding = config.sharding
+    sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
+    sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
+    parts = int(np.prod(list(sizes.values())))
+    if config.train.rows % parts:
+        equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
+            f"{config.train.rows // parts * parts + parts} would be"
+        )
+
+
+def initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
+    """`init(key)`: fresh parameters in their type."""
+    return lambda key: linear.stored(model.init(key), model.lora, precision.params)
