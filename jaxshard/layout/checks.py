@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxshard.base.axes import REPLICA_AXIS, axes_of
 from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.types import AnyMesh, DType, is_whole
-from jaxshard.layout import memory_option
+from jaxshard.layout import host_memory
 from jaxshard.layout.options import AXES_OPTIONS, Config, Options
 from jaxshard.system.text import nearest
 
@@ -35,7 +35,7 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
     if isinstance(options.get("frozen"), str):
         options["frozen"] = (options["frozen"],)
     if "state_memory" in options:
-        options["state_memory"] = memory_option.checked(strategy, options["state_memory"], mesh)
+        options["state_memory"] = host_memory.checked(strategy, options["state_memory"], mesh)
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)

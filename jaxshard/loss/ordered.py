@@ -3,19 +3,25 @@
 It has rules for the backward pass alone, so that forward-mode differentiation fails. (The order is not written into
 the program beforehand: barriers hold back the gradients of cut parameters, which only an evaluation has, and a program
 written anew would be traced once more.)
+
+Unrolled models on GPU: XLA puts all reduce-scatters of a program without loops off until the backward pass has ended,
+joins them, and keeps all whole gradients until then. So parameters are grouped into buckets, in the order in which the
+loss first uses them, as in Li et al. 2020 (PyTorch Distributed, section 3.2.3). The backward pass does not go on from
+one bucket to the bucket before until the gradients of the bucket after it are reduced.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard import platforms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
-from jaxshard.platforms import backward, buckets
+from jaxshard.platforms import backward
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal
 from jaxshard.programs.primitives import INLINED, SCAN, WHOLE
 from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smoothly
@@ -109,14 +115,14 @@ class OrderedEvaluation(Evaluation):
         return True
 
     def _buckets(self) -> dict[int, list[Var]]:
-        """As `buckets.reduced_before`."""
+        """As `reduced_before`."""
         cut = {v: slot for v in self.jaxpr.invars if (slot := _gradient_slot(self.env[v])) is not None}
-        return buckets.reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
+        return reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
 
     def _order(self, place: int) -> None:
         """Has the backward pass go past an equation when the gradients of the next bucket are reduced."""
         self._run_waiting()
-        variables = buckets.live(self.jaxpr, place, self.weights)
+        variables = live(self.jaxpr, place, self.weights)
         variables = [v for v in variables if isinstance(self.env[v], jax.Array)]
         tied = self._after_gradients_of(self._reduced_before[place], variables, [self.env[v] for v in variables])
         self.env |= dict(zip(variables, tied, strict=True))
@@ -160,3 +166,43 @@ def _gradient_slot(value: Value | None) -> jax.Array | None:
     if isinstance(value, AtFirstUse):
         return _gradient_slot(value.sharded)
     return value.stand_in if isinstance(value, Sharded) and value.local is not None else None
+
+
+BUCKET_BYTES = 32 * 2**20  # of whole gradients: enough for a collective to be fast
+
+
+def reduced_before(jaxpr: OpenJaxpr, num_bytes: Mapping[Var, int]) -> dict[int, list[Var]]:
+    """By the index of an equation: the parameters whose gradients are reduced before the backward pass goes past it.
+
+    Args:
+      jaxpr: the loss.
+      num_bytes: of the whole gradient of each parameter that is reduced where the loss uses it.
+    """
+    starts, buckets = _buckets(jaxpr, num_bytes)
+    return dict(zip(starts, buckets[1:], strict=False))
+
+
+def _buckets(jaxpr: OpenJaxpr, num_bytes: Mapping[Var, int]) -> tuple[list[int], list[list[Var]]]:
+    """(The equation at which each bucket begins, its parameters.)"""
+    starts: list[int] = []
+    buckets: list[list[Var]] = []
+    known: set[Var] = set()
+    room = 0
+    for place, eqn in enumerate(jaxpr.eqns):
+        new = [] if eqn.primitive.name == SCAN else [v for v in eqn.invars if not is_literal(v) and v in num_bytes]
+        new = [v for v in dict.fromkeys(new) if v not in known]
+        known |= {v for v in eqn.invars if not is_literal(v) and v in num_bytes}
+        if new and room <= 0:
+            starts, buckets, room = [*starts, place], [*buckets, []], BUCKET_BYTES
+        if new:
+            buckets[-1] += new
+            room -= sum(num_bytes[v] for v in new)
+    return starts, buckets
+
+
+def live(jaxpr: OpenJaxpr, place: int, but: Iterable[Var]) -> list[Var]:
+    """The floating results of the equations before the one at `place` that are used at it or after, without `but`."""
+    made = {v for eqn in jaxpr.eqns[:place] for v in eqn.outvars} - set(but)
+    later = [v for eqn in jaxpr.eqns[place:] for v in eqn.invars] + jaxpr.outvars
+    used = dict.fromkeys(v for v in later if not is_literal(v) and v in made)
+    return [v for v in used if jnp.issubdtype(v.aval.dtype, jnp.inexact)]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.tree import Names, is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
 from jaxshard.collectives.global_view import is_explicit
-from jaxshard.layout.memory_option import HOST
+from jaxshard.layout.host_memory import HOST
 from jaxshard.optimizer.streams import Stream, spreads
 from jaxshard.programs.components import SHARED, Components, is_big, run_in_pieces
 from jaxshard.programs.jaxprs import is_literal, open_jaxpr, operands_of, part_of

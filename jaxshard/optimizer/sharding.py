@@ -16,8 +16,8 @@ from jaxshard.base.tree import named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.layout import frozen
 from jaxshard.layout.cutting import deal_leaf
+from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, Shardings, check_specs_used, layout_params, layout_state
-from jaxshard.layout.memory_option import HOST
 from jaxshard.layout.options import Config
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices

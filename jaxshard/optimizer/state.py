@@ -25,8 +25,8 @@ from jaxshard.base.tree import (
 from jaxshard.base.types import Params, T, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.frozen import trained as without_frozen
+from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, warn_if_awkward
-from jaxshard.layout.memory_option import HOST
 from jaxshard.mesh import check_context, check_has_devices
 from jaxshard.optimizer.inner.trace import state_of_values
 from jaxshard.optimizer.inner.whole_operands import with_whole_operands

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
@@ -252,23 +253,16 @@ class TrainStep:
         if self._max_skips is not None:
             # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
             found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
-        norm, bad_leaf, finite = global_view.globally(judged, setup.mesh, (P(), P(), P()))(
-            found.loss, fast(found.grads)
-        )
+        judge = global_view.globally(judged, setup.mesh, (P(), P(), P()))
+        norm, bad_leaf, finite = judge(found.loss, fast(found.grads))
         ok = found.weight != 0 if self._loss.options.weighted else None
         if self._max_skips is not None:
             ok = finite if ok is None else ok & finite
         asked = self._extra(params, batch) if self._extra else {}
         offered = {"value": found.loss, "grad": fast(found.grads)}
+        judges, old = self._max_skips is not None, setup.trained(params)
         trained, after, agreed = advance(
-            setup,
-            found.grads,
-            state,
-            setup.trained(params),
-            offered | asked,
-            want="params",
-            ok=ok,
-            judges=self._max_skips is not None,
+            setup, found.grads, state, old, offered | asked, want="params", ok=ok, judges=judges
         )
         if agreed is not None:
             ok, bad_leaf = agreed.ok, jnp.where(bad_leaf < 0, agreed.bad_leaf, bad_leaf)
@@ -277,16 +271,18 @@ class TrainStep:
         metrics = Metrics(loss=found.loss, grad_norm=norm, skipped=skipped, bad_leaf=bad_leaf)
         if scaling is not None and scale is not None:
             metrics["loss_scale"] = scale
-            old = state.extra["loss_scale"]
-            new = scaling.after(old, ~finite)
             stays = skipped & finite  # a batch of weight 0, or a bad update, says nothing about the scale
             if self._loss.options.weighted:
                 stays |= found.weight == 0
-            new = jax.tree.map(lambda n, o: jnp.where(stays, o, n), new, old)
-            after = after._replace(extra=after.extra | {"loss_scale": new})
+            next_scale = _next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
+            after = after._replace(extra=after.extra | {"loss_scale": next_scale})
         if self._loss.options.has_aux:
             metrics["aux"] = found.aux
         return params, after, metrics
+
+
+def _next_scale(scaling: LossScale, old: dict[str, jax.Array], overflowed: jax.Array, stays: jax.Array) -> Tree:
+    return jax.tree.map(lambda n, o: jnp.where(stays, o, n), scaling.after(old, overflowed), old)
 
 
 def loss_of(step: TrainStep) -> LossFunction:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jaxshard.base.types import Metrics, T, Tree
 from jaxshard.collectives import global_view
-from jaxshard.layout.memory_option import HOST
+from jaxshard.layout.host_memory import HOST
 
 _is_deleted = operator.methodcaller("is_deleted")
 

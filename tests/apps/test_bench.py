@@ -7,7 +7,7 @@ import pytest
 from jaxshard import aot
 from jaxshard.apps.commands import bench_tables
 from jaxshard.cli import main
-from jaxshard.cli.plan import compiled as plan_compiled
+from jaxshard.cli.plan import rows as plan_rows
 
 TOY = ["bench", "--toy", "--rounds", "2"]
 COMPILED = {
@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         lines = []
-        patch.setattr(plan_compiled.aot, "devices", without_gpu_compiler(aot.devices))
+        patch.setattr(plan_rows.aot, "devices", without_gpu_compiler(aot.devices))
         patch.setattr("jaxshard.apps.commands.bench.say", lambda console, text: lines.append(text))
         names = ["--machines", "cpu:8", "h100:8", "--steps", "zero2", "optax", "nnx", "--microbatches", "2"]
         status = main([*TOY, *names, "--out", str(folder / "new"), "--json", str(folder / "x.json")])

@@ -9,8 +9,8 @@ import pytest
 
 import jaxshard
 from jaxshard.apps.config import memory
-from jaxshard.apps.config.arithmetic import least_seconds, useful_flops
 from jaxshard.apps.config.config import Config, ModelConfig, TrainConfig
+from jaxshard.apps.config.memory import least_seconds, useful_flops
 from jaxshard.apps.runs.snapshot import Snapshot
 from jaxshard.apps.trainer.loop import Meter, _divergence
 from jaxshard.apps.trainer.safekeeping import _way_back

@@ -13,10 +13,10 @@ from oracle import assert_close, assert_same_bits
 
 import jaxshard
 from jaxshard.apps.commands.train import command
-from jaxshard.apps.config.arithmetic import useful_flops
 from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config, LoraConfig, ModelConfig, ShardingConfig, TrainConfig
 from jaxshard.apps.config.devices import make_mesh
+from jaxshard.apps.config.memory import useful_flops
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
 from jaxshard.apps.runs import run_folder

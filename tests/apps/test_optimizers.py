@@ -9,10 +9,9 @@ import pytest
 from oracle import assert_same_bits
 
 from jaxshard.apps.commands.train import command
-from jaxshard.apps.config import optimizer_arguments
 from jaxshard.apps.config.config import LoraConfig, ModelConfig, OptimizerConfig
 from jaxshard.apps.model.model import LanguageModel
-from jaxshard.apps.trainer.optimizers import make_optimizer
+from jaxshard.apps.trainer.optimizers import check_arguments, make_optimizer
 
 SMALL = ModelConfig(layers=2, width=16, heads=2, hidden=32, sequence_length=8)
 OPTIONS = ["--model.layers", "2", "--model.width", "16", "--model.heads", "2", "--model.hidden", "32"]
@@ -153,7 +152,7 @@ def test_optaxs_own_defaults_may_be_given():
                 continue
             defaults = {name: each.default for name, each in inspect.signature(make).parameters.items()}
             plain = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str)}
-            optimizer_arguments.check({name: value for name, value in plain.items() if name != "learning_rate"}, make)
+            check_arguments({name: value for name, value in plain.items() if name != "learning_rate"}, make)
             found += len(plain)
     assert found > 100
 

@@ -20,8 +20,8 @@ from safetensors import numpy as safetensors_numpy
 
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.cli import main
-from jaxshard.cli.ckpt import diff as ckpt_diff
 from jaxshard.cli.ckpt import export as ckpt_export
+from jaxshard.cli.ckpt import tables as ckpt_tables
 from jaxshard.system import files
 
 
@@ -269,8 +269,8 @@ def test_diff_of_what_is_corrupt_is_no_difference(run, copy, capsys):
     ],
 )
 def test_largest_difference(monkeypatch, a, b, largest):
-    monkeypatch.setattr(ckpt_diff, "_COMPARED", 1)
-    np.testing.assert_equal(ckpt_diff.largest_difference(a, b), largest)
+    monkeypatch.setattr(ckpt_tables, "_COMPARED", 1)
+    np.testing.assert_equal(ckpt_tables.largest_difference(a, b), largest)
 
 
 # export

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxshard.checkpoint.folder_lock import Lock
 from jaxshard.cli import main
-from jaxshard.cli.doctor import apart, folder, links, machine, setting_rules, settings
+from jaxshard.cli.doctor import apart, folder, links, machine, setting_rules
 from jaxshard.cli.doctor import command as doctor
 from jaxshard.cli.doctor import devices as doctor_devices
 from jaxshard.cli.doctor import probe as doctor_probe
@@ -502,7 +502,7 @@ UNSET = {"JAX_COMPILATION_CACHE_DIR", "XLA_CLIENT_MEM_FRACTION", "NPROC"}  # tol
 
 @pytest.mark.parametrize(("here_is", "environment", "is_wrong", "says"), RULES)
 def test_a_setting(here_is, environment, is_wrong, says):
-    found = [each for each in settings.judged(environment, here_is) if "=" in each.what]
+    found = [each for each in doctor_sections.judged(environment, here_is) if "=" in each.what]
     if is_wrong is None:
         assert found == []
         return
@@ -519,7 +519,7 @@ def test_each_rule_is_tried():
         name
         for _, environment, told, _ in RULES
         if told is not None
-        for name in settings.flags_in(environment.get("XLA_FLAGS", ""))
+        for name in doctor_sections.flags_in(environment.get("XLA_FLAGS", ""))
     }
     assert {name for rule in setting_rules.VARIABLES for name in rule.names} <= tried
     assert {name for rule in setting_rules.FLAGS for name in rule.names} == flags
@@ -527,7 +527,7 @@ def test_each_rule_is_tried():
 
 def test_what_is_not_set_and_matters_is_told():
     def told(here_is, **environment):
-        return {each.what for each in settings.judged(environment, here_is) if "=" not in each.what}
+        return {each.what for each in doctor_sections.judged(environment, here_is) if "=" not in each.what}
 
     assert told(GPUS) == UNSET - {"NPROC"}
     assert told(GPUS, JAX_COMPILATION_CACHE_DIR="/x", XLA_PYTHON_CLIENT_MEM_FRACTION=".9") == set()
@@ -540,7 +540,7 @@ def test_a_flag_that_jaxshard_sets_itself_is_told():
     here_is = doctor._here([{"platform": "gpu"}] * 8, Machine(["gpu"]))
     flag = "xla_gpu_enable_while_loop_double_buffering"
     assert flag in here_is.own_flags
-    (found,) = [each for each in settings.judged({"XLA_FLAGS": f"--{flag}=false"}, here_is) if each.wrong]
+    (found,) = [each for each in doctor_sections.judged({"XLA_FLAGS": f"--{flag}=false"}, here_is) if each.wrong]
     assert "give train_step(compiler_options=...) yours" in found.advice
 
 

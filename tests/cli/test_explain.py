@@ -12,7 +12,7 @@ import pytest
 
 from jaxshard import aot, inspect
 from jaxshard.cli import main
-from jaxshard.cli.explain import users_step
+from jaxshard.cli.explain import command as explain_command
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.loss import gradients, per_device
 from jaxshard.optimizer import update
@@ -439,9 +439,9 @@ def test_stacks_are_read_from_the_head(parents):
 
 
 def test_the_innermost_line_of_the_users_is_taken():
-    ours, jaxs = users_step.__file__.replace("cli/explain/users_step", "loss/unshard"), jax.__file__
+    ours, jaxs = explain_command.__file__.replace("cli/explain/command", "loss/unshard"), jax.__file__
     optax = sys.modules["optax"].__file__
-    entrance = users_step.__file__.replace("cli/explain/users_step", "loss/loss_program")
+    entrance = explain_command.__file__.replace("cli/explain/command", "loss/loss_program")
     own, library = ("/home/me/a.py", 3), (optax, 9)
     assert place_of([(jaxs, 1), (ours, 2), own, ("/home/me/b.py", 4)]) == ("/home/me/a.py:3", "")
     assert place_of([library, own]) == ("/home/me/a.py:3", "optax/__init__.py:9")

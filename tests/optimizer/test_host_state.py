@@ -13,7 +13,7 @@ import jaxshard
 from jaxshard.apps.config.config import ModelConfig
 from jaxshard.apps.model.model import LanguageModel, Pipelined
 from jaxshard.digest import digests
-from jaxshard.layout import memory_option
+from jaxshard.layout import host_memory
 from jaxshard.optimizer import host_state, streams
 
 
@@ -258,7 +258,7 @@ def test_rules_that_match_nothing_and_state_that_is_none():
 
 
 def test_devices_without_such_memory(monkeypatch):
-    monkeypatch.setattr(memory_option, "HOST", "another")
+    monkeypatch.setattr(host_memory, "HOST", "another")
     with pytest.raises(ValueError, match=r"have no memory 'another', only \['device', 'pinned_host'"):
         make()
 

@@ -21,10 +21,11 @@ from oracle import assert_close, batches, distances, hostile_params, model_loss,
 import jaxshard
 from jaxshard import collectives
 from jaxshard.collectives import global_view
+from jaxshard.loss import ordered
 from jaxshard.loss.params.unshard import Sharded
 from jaxshard.optimizer import update
 from jaxshard.optimizer.optimizer import setup_of
-from jaxshard.platforms import backward, buckets
+from jaxshard.platforms import backward
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"),
@@ -411,7 +412,7 @@ def unrolled(p, batch):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_losses_whose_gradients_are_reduced_bucket_by_bucket(monkeypatch, loss, strategy):
     """Each parameter in a bucket of its own."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(ordered, "BUCKET_BYTES", 1)
     want = one_device(loss, sgd(), weights(), rows())
     got = sharded(loss, opt_of(strategy, rows="mixed"), weights(), rows())
     for a, b in zip(got, want, strict=True):

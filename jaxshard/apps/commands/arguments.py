@@ -1,4 +1,7 @@
-"""The words of a command line, checked before tyro parses them: what is wrong is told in one line."""
+"""The words of a command line, checked before tyro parses them: what is wrong is told in one line.
+
+Also `run_on_cpu`, for commands that compute on the CPU alone: they start no accelerator, and take none from others.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import io
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import jax
 import tyro
 
 from jaxshard.apps.config import toml
+from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 from jaxshard.system.text import printable, shortened
 
 T = TypeVar("T")
@@ -185,3 +190,28 @@ def _without_none(hint: object) -> object:
     if isinstance(hint, types.UnionType):
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
     return hint
+
+
+def run_on_cpu(command: str, act: Callable[[], int], **options: object) -> int:
+    """Does a command's work under these options of JAX; returns the exit status, 2 for bad input."""
+    try:
+        with on_cpu(**options), ended_at_once(lambda: f"{command}: interrupted"):
+            return act()
+    except (ValueError, OSError, ImportError) as error:
+        return fail(command, error, 2)
+    except KeyboardInterrupt:
+        return fail(command, "interrupted", INTERRUPTED)
+
+
+@contextlib.contextmanager
+def on_cpu(**options: object) -> Iterator[None]:
+    """While entered, JAX is on the CPU, if it did not start yet, and has these options."""
+    options = {"jax_platforms": "cpu", **options}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

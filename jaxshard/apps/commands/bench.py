@@ -18,7 +18,7 @@ from jaxshard.apps.bench import models, ours, processes, steps
 from jaxshard.apps.bench.measure import Row, Running, compiled, timed
 from jaxshard.apps.bench.step import Step, Task, UnfitError
 from jaxshard.apps.commands import arguments as words
-from jaxshard.apps.commands import bench_tables, on_cpu
+from jaxshard.apps.commands import bench_tables
 from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console, say
 from jaxshard.system import files
@@ -70,7 +70,7 @@ class Arguments:
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard bench`; returns the exit status."""
-    return on_cpu.run("jaxshard bench", lambda: _run(parse(arguments)))
+    return words.run_on_cpu("jaxshard bench", lambda: _run(parse(arguments)))
 
 
 _fail = functools.partial(fail, "jaxshard bench")

@@ -1,4 +1,4 @@
-"""What a run needs of the memory that there is, told before any of it is taken."""
+"""What a run needs of memory, compared with what there is before any is taken; and the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jaxshard.apps.config.config import Config, ModelConfig
+from jaxshard.plan import chip_of
 from jaxshard.system.text import size_in_words
 
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
@@ -62,3 +64,46 @@ def check(needed: float, what: str, cure: str, most: float | None = None) -> Non
     most = host_bytes() if most is None else most
     if needed > most:
         raise ValueError(f"{what} would take {size_in_words(needed)}, and there are {size_in_words(most)}: {cure}")
+
+
+def useful_flops(config: Config) -> float:
+    """Multiplications and additions of a step's matrix products on all devices together, none of them made twice.
+
+    Each position takes 6 for each element of a matrix (one product forward, two backward: Chowdhery et al. 2022, PaLM,
+    appendix B). Attention, which is causal, looks at half of the pairs of positions. A frozen matrix has no
+    gradient: its elements take 4.
+    """
+    model = config.model
+    positions = config.train.rows * model.sequence_length
+    attention = model.layers * model.width * model.sequence_length  # two products of half of the pairs
+    each = 4.0 if config.lora.rank else 6.0
+    return positions * (each * _num_multiplied(model) + 6.0 * (attention + _num_adapted(model, config.lora.rank)))
+
+
+def least_seconds(config: Config, devices: Iterable[Any]) -> float | None:
+    """What `useful_flops` take at the peak of all devices, in the type of the computation; None where it is not known.
+
+    `devices` are `jax.Device`s. Divided by a step's seconds it is the model FLOPs utilization, MFU.
+    """
+    peaks = [chip and chip.flops[config.model.dtype] for chip in (chip_of(each.device_kind) for each in devices)]
+    known = [peak for peak in peaks if peak is not None]
+    return useful_flops(config) / sum(known) if len(known) == len(peaks) else None
+
+
+def _num_multiplied(model: ModelConfig) -> int:
+    """Elements of the matrices that each position is multiplied by; a table is only looked up."""
+    each = sum(inputs * outputs for inputs, outputs in matrices(model))
+    return model.layers * each + model.width * model.vocabulary
+
+
+def _num_adapted(model: ModelConfig, rank: int) -> int:
+    """Elements of the adapters of rank `rank`."""
+    return model.layers * rank * sum(inputs + outputs for inputs, outputs in matrices(model))
+
+
+def matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of a block: of qkv, out, up and down."""
+    groups = model.kv_heads or model.heads
+    qkv = model.width // model.heads * (model.heads + 2 * groups)
+    up = model.hidden * (2 if model.mlp == "swiglu" else 1)
+    return [(model.width, qkv), (model.width, model.width), (model.width, up), (model.hidden, model.width)]

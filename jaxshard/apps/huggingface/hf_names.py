@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxshard.apps.config.arithmetic import matrices
 from jaxshard.apps.config.config import ModelConfig
+from jaxshard.apps.config.memory import matrices
 from jaxshard.apps.huggingface.hf_config import family_of
 
 

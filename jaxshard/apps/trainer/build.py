@@ -26,8 +26,8 @@ from jaxshard.apps.data.token_files import out_of_range
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel, Params
 from jaxshard.apps.runs.snapshot import EarlyStopping, Position, Snapshot, in_one_stack, reshaped
-from jaxshard.apps.trainer import finished_run, same_settings, vocabulary
-from jaxshard.apps.trainer.parts import check_rows, initial, make_parts, make_step
+from jaxshard.apps.trainer import finished_run, vocabulary
+from jaxshard.apps.trainer.parts import check_rows, check_same_settings, initial, make_parts, make_step
 
 Tree = Any
 
@@ -220,7 +220,7 @@ def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True)
       ValueError: what was asked for cannot be; nothing was compiled or written.
     """
     start_devices(config)
-    same_settings.check(config)
+    check_same_settings(config)
     return jaxshard.processes.together("start", lambda: _prepared(config, typed, trains))
 
 

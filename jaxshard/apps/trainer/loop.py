@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jaxshard import Metrics, NonFiniteError
 from jaxshard.apps.config import memory
-from jaxshard.apps.config.arithmetic import least_seconds
+from jaxshard.apps.config.memory import least_seconds
 from jaxshard.apps.data.token_file import TextError
 from jaxshard.apps.records.display import Display, bits
 from jaxshard.apps.records.profile import Profile

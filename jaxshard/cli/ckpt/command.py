@@ -12,8 +12,7 @@ from typing import Annotated, Literal, ParamSpec
 
 import tyro
 
-from jaxshard.apps.commands.arguments import one_line
-from jaxshard.apps.commands.on_cpu import configured
+from jaxshard.apps.commands.arguments import on_cpu, one_line
 from jaxshard.checkpoint import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.checkpoint.storage.leaves import Entry, Index
@@ -21,11 +20,12 @@ from jaxshard.checkpoint.storage.manifest import faults_in_words
 from jaxshard.cli import unknown_command
 from jaxshard.cli.ckpt import export as files
 from jaxshard.cli.ckpt import huggingface as ckpt_huggingface
-from jaxshard.cli.ckpt.diff import differences
-from jaxshard.cli.ckpt.listing import (
+from jaxshard.cli.ckpt.tables import (
     asked,
     chosen,
+    differences,
     finite_in_words,
+    make_console,
     metrics_in_words,
     none_in,
     num_bytes,
@@ -33,8 +33,9 @@ from jaxshard.cli.ckpt.listing import (
     opened,
     row_of,
     saved_at,
+    say,
+    show,
 )
-from jaxshard.cli.ckpt.tables import make_console, say, show
 from jaxshard.system.command import INTERRUPTED, is_command
 from jaxshard.system.text import printable, shortened, size_from_words, size_in_words
 
@@ -68,7 +69,7 @@ def command(arguments: Sequence[str]) -> int:
                 args=list(arguments),
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-        with configured(jax_enable_x64=True):  # some checkpoints have 64 bits
+        with on_cpu(jax_enable_x64=True):  # some checkpoints have 64 bits
             return act()
     except CorruptCheckpointError as error:
         return _fail(error, 2 if arguments[0] == "diff" else 1)

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -17,7 +17,6 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.apps.commands import arguments as words
-from jaxshard.apps.commands import on_cpu
 from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.checks import check
@@ -26,14 +25,17 @@ from jaxshard.apps.config.devices import devices_of, simulate_cpus
 from jaxshard.apps.records.display import make_console
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli.explain import tables as explain_tables
-from jaxshard.cli.explain import users_step
 from jaxshard.cli.explain.explanation import Explanation, Subject, explained, with_compiled
 from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
-from jaxshard.step.step import loss_of
+from jaxshard.step.step import TrainStep, loss_of, on_mesh
 from jaxshard.system.command import check_file, fail
 from jaxshard.system.files import overwrite
+from jaxshard.system.users_code import UsersError as UsersError
+from jaxshard.system.users_code import blamed as blamed
+from jaxshard.system.users_code import called
+from jaxshard.system.users_code import names_function as names_function
 
 _COMMAND = "jaxshard explain"
 _DESCRIPTION = """Explains a training step: where each parameter lies and why, its bytes on each device, the line that
@@ -62,7 +64,7 @@ class Arguments(Config):
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard explain`; returns the exit status."""
-    return on_cpu.run(_COMMAND, lambda: _run(parse(arguments)), jax_traceback_in_locations_limit=-1)
+    return words.run_on_cpu(_COMMAND, lambda: _run(parse(arguments)), jax_traceback_in_locations_limit=-1)
 
 
 _fail = functools.partial(fail, _COMMAND)
@@ -82,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
         aot.machine(given.compile)  # a name that is not known is told first
     if given.json is not None:
         check_file("--json", given.json)
-    if given.what is not None and users_step.names_function(given.what):
+    if given.what is not None and names_function(given.what):
         for name in (*words.options_of(Config), "data"):
             if words.is_given(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {given.what} makes its own")
@@ -102,8 +104,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def _run(given: Arguments) -> int:
     what = given.what or "the default configuration"
-    subject = _of_function(what, given) if users_step.names_function(what) else _of_config(what, given)
-    with users_step.blamed(what):
+    subject = _of_function(what, given) if names_function(what) else _of_config(what, given)
+    with blamed(what):
         found = explained(subject)
     console = make_console()  # not earlier: JAX starts here
     explain_tables.show_params(console, what, found)
@@ -133,7 +135,7 @@ def _of_config(what: str, given: Arguments) -> Subject:
     mesh: AnyMesh = candidate.mesh(target)
     if not given.no_compile:
         mesh = make_mesh(**candidate.sizes, devices=devices_of(machine))
-    with users_step.blamed(what):
+    with blamed(what):
         return Subject.of(*building(given)(candidate, mesh))
 
 
@@ -142,16 +144,16 @@ def _of_function(what: str, given: Arguments) -> Subject:
     machine = aot.machine(given.compile) if given.compile else None
     simulate_cpus(None if machine is None else machine.num_devices)
     devices = None if machine is None else devices_of(machine)  # a machine that cannot be is told at once
-    subject = users_step.made_by(what)
+    subject = made_by(what)
     mesh = loss_of(subject.step).setup.mesh
     if given.no_compile or (devices is None and isinstance(mesh, Mesh)):
         return subject
-    return users_step.on_devices(what, subject, jax.devices("cpu") if devices is None else devices)
+    return on_devices(what, subject, jax.devices("cpu") if devices is None else devices)
 
 
 def _compiled(console: Console, what: str, subject: Subject, machine: aot.Machine) -> jax.stages.Compiled | None:
     """The compiled step; None if the compiler refuses it, which is printed."""
-    with users_step.blamed(what):
+    with blamed(what):
         lowered = subject.step.lower(subject.params, subject.state, subject.batch, *subject.more)
     try:
         return aot.compiled(lowered, machine)
@@ -165,3 +167,43 @@ def _write(given: Arguments, what: str, found: Explanation) -> None:
         compiled = None if found.sent is None else given.compile or f"cpu:{math.prod(found.sizes.values())}"
         text = json.dumps({"step": what, "compiled_for": compiled, **found.to_dict()}, indent=1)
         overwrite(given.json, text + "\n")
+
+
+_WANTED = "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt)"
+
+
+def made_by(what: str) -> Subject:
+    """What the function returns.
+
+    Args:
+      what: "module:function"; the module is looked for in the current folder, too.
+
+    Raises:
+      ValueError: there is no such function, or it returns something else.
+      UsersError: the module cannot be imported, or the function fails.
+    """
+    made = called(what)
+    if not isinstance(made, tuple | list) or len(made) < 3:
+        shape = f" of {len(made)}" if isinstance(made, tuple | list) else ""
+        raise ValueError(f"{what} returned a {type(made).__name__}{shape}: {_WANTED}")
+    if not isinstance(made[0], TrainStep):
+        raise ValueError(f"{what} returned a {type(made[0]).__name__} as the step: {_WANTED}")
+    with blamed(what):
+        return Subject.of(*made)
+
+
+def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
+    """The same on other devices, as many as the step's mesh has.
+
+    Raises:
+      ValueError: there are more or fewer.
+    """
+    mesh = loss_of(subject.step).setup.mesh
+    if mesh.size != len(devices):
+        sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        raise ValueError(
+            f"{what} makes a mesh of {mesh.size} devices ({sizes}), and there are {len(devices)}: make it of all of "
+            "jax.devices(), as jaxshard.make_mesh() does, or name a machine of that size"
+        )
+    new = jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, devices=devices, axis_types=mesh.axis_types)
+    return subject._replace(step=on_mesh(subject.step, new))

@@ -17,14 +17,12 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.apps.commands import arguments as words
-from jaxshard.apps.commands import on_cpu
 from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console
-from jaxshard.cli.plan import compiled as plan_compiled
 from jaxshard.cli.plan import rows as plan_rows
 from jaxshard.cli.plan import tables as plan_tables
 from jaxshard.plan import chip as chip_named
@@ -80,7 +78,7 @@ def command(arguments: Sequence[str]) -> int:
         _check_files(given)
         return _compiled(given) if given.compile else _planned(given)
 
-    return on_cpu.run("jaxshard plan", act)
+    return words.run_on_cpu("jaxshard plan", act)
 
 
 def _check_files(given: Arguments) -> None:
@@ -218,7 +216,7 @@ def _compiled(given: Arguments) -> int:
     _show(console, given, rows, target)
     for note in plan_rows.unfused(given, target):
         console.print(note, soft_wrap=True)
-    found = plan_compiled.compiled(console, build, rows, machine, devices)
+    found = plan_rows.compiled(console, build, rows, machine, devices)
     if given.json is not None:
         results = [
             {"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()}
@@ -226,4 +224,4 @@ def _compiled(given: Arguments) -> int:
         ]
         files.overwrite(given.json, json.dumps({"machine": machine.name, "rows": results}, indent=1))
     _write_pictures(given, rows, [])
-    return 0 if any(plan_compiled.excess_bytes(row, report) <= 0 for row, report in found) else 1
+    return 0 if any(plan_rows.excess_bytes(row, report) <= 0 for row, report in found) else 1

@@ -9,9 +9,7 @@ values gets a label that says how the two are related:
 The update must return a Shard for each leaf that is cut, and SAME for each leaf kept whole (FILL will do for both). An
 operation that is not known to keep these relations gives Mixed, so anything that cannot be proved is refused. So is an
 operation with an effect, wherever it stands.
-
-Where no leaf is cut, the update is traced once, and stands beside itself: SAME then says that a value is equal on every
-device.
+Where no leaf is cut, the update is traced once, and compared with itself: SAME says equal on every device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
