@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Evaluate",
     "Layout",
+    "LossDifference",
     "LossReport",
     "LossScale",
     "Metrics",
@@ -24,6 +25,7 @@ __all__ = [
     "Shardings",
     "TrainStep",
     "ValueAndGrad",
+    "Whole",
     "check",
     "ddp",
     "evaluate",
@@ -48,7 +50,19 @@ __all__ = [
     "zero3",
 ]
 
-_MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "processes", "tensor")
+_MODULES = (
+    "aot",
+    "checkpoint",
+    "digest",
+    "guards",
+    "inspect",
+    "layout",
+    "mesh",
+    "pipelining",
+    "plan",
+    "processes",
+    "tensor",
+)
 
 if TYPE_CHECKING:
     from jaxshard import aot as aot
@@ -56,6 +70,7 @@ if TYPE_CHECKING:
     from jaxshard import digest as digest
     from jaxshard import guards as guards
     from jaxshard import inspect as inspect
+    from jaxshard import layout as layout
     from jaxshard import mesh as mesh
     from jaxshard import pipelining as pipelining
     from jaxshard import plan as plan

@@ -5,8 +5,10 @@ from jaxshard.base.types import Metrics as Metrics
 from jaxshard.layout.layout import Layout as Layout
 from jaxshard.layout.layout import Shardings as Shardings
 from jaxshard.layout.options import Options as Options
+from jaxshard.loss.arguments import Whole as Whole
 from jaxshard.loss.arguments import whole as whole
 from jaxshard.loss.check import check as check
+from jaxshard.loss.loss_report import LossDifference as LossDifference
 from jaxshard.loss.loss_report import LossReport as LossReport
 from jaxshard.loss.loss_report import RowsError as RowsError
 from jaxshard.loss.params.unshard import lookup as lookup

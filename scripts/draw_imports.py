@@ -71,12 +71,12 @@ def module_graph(package: pathlib.Path) -> dict[str, set[str]]:
 
 
 def room_of(module: str, wing: str = "jaxshard") -> str:
-    """The file or folder of a wing that a module lies in: what follows the wing's name, or that name's last word.
+    """The file or folder of a wing that a module lies in: what follows the wing's name, or its `__init__`.
 
     >>> room_of("jaxshard.layout.cutting"), room_of("jaxshard"), room_of("jaxshard.layout.cutting", "jaxshard.layout")
     ('layout', 'jaxshard', 'cutting')
     """
-    return module.removeprefix(wing).lstrip(".").partition(".")[0] or wing.rpartition(".")[2]
+    return module.removeprefix(wing).lstrip(".").partition(".")[0] or ("__init__" if "." in wing else wing)
 
 
 def room_graph(modules: Graph, wing: str = "jaxshard") -> dict[str, set[str]]:
@@ -216,8 +216,8 @@ def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
 
 
 def _box(wing: str, room: str, x: float, y: float) -> str:
-    is_folder = (ROOT / wing.replace(".", "/") / room).is_dir()
-    name = "__init__.py" if room == wing.rpartition(".")[2] else room + ("/" if is_folder else ".py")
+    is_folder = (ROOT / wing.replace(".", "/") / room).is_dir() and room != wing
+    name = "__init__" if room == wing else room + ("/" if is_folder else ".py")
     fill = "#dcebf7" if is_folder else "#fdf3d8"
     return (
         f'<rect x="{x - BOX_WIDTH / 2:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" fill="{fill}" '

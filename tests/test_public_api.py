@@ -3,12 +3,14 @@
 A change that is meant is written down by `python tests/test_public_api.py > tests/public_api.txt`, and in CHANGELOG.md.
 """
 
+import functools
 import importlib
 import inspect
 import pathlib
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -17,17 +19,35 @@ import pytest
 import jaxshard
 
 RECORD = pathlib.Path(__file__).parent / "public_api.txt"
-MODULES = ("aot", "checkpoint", "digest", "guards", "inspect", "mesh", "pipelining", "plan", "processes", "tensor")
+MODULES = (
+    "aot",
+    "checkpoint",
+    "digest",
+    "guards",
+    "inspect",
+    "layout",
+    "mesh",
+    "pipelining",
+    "plan",
+    "processes",
+    "tensor",
+)
 
 
 def lines() -> Iterator[str]:
     """Every public name of the package and of its public modules, one line each."""
+    for path, thing in public_things():
+        yield from described(path, thing)
+
+
+def public_things() -> Iterator[tuple[str, object]]:
+    """(Path, thing) of every public name."""
     for name in sorted(jaxshard.__all__):
-        yield from described(f"jaxshard.{name}", getattr(jaxshard, name))
+        yield f"jaxshard.{name}", getattr(jaxshard, name)
     for module in MODULES:
         found = importlib.import_module(f"jaxshard.{module}")
         for name in names_of(found):
-            yield from described(f"jaxshard.{module}.{name}", getattr(found, name))
+            yield f"jaxshard.{module}.{name}", getattr(found, name)
 
 
 def names_of(module: ModuleType) -> list[str]:
@@ -62,6 +82,61 @@ def test_names_parameters_and_paths_are_as_recorded():
 
 def test_only_public_names_are_listed():
     assert dir(jaxshard) == sorted([*jaxshard.__all__, *MODULES, "__version__"])
+
+
+def test_what_a_public_name_gives_or_takes_is_public():
+    """No annotation of a public function, method, property or field names a class of ours that is not."""
+    public = dict(public_things())
+    known = {id(thing) for thing in public.values()}
+    hidden = {
+        f"{path}: {kind.__module__}.{kind.__name__}"
+        for path, thing in public.items()
+        for hint in hints_of(thing)
+        for kind in classes_in(hint)
+        if kind.__module__.startswith("jaxshard") and id(kind) not in known
+    }
+    assert not hidden
+
+
+def test_a_hidden_class_is_found():
+    class Hidden:
+        __module__ = "jaxshard.somewhere"
+
+    class Face:
+        __module__ = "jaxshard.somewhere"
+        field: dict[str, tuple[Hidden, ...]]
+
+        @functools.cached_property
+        def cached(self):
+            return None
+
+    Face.cached.func.__module__ = "jaxshard.somewhere"
+    Face.cached.func.__annotations__["return"] = Hidden | None
+    assert [Hidden in set(classes_in(hint)) for hint in hints_of(Face)] == [True, True]
+
+
+def hints_of(thing: object) -> Iterator[object]:
+    """The annotations of a function; of a class, of its fields, and of the methods and properties that users call."""
+    members = [thing]
+    if inspect.isclass(thing) and not typing.get_origin(thing):
+        yield from typing.get_type_hints(thing).values()
+        members = [m for name, m in inspect.getmembers_static(thing) if name[0] != "_" or name == "__call__"]
+    for member in members:
+        function = next((f for f in (getattr(member, n, None) for n in ("fget", "func", "__func__")) if f), member)
+        if inspect.isfunction(function) and function.__module__.startswith("jaxshard"):
+            yield from typing.get_type_hints(function).values()
+
+
+def classes_in(hint: object) -> Iterator[type]:
+    """The classes that an annotation names; of keyword arguments (`Unpack`) the options' types, not their table."""
+    if inspect.isclass(hint):
+        yield hint
+    if typing.get_origin(hint) is typing.Unpack:
+        (table,) = typing.get_args(hint)
+        hint = tuple[*typing.get_type_hints(table).values()] if typing.is_typeddict(table) else table
+    for inner in typing.get_args(hint):
+        for one in inner if isinstance(inner, list) else [inner]:
+            yield from classes_in(one)
 
 
 def test_public_modules_come_when_asked_for():

@@ -1,8 +1,9 @@
-"""The paths of leaves as names, and questions about whole trees."""
+"""The paths of leaves as names, questions about whole trees, and a cache by their shapes."""
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +239,37 @@ def check_same_structure(what: str, given: Tree, wanted: Tree, noun: str) -> Non
             raise ValueError(f"{what}: {path_of(names)} is no {noun}; give those alone")
         if one[names] != two[names]:
             raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, but that {noun} has {two[names]}")
+
+
+Owner = TypeVar("Owner")
+
+
+def by_shapes(fn: Callable[[Owner, Tree], T]) -> Callable[[Owner, Tree], T]:
+    """Caches `fn(owner, tree)`; the key is the owner and the tree's structure, shapes and dtypes.
+
+    `fn` gets the leaves as `ShapeDtypeStruct`s. Nothing is cached for an owner that cannot be hashed, nor for a tree
+    with a leaf that is no array, which `fn` gets as it is.
+    """
+
+    def of_shapes(owner: Owner, treedef: TreeDef, kinds: tuple[Hashable, ...], float_dtype: Hashable) -> T:
+        del float_dtype  # part of the key alone: NumPy's float64 stays float64 on devices only where x64 is on
+        shapes = [shape_of(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in kinds]  # pyright: ignore
+        return fn(owner, unflatten(treedef, shapes))
+
+    cached = functools.lru_cache(maxsize=64)(of_shapes)
+
+    @functools.wraps(fn)
+    def ask(owner: Owner, tree: Tree) -> T:
+        leaves, treedef = flatten(tree)
+        try:
+            kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        except AttributeError:
+            return fn(owner, tree)
+        try:
+            return cached(owner, treedef, kinds, jnp.result_type(float))
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            return fn(owner, jax.tree.map(shape_of, tree))
+
+    return ask

@@ -7,3 +7,6 @@ from jaxshard.checkpoint.restoring import read as read
 from jaxshard.checkpoint.retention import Best as Best
 from jaxshard.checkpoint.storage.errors import CorruptCheckpointError as CorruptCheckpointError
 from jaxshard.checkpoint.storage.errors import NewerFormatError as NewerFormatError
+from jaxshard.checkpoint.storage.leaves import ArrayEntry as ArrayEntry
+from jaxshard.checkpoint.storage.leaves import NumberEntry as NumberEntry
+from jaxshard.checkpoint.storage.manifest import CheckpointInfo as CheckpointInfo

@@ -22,7 +22,7 @@ from jaxshard.checkpoint.template import check_fits, fits
 from jaxshard.processes import agreement
 from jaxshard.system.users_lines import warn
 
-Nested: TypeAlias = "dict[str, np.ndarray | Number | Nested]"
+Nested: TypeAlias = dict[str, "np.ndarray | Number | Nested"]
 
 
 def restored(folders: StepFolders, wanted: FlatTree, step: int, *, cast: bool, only: str | None) -> dict[str, Leaf]:

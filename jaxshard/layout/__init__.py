@@ -1,1 +1,8 @@
 """Where each leaf of params, gradients and state lives: pure functions of shapes, dtypes, options and mesh."""
+
+from jaxshard.layout.cutting import Leaf as Leaf
+from jaxshard.layout.cutting import Place as Place
+from jaxshard.layout.options import CommonOptions as CommonOptions
+from jaxshard.layout.options import Config as Config
+from jaxshard.layout.options import CutAxes as CutAxes
+from jaxshard.layout.options import Cuts as Cuts

@@ -17,7 +17,7 @@ from jaxshard.collectives import global_view
 from jaxshard.layout.options import Config
 from jaxshard.loss.arguments import LossOptions, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
-from jaxshard.loss.loss_report import Difference, LossReport, RowsError, or_inf
+from jaxshard.loss.loss_report import LossDifference, LossReport, RowsError, or_inf
 from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
@@ -111,12 +111,12 @@ class _Comparison:
             causes = _causes(wrong, differences, tolerance, problem, self._is_random(tolerance))
         return LossReport(not wrong, float(self.loss), differences, tolerance, causes, tuple(notes))
 
-    def _ways(self, notes: list[str]) -> dict[str, Difference]:
+    def _ways(self, notes: list[str]) -> dict[str, LossDifference]:
         """The differences where the same devices compute, by the way in which rows are dealt out.
 
         `notes` get a sentence if the loss takes no other number of rows.
         """
-        found, options = dict[str, Difference](), self.options
+        found, options = dict[str, LossDifference](), self.options
         if self.rows > 1:
             found[_WITHIN] = self._difference(*self._of(options, self._dealt(_WITHIN)))
         if self.parts > 1:
@@ -140,7 +140,7 @@ class _Comparison:
             return self._of(self.options, self._dealt(_TWICE))
         return self._of(dataclasses.replace(self.options, microbatches=2 * self.options.microbatches), self.batch)
 
-    def _difference(self, loss: jax.Array, grads: Tree) -> Difference:
+    def _difference(self, loss: jax.Array, grads: Tree) -> LossDifference:
         pairs = jax.tree.map(lambda mine, other: global_view.lying_at(other, mine.sharding), self.grads, grads)
         far, sizes = jax.device_get(jax.jit(_norms)(self.grads, pairs))
         params = jax.device_get(jax.jit(_norms)(self.params, self.params))[1]
@@ -150,9 +150,9 @@ class _Comparison:
         paths = [path_of(names) for names, _ in named_leaves(self.grads)]
         gradients = {path: float(x) / max(float(size), least) for path, x, size in zip(paths, far, sizes, strict=True)}
         one, two = float(self.loss), float(loss)
-        return Difference(abs(two - one) / (abs(one) or 1.0), gradients, two / one if one else math.nan)
+        return LossDifference(abs(two - one) / (abs(one) or 1.0), gradients, two / one if one else math.nan)
 
-    def _tolerance(self, differences: Mapping[str, Difference]) -> float:
+    def _tolerance(self, differences: Mapping[str, LossDifference]) -> float:
         """What rounding may do: at least what another order of a device's rows does, unless that is much."""
         rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platforms.of(self.options.setup.mesh)))
         seen = differences.get(_WITHIN)
@@ -240,7 +240,7 @@ def _coarsest_rounding(jaxpr: Jaxpr, platform: Platform) -> float:
 
 
 def _causes(
-    wrong: Sequence[str], differences: Mapping[str, Difference], tolerance: float, problem: str, is_random: bool
+    wrong: Sequence[str], differences: Mapping[str, LossDifference], tolerance: float, problem: str, is_random: bool
 ) -> tuple[str, ...]:
     """What is likely wrong, the likeliest first."""
     found: list[str] = []
@@ -261,5 +261,5 @@ def _causes(
     return tuple(found or ["a row's term depends on other rows: a BatchNorm without axis_name=, rows compared"])
 
 
-def _doubles(difference: Difference) -> bool:
+def _doubles(difference: LossDifference) -> bool:
     return any(abs(difference.factor / factor - 1) < 1e-3 for factor in (0.5, 2))

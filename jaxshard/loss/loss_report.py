@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class LossDifference:
     """How far a loss and its gradients are from those of the batch as it was given.
 
     Attributes:
@@ -44,7 +44,7 @@ class LossReport:
 
     ok: bool
     loss: float
-    differences: Mapping[str, Difference]
+    differences: Mapping[str, LossDifference]
     tolerance: float
     causes: tuple[str, ...]
     notes: tuple[str, ...]

@@ -11,8 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import named_leaves, shape_of, unflatten
+from jaxshard.base.tree import by_shapes, named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.layout import frozen
 from jaxshard.layout.cutting import deal_leaf

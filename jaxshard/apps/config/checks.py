@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import numpy as np
 
+import jaxshard
 from jaxshard.apps.config.config import NO_LORA, Config, ModelConfig, PrecisionConfig
 
 _INT32 = 2**31 - 1  # sizes, counts and steps lie in arrays and in C
@@ -205,11 +207,11 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
     _require(values, "train.start", lambda value: value != "", "the folder of a run; leave it out to start anew")
     _require(values, "train.hang_seconds", lambda value: value == 0 or value >= 1, "0, or at least 1")
-    cuts_params = values["sharding.strategy"] in ("zero3", "fsdp", "hsdp") or (
-        values["sharding.strategy"] == "hybrid" and values["sharding.zero"] == 3
-    )
+    strategy = str(values["sharding.strategy"])
+    zero = cast(int, values["sharding.zero"]) if strategy == "hybrid" else None
+    cuts_params = jaxshard.layout.Config("zero3" if strategy == "fsdp" else strategy, zero=zero).cuts.params
     _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, "use: parameters are not cut")
-    hsdp = values["sharding.strategy"] == "hsdp"
+    hsdp = strategy == "hsdp"
     _require(values, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
 
 

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.config import Config
@@ -23,12 +23,14 @@ _MOST_BYTES = 2**16  # of the file of two names
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises ValueError where a tracker is not installed, or wandb has no key to send by."""
-    for name in names:
-        if name != "tensorboard":
-            module = _imported(name)
-            if name == "wandb" and module.setup().settings.mode in ("online", "shared"):
-                _check_key(module)
+    """Raises ValueError where a tracker is not installed, or has no key to send by."""
+    for name in set(names) & TRACKERS.keys():
+        TRACKERS[name].check(_imported(name))
+
+
+def folders(names: Sequence[str]) -> list[str]:
+    """The folders in a run's folder that these loggers write."""
+    return [name for name in names if name not in TRACKERS or TRACKERS[name].has_folder]
 
 
 def _imported(name: str) -> Any:
@@ -41,7 +43,7 @@ def _imported(name: str) -> Any:
 
 
 def _check_key(wandb: Any) -> None:
-    if not wandb.login(prompt=False, verify=False):
+    if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
         raise ValueError(
             "train.log_to has wandb, which has no API key: run `wandb login`, or set WANDB_MODE=offline and send the "
             "run later by `wandb sync`"
@@ -115,8 +117,9 @@ class Tracker:
     def _begin(self, id: str | None, step: int) -> None:
         """Goes on with the run `id`, or begins one with the records up to `step`."""
         is_new, id = id is None, id or secrets.token_hex(4)
-        begin = _wandb_run if self._name == "wandb" else _trackio_run
-        self._run = begin(_imported(self._name), self._folder, dataclasses.asdict(self._config), id)
+        self._run = TRACKERS[self._name].begin(
+            _imported(self._name), self._folder, dataclasses.asdict(self._config), id
+        )
         if is_new:
             self._keep(id)
             for record in self._folder.records():
@@ -154,3 +157,20 @@ def _trackio_run(trackio: Any, folder: RunFolder, config: dict[str, Any], id: st
     """trackio finds a run by its name."""
     name = f"{folder.path.absolute().name}-{id}"
     return trackio.init(project=_PROJECT, name=name, config=config, resume="allow", embed=False)
+
+
+class _Tracker(NamedTuple):
+    """How one tracker is used; its functions take its module.
+
+    Attributes:
+      begin: (module, folder, configuration, the run's name there) -> its run, which goes on if it was begun before.
+      check: raises ValueError where it could not send.
+      has_folder: whether it writes a folder of its name in the run's.
+    """
+
+    begin: Callable[[Any, RunFolder, dict[str, Any], str], Any]
+    check: Callable[[Any], None] = lambda module: None
+    has_folder: bool = False
+
+
+TRACKERS = {"wandb": _Tracker(_wandb_run, _check_key, has_folder=True), "trackio": _Tracker(_trackio_run)}

@@ -63,8 +63,7 @@ def make_strategy(
     options |= {"state_memory": sharding.state_memory} if sharding.state_memory != "device" else {}
     options |= {"zero": sharding.zero} if sharding.strategy == "hybrid" else {}
     options |= {"frozen": [linear.FROZEN]} if config.lora.rank else {}
-    cuts_params = sharding.strategy in ("zero3", "fsdp", "hsdp") or options.get("zero") == 3
-    options |= {"regather": sharding.regather} if cuts_params else {}
+    options |= {"regather": sharding.regather} if sharding.regather != "use" else {}
     return getattr(jaxshard, sharding.strategy)(inner, mesh, **options)
 
 

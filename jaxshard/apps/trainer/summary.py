@@ -13,6 +13,7 @@ from jaxshard.apps.data.data import zlib_bits_per_byte
 from jaxshard.apps.data.text_files import STDLIB
 from jaxshard.apps.model import linear
 from jaxshard.apps.model.model import LanguageModel
+from jaxshard.apps.records import trackers
 from jaxshard.apps.records.display import axis_table, loss_in_words, memory_table, say, step_table, step_totals
 from jaxshard.apps.records.record import draw
 from jaxshard.apps.runs.run_folder import RunFolder
@@ -58,7 +59,7 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
         mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
         say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
     files = [f"model/{snapshot.step}", "metrics.jsonl", "loss.png", "config.toml"]
-    files += [name for name in run.config.train.log_to if name != "trackio"]
+    files += trackers.folders(run.config.train.log_to)
     there = [name for name in files if (folder.path / name).exists()]
     missing = f"; missing: {', '.join(sorted(set(files) - set(there)))}" if len(there) < len(files) else ""
     say(console, f"in {printable(str(folder.path))}: {', '.join(there) or 'nothing'}{missing}")

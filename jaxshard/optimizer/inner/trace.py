@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from jax.errors import JAXIndexError, JAXTypeError
 
-from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import Names, have_same_shapes, is_key, is_traced, named_leaves, path_of
+from jaxshard.base.tree import Names, by_shapes, have_same_shapes, is_key, is_traced, named_leaves, path_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.optimizer.inner.update import check_is_array, fast, update
 from jaxshard.optimizer.inner.whole_operands import fragile

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from jaxshard.base.memo import by_shapes
-from jaxshard.base.tree import named_leaves, owner_of
+from jaxshard.base.tree import by_shapes, named_leaves, owner_of
 from jaxshard.base.types import Equation, Tree, Var
 from jaxshard.optimizer.inner.trace import first_update
 from jaxshard.optimizer.inner.update import fast
