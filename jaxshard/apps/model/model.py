@@ -38,14 +38,12 @@ class Pipelined:
       num_microbatches: parts of each device's rows that go from stage to stage.
       virtual: stages on each device.
       gather: when a stage asks for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
-      remat: what gpipe computes again in the backward pass: the whole "tick", or each "stage".
     """
 
     schedule: str = "1f1b"
     num_microbatches: int = 1
     virtual: int = 1
     gather: str = "step"
-    remat: str = "tick"
 
 
 class LanguageModel:
@@ -173,7 +171,7 @@ class LanguageModel:
             alone = Info(0, 0)
             x_BxLxD = stage(params["blocks"], self._embedded(shared, batch, alone), alone)
             return last(shared, x_BxLxD, batch, alone)
-        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual", "remat")}
+        how = {name: getattr(self.pipelined, name) for name in ("schedule", "num_microbatches", "virtual")}
         return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
 
     def _part(self, name: str, params: Tree) -> Any:
