@@ -14,7 +14,7 @@ from jaxshard.base.types import AxisSizes, Tree
 REPLICA_AXIS = "replica"
 Entry: TypeAlias = str | tuple[str, ...] | None  # one entry of a PartitionSpec
 Dims: TypeAlias = tuple[tuple[int, Names], ...]
-"""How an array is cut: pairs (dim, axes). Dims count from the end (-1 is the last), to fit slices of a stack too."""
+"""How an array is cut: pairs (dim, axes). Dims count from the end (-1 is the last), so a stack's slices fit too."""
 
 
 def axes_in(entry: Entry) -> Names:
@@ -25,7 +25,7 @@ def axes_in(entry: Entry) -> Names:
 
 
 def canonical(entries: Iterable[Entry]) -> P:
-    """The PartitionSpec of these entries without trailing Nones; JAX would compile again for P("data", None)."""
+    """The PartitionSpec of these entries without trailing Nones: JAX would recompile for P("data", None)."""
     spec = [axes[0] if len(axes) == 1 else axes or None for axes in map(axes_in, entries)]
     while spec and spec[-1] is None:
         spec.pop()
@@ -33,7 +33,7 @@ def canonical(entries: Iterable[Entry]) -> P:
 
 
 def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int, ...]:
-    """The shape of one device's part of an array of `shape`, cut by `spec` over axes of these sizes."""
+    """The shape of one device's shard of an array of `shape`, sharded by `spec` over axes of these sizes."""
     ways = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
     return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
 
@@ -44,7 +44,7 @@ def axes_of_dims(dims: Dims) -> Names:
 
 
 def beyond(dims: Dims, first: Dims) -> Dims:
-    """What is left to cut of an array that is to be cut by `dims`, and is cut by `first`, whose axes come first."""
+    """The cuts that remain to reach `dims` for an array already cut by `first`, whose axes come first in each dim."""
     done = dict(first)
     rest = ((dim, axes[len(done.get(dim, ())) :]) for dim, axes in dims)
     return tuple((dim, axes) for dim, axes in rest if axes)

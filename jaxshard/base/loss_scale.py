@@ -20,12 +20,12 @@ class LossScale:
       initial: the first scale.
       growth_interval: the number of good steps in a row after which the scale is multiplied by `factor`.
       factor: multiplies the scale when it grows, and divides it when it shrinks; a power of two keeps gradients exact.
-      hysteresis: the number of overflows, counted since the scale last grew, from which on each one shrinks it.
+      hysteresis: since the scale last grew, this overflow and each later one shrink it; earlier ones do not.
       minimum: the scale never shrinks below it.
       maximum: the scale never grows above it.
 
     Raises:
-      TypeError: an argument that is no number.
+      TypeError: an argument is not a number.
       ValueError: unless 0 < minimum <= initial <= maximum <= 2**127, factor > 1 and finite, and growth_interval and
         hysteresis are whole numbers, 1 or more.
     """

@@ -1,6 +1,5 @@
 # pyright: standard
-"""The bits of an array, or of a device's part of one: a sum of them that depends on their places, and whether they are
-finite numbers; both in one pass over the array."""
+"""A checksum of an array or shard that depends on the order of elements, and whether all are finite, in one pass."""
 
 import functools
 from collections.abc import Sequence
@@ -11,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_ROW = 4096  # elements of a long vector that are taken as a row
+_ROW = 4096  # a long vector is reshaped into rows of this many elements
 
 
 def sum_and_level(x: jax.Array, starts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """(the sum over a part of an array, its level: 0 all finite, 1 an infinite element, 2 a NaN), in one pass.
+    """(the checksum of a shard, its level: 0 all finite, 1 an infinite element, 2 a NaN), in one pass.
 
     Args:
-      x: the part.
-      starts: the index of its first element in the whole array, of each dim.
+      x: the shard.
+      starts: for each dim, the index of the shard's first element in the whole array.
     """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, start in enumerate(starts):
@@ -41,16 +40,16 @@ def _nan_is_largest(dtype: np.dtype) -> bool:
 
 
 def _totals(both: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """[the sum mod 2**32 of the first array, the largest of the second if there is one], whose order does not matter.
+    """[the sum mod 2**32 of the first array, the maximum of the second if there is one]; element order does not matter.
 
-    First eight rows become one, of both arrays in one pass that XLA may not merge with the next: on CPUs that takes a
-    fifth of the time.
+    Each pass reduces eight rows to one, in both arrays, and a barrier keeps XLA from merging it with the next pass: on
+    CPUs that takes a fifth of the time.
     """
     parts = list[Sequence[jax.Array]]()
     if both[0].ndim == 1 and both[0].size >= 8 * _ROW:
         both = _cut(both, 0, _ROW, parts)
         both = [x.reshape(-1, _ROW) for x in both]
-    for _ in range(len(both)):  # of one array XLA would merge the passes all the same
+    for _ in range(len(both)):  # with one array, XLA would merge two passes despite the barrier
         sizes = both[0].shape[:-1]
         dim = max(range(len(sizes)), key=lambda dim: (sizes[dim] >= 8, sizes[dim] % 8 == 0, dim), default=0)
         if not sizes or sizes[dim] < 8:
@@ -64,7 +63,7 @@ def _totals(both: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def _cut(both: Sequence[jax.Array], dim: int, size: int, rests: list[Sequence[jax.Array]]) -> Sequence[jax.Array]:
-    """As much of the arrays as `size` divides; the rest is added to the list."""
+    """The longest start of the arrays that `size` divides along `dim`; the rest is added to `rests`."""
     whole = both[0].shape[dim]
     most = whole // size * size
     if most == whole:
@@ -74,7 +73,7 @@ def _cut(both: Sequence[jax.Array], dim: int, size: int, rests: list[Sequence[ja
 
 
 def _reduced(both: Sequence[jax.Array], dims: Sequence[int]) -> Sequence[jax.Array]:
-    """The sum of the first array, and the largest of the second if there is one, over these dims."""
+    """The sum of the first array, and the maximum of the second if there is one, over these dims."""
     return lax.reduce(list(both), [jnp.uint32(0)] * len(both), _joined, dims)
 
 
@@ -83,8 +82,7 @@ def _joined(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Sequence[jax.Arra
 
 
 def _sizes(x: jax.Array) -> jax.Array:
-    """The elements' absolute values as uint32, in their order, but that values of 64 bits are rounded; NaN is above
-    infinity."""
+    """The elements' absolute values as uint32, in the same order (64-bit values are rounded); NaN is above infinity."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.maximum(_sizes(x.real), _sizes(x.imag))
     *low, high = _words(x)
@@ -93,7 +91,7 @@ def _sizes(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> list[jax.Array]:
-    """The bits of the elements as arrays of uint32, one for each 32 bits that an element has."""
+    """The bits of the elements as arrays of uint32, one array per 32 bits of an element."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_words(x.real), *_words(x.imag)]
     if x.dtype == jnp.bool_:
@@ -107,8 +105,7 @@ def _words(x: jax.Array) -> list[jax.Array]:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Maps 32 bits one to one, so that each bit of the input changes each of the output with a chance of a half
-    (the last steps of MurmurHash3)."""
+    """A bijection of 32 bits in which each input bit flips each output bit with probability 1/2 (MurmurHash3's end)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

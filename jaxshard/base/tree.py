@@ -90,7 +90,7 @@ def named_leaves(tree: Tree) -> list[tuple[Names, Tree]]:
 
 
 def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
-    """The owner whose path is the longest suffix of this path, or None: ("0", "mu", "w") belongs to ("w",).
+    """The owner whose path is the longest suffix of this path, or None: ("w",) owns ("0", "mu", "w").
 
     >>> owner_of(("0", "mu", "w"), {("w",): "the parameter"})
     'the parameter'
@@ -100,7 +100,7 @@ def owner_of(names: Names, owners: Mapping[Names, T]) -> T | None:
 
 
 def parent_of(names: Names, owners: Mapping[Names, T]) -> T | None:
-    """The owner of a longer path that goes on within it: ("0", "parts", "w", "2") is a part of ("w",).
+    """The owner whose path ends inside this path: ("w",) owns ("0", "parts", "w", "2").
 
     >>> parent_of(("0", "parts", "w", "2"), {("w",): "the parameter"})
     'the parameter'
@@ -110,10 +110,10 @@ def parent_of(names: Names, owners: Mapping[Names, T]) -> T | None:
 
 
 def compiled(what: str, rule: str) -> re.Pattern[str]:
-    """A rule, which matches where it is found in a path joined by slashes.
+    """A rule as a pattern, to search for in a path joined by slashes.
 
     Raises:
-      ValueError: it is no regular expression; `what` names it.
+      ValueError: the rule is not a regular expression; `what` names it in the message.
     """
     try:
         return re.compile(rule)
@@ -122,7 +122,7 @@ def compiled(what: str, rule: str) -> re.Pattern[str]:
 
 
 def first_rules(what: str, rules: Sequence[str], paths: Sequence[str]) -> tuple[list[int | None], str | None]:
-    """(for each path, the place of the first rule that matches it, None if none does; a rule that matches no path).
+    """(for each path, the index of the first rule that matches it, or None; a rule that matches no path, or None).
 
     >>> first_rules("specs", ["w$", "k"], ["a/w", "a/b"])
     ([0, None], 'k')
@@ -200,7 +200,7 @@ def without_boxes(tree: Tree) -> Tree:
 
 
 def is_like_raw_key(x: Tree) -> bool:
-    """Whether this may be what `jax.random.PRNGKey` makes: numbers of 32 bits, as many in a row as a key has."""
+    """Whether this may be a raw key of `jax.random.PRNGKey`: uint32, and the last dim has a key's size."""
     if getattr(x, "dtype", None) != jnp.uint32 or not x.shape:
         return False
     default: jax.ShapeDtypeStruct = _jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -247,12 +247,12 @@ Owner = TypeVar("Owner")
 def by_shapes(fn: Callable[[Owner, Tree], T]) -> Callable[[Owner, Tree], T]:
     """Caches `fn(owner, tree)`; the key is the owner and the tree's structure, shapes and dtypes.
 
-    `fn` gets the leaves as `ShapeDtypeStruct`s. Nothing is cached for an owner that cannot be hashed, nor for a tree
-    with a leaf that is no array, which `fn` gets as it is.
+    `fn` gets the leaves as `ShapeDtypeStruct`s. If the owner cannot be hashed, nothing is cached. If a leaf is not an
+    array, nothing is cached either, and `fn` gets the tree itself.
     """
 
     def of_shapes(owner: Owner, treedef: TreeDef, kinds: tuple[Hashable, ...], float_dtype: Hashable) -> T:
-        del float_dtype  # part of the key alone: NumPy's float64 stays float64 on devices only where x64 is on
+        del float_dtype  # only part of the key: x64 decides whether NumPy's float64 stays float64 on devices
         shapes = [shape_of(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in kinds]  # pyright: ignore
         return fn(owner, unflatten(treedef, shapes))
 

@@ -25,7 +25,7 @@ AxisSizes: TypeAlias = Mapping[str, int]
 
 
 class Metrics(TypedDict):
-    """What a training step says of itself; scalars, the same on all devices."""
+    """The metrics that a training step returns; scalars, the same on all devices."""
 
     loss: jax.Array
     """Of the whole batch, before the step."""
@@ -37,22 +37,22 @@ class Metrics(TypedDict):
     """Whether params and state stayed as they were, bit for bit."""
 
     bad_leaf: jax.Array
-    """The index, in `jax.tree.leaves((params, state))` without frozen params, of the first leaf whose gradient, or else
-    whose new value, is not finite; -1: there is none."""
+    """The index, in `jax.tree.leaves((params, state))` without frozen params, of the first leaf whose gradient or new
+    value is not finite; -1 if all are finite."""
 
     loss_scale: NotRequired[jax.Array]
-    """That of this step, if the optimizer has one."""
+    """The scale of this step, if the optimizer uses loss scaling."""
 
     aux: NotRequired[Any]
-    """With `has_aux`, what the loss returned beside its value, as `value_and_grad` returns it."""
+    """With `has_aux`, the loss's auxiliary output, as `value_and_grad` returns it."""
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether `value` is a whole number of Python's or NumPy's, `least` or more; True and False are none."""
+    """Whether `value` is a Python or NumPy integer, `least` or more; booleans are not integers here."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and cast(int, value) >= least
 
 
-# Traced programs: the attributes that we read of classes in `jax.extend.core`, whose import takes 70 ms.
+# Traced programs: the attributes that we read, without importing `jax.extend.core` (70 ms).
 
 
 class Var(Protocol):
