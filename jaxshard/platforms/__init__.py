@@ -14,7 +14,7 @@ _ALL = {platform.name: platform for platform in (CPU, GPU, TPU)}
 
 
 def named(name: str) -> Platform:
-    """The platform of that name; of one that is not known only the order of cuts is set, as on TPU and CPU."""
+    """The platform of that name; an unknown one gets only the cut order of TPU and CPU."""
     return _ALL.get(name) or Platform(name, TPU.rank_of_cut, TPU.tile)
 
 

@@ -1,10 +1,9 @@
-"""The order of the loss's backward pass on GPU and TPU, so that it holds little, and collectives run beside products.
+"""Orders the loss's backward pass on GPU and TPU, to save memory and to overlap collectives with products.
 
-XLA for GPU puts products off until something reads their results. Left alone, it keeps what the gradient of a weight is
-made of until the end of its layer, and the weights of attention until their own gradient is gone. XLA for TPU orders
-products by the memory they hold, so that it needs fewer rules: `before_the_rest`, for buckets too, the pick, and
-rematerialization. Figures below are of a step of 12 layers of width 1024 in float32 under zero3 on 8 x H100;
-`benchmarks/NOTES.md` has more.
+XLA for GPU delays products until something reads their results. Left alone, it keeps the operands of a weight's
+gradient until the end of its layer, and attention's weights until their gradient is used. XLA for TPU schedules
+products by memory, so it needs fewer rules: `before_the_rest` (for buckets too), the pick, and rematerialization.
+Figures below: 12 layers of width 1024 in float32 under zero3 on 8 x H100; `benchmarks/NOTES.md` has more.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jaxshard.programs.primitives import GATHER, PRODUCTS
 
 
 def has_own_rule(eqn: Equation) -> bool:
-    """Whether an equation's backward pass differs from JAX's: of a pick of one element per row; on GPU of a product."""
+    """Whether we replace an equation's backward pass: a pick of one element per row, and on GPU a product."""
     is_product = eqn.primitive.name in PRODUCTS and eqn.invars[0] is not eqn.invars[1]
     return (is_product and platforms.here().orders_products) or _picks(eqn)
 
@@ -54,10 +53,10 @@ def _bind(eqn: Equation, *operands: jax.Array) -> jax.Array:
 
 
 def held_together(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The values, of which none goes on before all are there.
+    """The values behind an optimization barrier: no reader gets one before all are computed.
 
-    Where types are checked, a barrier gives all of them the widest type. One of a narrower type goes on at once then:
-    autodiff has to find its own type.
+    Under checked types, a barrier gives all values the widest type. A value of a narrower type then skips the barrier,
+    since autodiff needs its own type.
     """
     pairs = zip(values, lax.optimization_barrier(list(values)), strict=True)
     return [held if varying(held) == varying(x) else x for x, held in pairs]
@@ -68,10 +67,10 @@ def held_together(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 @functools.cache
 def _together(*is_weight: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns both operands of a product; the backward pass goes on with no gradient of these before both are made.
+    """Returns both operands of a product; the backward pass uses neither gradient before both are computed.
 
-    So neither operand is kept for later. The gradient of a weight goes on at once, to be reduced beside the other
-    product. Peak: 1235 MB without, 1148 MB with it. (One function for all products, which JAX then traces once.)
+    So neither operand is kept for later. Only a weight's gradient continues at once: it is reduced during the other
+    product. Peak: 1235 MB without, 1148 MB with it. (All products share one function, so JAX traces it once.)
     """
 
     @jax.custom_vjp
@@ -93,10 +92,10 @@ def _together(*is_weight: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 @jax.custom_vjp
 def before_the_rest(first: list[jax.Array], rest: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Both lists; the backward pass goes on with the gradients of `rest` when those of `first` are there.
+    """Both lists; the backward pass uses the gradients of `rest` only once those of `first` are computed.
 
-    Otherwise XLA puts the gradient of the output weight off until the backward pass of all layers has ended, and keeps
-    what it is made of: the gradient of all logits. Peak: 1203 MB without, 1148 MB with it.
+    Otherwise XLA delays the output weight's gradient until the backward pass of all layers has ended, and keeps its
+    operand, the gradient of all logits. Peak: 1203 MB without, 1148 MB with it.
     """
     return first, rest
 
@@ -135,13 +134,11 @@ def _picks(eqn: Equation) -> bool:
 
 
 def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """The elements; their gradient is zeros but at the places picked.
+    """The picked elements; their gradient is a select: the cotangent where picked, else 0.
 
-    As JAX makes it, it is scattered into an array of zeros of its own. So XLA adds it to the rows' other gradient in
-    one kernel, as where the loss multiplies logits by one-hot targets. The output layer's gradients: 524 MB without,
-    262 MB with it.
-
-    On TPU the elements are taken by a sum over the same places, too.
+    JAX would scatter the gradient into an array of zeros. XLA can add the select to the rows' other gradient in one
+    kernel, as if the loss multiplied logits by one-hot targets. The output layer's gradients: 524 MB without, 262 MB
+    with it. On TPU the forward pass, too, is a masked sum.
     """
 
     @jax.custom_vjp
@@ -156,18 +153,18 @@ def _picked(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...], ids: jax.Array) -> jax.Array:
-    """(..., V), whether it is the element that `ids`, (..., 1, 1), name."""
+    """A mask (..., V): True at the element that `ids`, (..., 1, 1), name."""
     ids = _countable(ids)
     return lax.broadcasted_iota(ids.dtype, shape, len(shape) - 1) == ids
 
 
 def _countable(ids: jax.Array) -> jax.Array:
-    """(..., 1, 1) -> (..., 1), in a dtype that can count the classes, as uint8 cannot."""
+    """(..., 1, 1) -> (..., 1), in a dtype that can hold every class index (uint8 cannot)."""
     return ids[..., 0].astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
 def _summed_pick(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """The elements, as sums over rows that are zero elsewhere; -0.0 becomes 0.0."""
+    """The picked elements, as sums over rows that are masked to zero elsewhere; -0.0 becomes 0.0."""
     found = jnp.sum(jnp.where(_places(rows.shape, ids), rows, jnp.zeros_like(rows)), -1, keepdims=True)
     ids, fill = _countable(ids), eqn.params["fill_value"]
     known = (ids >= 0) & (ids < rows.shape[-1])
@@ -179,16 +176,15 @@ def _summed_pick(eqn: Equation, rows: jax.Array, ids: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """A function of which the backward pass keeps nothing but the arguments, and computes it again.
+    """A function that the backward pass recomputes, keeping only its arguments.
 
-    As `jax.checkpoint(fn)`; but where that either makes all arguments wait for the gradients of the results
-    (`prevent_cse=True`), or none, here only activations wait. What is made of parameters alone, which is to gather
-    them, XLA may do beside the layer before. Of 2091 MB that collectives take, products cover 1790 MB where parameters
-    wait too, 1923 MB here. Where nothing waits the peak is 1465 MB, here 1174 MB.
+    As `jax.checkpoint(fn)`, which makes either all arguments (`prevent_cse=True`) or none wait for the gradients of the
+    results. Here only activations wait: XLA may gather parameters during the layer before. Of 2091 MB of collectives,
+    products overlap 1923 MB; 1790 MB if parameters wait too. If nothing waits, the peak is 1465 MB, not 1174 MB.
 
     Attributes:
-      fn: flat results of any arguments.
-      smooth: which of its results may have gradients; the others get none here.
+      fn: takes any arguments and returns a flat list.
+      smooth: which results may have gradients; the others are stopped.
     """
 
     fn: Callable[..., list[Tree]]
@@ -203,7 +199,7 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of `fn`: how its arguments are made of leaves, and which of the leaves are activations."""
+    """A call of `fn`: the tree structure of its arguments, and which leaves are activations."""
 
     fn: Callable[..., list[Tree]]
     treedef: TreeDef
@@ -244,7 +240,7 @@ _recomputed.defvjp(_recomputed_forward, _recomputed_backward, symbolic_zeros=Tru
 def _gradients(
     call: _Call, outs: tuple[int, ...], wrt: tuple[int, ...], leaves: list[jax.Array], cotangents: list[jax.Array]
 ) -> list[jax.Array]:
-    """The gradients, by the leaves `wrt`, of the results `outs`, which have these cotangents."""
+    """The gradients of the results `outs`, given their cotangents, with respect to the leaves `wrt`."""
     waiting = [x for x, waits in zip(leaves, call.waits, strict=True) if waits]
     held = held_together([*waiting, *cotangents])
     tied, cotangents = iter(held[: len(waiting)]), held[len(waiting) :]

@@ -1,4 +1,4 @@
-"""Options for XLA: those that jaxshard sets, and those that a user gives besides."""
+"""XLA options: those that jaxshard sets, and those that a user adds."""
 
 import re
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ def ours(mesh: AnyMesh, step: StepKind) -> dict[str, Value]:
 
 
 def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]:
-    """The options that a user gives, as a dict.
+    """The user's options as a dict.
 
     Raises:
-      TypeError: they are no mapping of names to strings, numbers and bools.
+      TypeError: they are not a mapping of names to strings, numbers and bools.
     """
     if given is None:
         return {}
@@ -41,7 +41,7 @@ def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]
 
 
 def check_known(who: str, mesh: AnyMesh, given: Mapping[str, Value]) -> None:
-    """Compiles a program of nothing with the options, for the mesh.
+    """Compiles a trivial program with the options, for the mesh.
 
     Raises:
       ValueError: the compiler does not know an option, or refuses its value.

@@ -1,4 +1,4 @@
-"""XLA for CPU: simulated devices, and what makes these safe and fast. Leaves are cut as on TPU."""
+"""XLA for CPU: settings that make simulated devices safe and fast. Leaves are cut as on TPU."""
 
 from jaxshard.platforms import tpu
 from jaxshard.platforms.platform import CompilerOption, Platform
@@ -21,14 +21,13 @@ CPU = Platform(
     compiler_options=(IN_ORDER,),
     # The operands of a Fourier transform must lie in the order of rows (RET_CHECK in fft_thunk, jax 0.10 to 0.12).
     transforms_whole_rows=True,
-    # The program ends at a sum of 2-byte floats over some axes while other axes are left to XLA.
+    # XLA aborts at a sum of 2-byte floats over some axes while other axes are left to it.
     widens_sums=True,
-    # Collectives, which block, and the parts of linear algebra run on one pool of threads (jax 0.10 to 0.12). Seen with
-    # Shampoo: 7 of 8 threads in an all-to-all, and an `eigh` of the last device without a thread.
+    # Collectives block their threads, and linear algebra needs threads of the same pool (jax 0.10 to 0.12). Seen with
+    # Shampoo: 7 of 8 threads waited in an all-to-all, and the last device's `eigh` found no thread.
     blocks_threads=True,
-    # A dot that the transpose after it is folded into misses the fast kernels if activations have more than two dims;
-    # the partitioner of a jit + NamedSharding step never folds it. Compared with that step, a transformer's whole step
-    # took 1.09 to 1.15 times as long when folded, and takes 1.02 times now. Perceptrons on few rows lose time to the
-    # copies (up to 1.2 times).
+    # XLA folds a transpose into the dot before it; the dot then misses the fast kernels if activations have more than
+    # two dims. A jit + NamedSharding step never folds. Compared with that step, a transformer's step took 1.09 to 1.15
+    # times as long when folded, and takes 1.02 times now. MLPs on few rows lose time to the copies (up to 1.2 times).
     parts_from_dots=True,
 )

@@ -1,15 +1,15 @@
 """XLA for GPU.
 
-Figures of options are of the step in `benchmarks/NOTES.md`: 12 layers of width 1024, float32, for 8 x H100.
+The figures come from the step in `benchmarks/NOTES.md`: 12 layers of width 1024, float32, for 8 x H100.
 """
 
 from jaxshard.platforms.platform import MOST_LAYERS, CompilerOption, Platform, is_table
 
 
 def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None) -> int:
-    """The first dim that is no stack of layers is best, then the next; of a table its features.
+    """The first dim after a stack of layers is best, then the next; for a table, the features.
 
-    XLA for GPU gathers and scatters along the first dim in memory, and transposes what is cut along another.
+    XLA for GPU gathers and scatters along the first dim in memory, and transposes arrays cut along another dim.
     """
     del shard, tile
     if len(shape) >= 3 and dim == 0 and shape[0] <= MOST_LAYERS:
@@ -63,11 +63,11 @@ GPU = Platform(
     compiler_options=(TWO_STEPS_IN_ONE, SMALL_GATHERS, SEVERAL_AT_ONCE, SUMS_BEHIND),
     product_dtypes=("float16",),  # tf32 has float16's bits
     orders_backward=True,
-    # XLA puts products off until something reads their results (platforms/backward.py).
+    # XLA delays products until something reads their results (platforms/backward.py).
     orders_products=True,
-    # XLA would gather what a microbatch needs first (and its output layer) beside the microbatch before, at 224 MB of
-    # 1208 MB (`benchmarks/NOTES.md`).
+    # XLA would gather a microbatch's first weights (and its output layer) during the previous microbatch, which costs
+    # 224 MB of a 1208 MB peak (`benchmarks/NOTES.md`).
     holds_microbatches=True,
-    # Otherwise the optimizer's kernels, which write over the old state, would transpose as well.
+    # Otherwise XLA would fuse transposes into the optimizer's kernels, which overwrite the old state.
     holds_before_gather=True,
 )

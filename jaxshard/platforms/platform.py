@@ -1,4 +1,4 @@
-"""What jaxshard does differently from platform to platform. Each platform's file has the reasons and the figures."""
+"""What differs between platforms. Each platform's file gives the reasons and the measurements."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,20 +6,20 @@ from typing import TypeAlias
 
 import jax
 
-Value: TypeAlias = str | bool | int | float  # of an option for XLA
+Value: TypeAlias = str | bool | int | float  # of an XLA option
 
-MOST_LAYERS = 256  # a first dim of more is no stack of layers
-_ROWS_OF_TABLE = 6  # a matrix of that many times more rows than columns is a table
+MOST_LAYERS = 256  # a larger first dim is not a stack of layers
+_ROWS_OF_TABLE = 6  # a matrix with at least this many times as many rows as columns is a table
 
 
 def is_table(shape: tuple[int, ...]) -> bool:
-    """Whether it is a matrix of at least six times as many rows as columns: an embedding."""
+    """Whether this is the shape of an embedding table: a matrix with at least six times as many rows as columns."""
     return len(shape) == 2 and shape[0] >= _ROWS_OF_TABLE * shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepKind:
-    """What the options for XLA depend on.
+    """The facts about a step that XLA options depend on.
 
     Attributes:
       params_cut: the strategy shards params over the batch axes.
@@ -37,13 +37,13 @@ class CompilerOption:
     """An option for XLA that jaxshard sets.
 
     Attributes:
-      name: as XLA knows it.
-      value: what it is set to.
-      platform: the only one on which it is set, "cpu", "gpu" or "tpu".
-      where: which steps it is set for, in words.
-      applies: the same, as a function.
-      reason: why.
-      renamed: its name and value from jax 0.11.1 on, where these are others.
+      name: XLA's name for it.
+      value: the value to set.
+      platform: the only platform on which it is set, "cpu", "gpu" or "tpu".
+      where: the steps that it is set for, in words.
+      applies: whether it is set for a step.
+      reason: why it is set.
+      renamed: its name and value from jax 0.11.1 on, if they changed.
     """
 
     name: str
@@ -62,30 +62,30 @@ class CompilerOption:
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """What XLA for one platform wants. The defaults are what it leaves to us.
+    """Choices that suit XLA on one platform. Each default means that the platform needs nothing special.
 
     Attributes:
       name: "cpu", "gpu" or "tpu".
       rank_of_cut: `(dim, shape, shard, tile) -> rank` of cutting `dim` of an array into shards of `shard` elements
         along it, 0 is best; `tile` is what `tile` gives.
-      tile: the number of elements that should divide the last dim's shards of an array whose reduced gradient has
-        elements of so many bytes; None where only the order of dims counts.
+      tile: `itemsize -> n`: shards of the last dim should be multiples of n elements if an element of the reduced
+        gradient has `itemsize` bytes; None where only the order of dims counts.
       compiler_options: options for XLA.
-      product_dtypes: the dtypes in which products of float32 may be rounded.
+      product_dtypes: the dtypes to which products may round float32 operands.
       transforms_whole_rows: a Fourier transform's operands must not be cut.
       widens_sums: sums of 2-byte floats over some axes are made in float32 while other axes are left to XLA.
       blocks_threads: collectives and linear algebra share one pool of threads, in which they may wait for each other.
       parts_from_dots: the transpose of a weight's gradient is kept out of the dot that makes it.
-      axis_by_axis: collectives over several mesh axes go over one after the other.
-      turns_narrow_scatters: scatters of 2-byte elements along the last dim go along another where a tile does not fit.
+      axis_by_axis: a collective over several mesh axes becomes one collective per axis.
+      turns_narrow_scatters: 2-byte arrays are transposed around a scatter along the last dim that does not fit tiles.
       orders_backward: the backward pass of the loss is ordered by barriers and rules.
-      orders_products: so are the two gradients of each product.
-      picks_by_sums: one element of each row is taken by a sum.
+      orders_products: the two gradients of each product are ordered, too.
+      picks_by_sums: picking one element of each row is a masked sum.
       casts_in_loops: a stack of float32 layers is cast within the loop over it.
-      holds_microbatches: a microbatch gathers nothing before the one before it has ended.
+      holds_microbatches: a microbatch gathers nothing before the previous one has ended.
       sends_updates: updates, not new params, move to where the params live.
-      selects_after_gather: old or new params are selected after they were gathered.
-      holds_before_gather: new params are gathered when all are computed.
+      selects_after_gather: old or new params are selected after the gather.
+      holds_before_gather: new params are gathered only when all are computed.
     """
 
     name: str

@@ -16,7 +16,7 @@ def tile(itemsize: int) -> int:
 
 
 def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None) -> int:
-    """The last dim is best where its shards are whole tiles, then the second last, then any other; layers come last."""
+    """The last dim is best if its shards are whole tiles, then the second last, then any other; layers come last."""
     lanes = _LANES if is_table(shape) or tile is None else tile  # rows of a table are exchanged, not scattered
     if dim == len(shape) - 1:
         return 0 if shard % lanes == 0 else 4
@@ -41,13 +41,13 @@ TPU = Platform(
     # To gather the elements, XLA would write all logits to memory in float32, beside those in bfloat16 that are kept
     # (zero2 with masters: 1205 MB, 1008 MB with sums).
     picks_by_sums=True,
-    # Its products take bfloat16, so it would cast a whole stack of layers before their loop, and keep the copy from the
-    # forward pass to the backward pass. Peak of 12 layers of width 1024 in float32: zero2 1908 MB without, 1726 MB with
-    # it; zero3, where shards are cast and then gathered, 924 and 892 MB.
+    # TPU products take bfloat16, so XLA would cast a whole stack of layers before their loop, and keep the copy from
+    # the forward pass to the backward pass. Peak of 12 layers of width 1024 in float32, without and with this: zero2
+    # 1908 and 1726 MB; zero3, where shards are cast and then gathered, 924 and 892 MB.
     casts_in_loops=True,
     # Peak of a step whose updates or params are gathered: 1896 or 2782 MB.
     sends_updates=True,
-    # Peak of a model with masters, selecting after or before: 438 or 625 MB (zero1), 436 or 500 MB (zero2), since
-    # selecting before copied all old params whole.
+    # Peak of a model with masters, selecting after or before: 438 or 625 MB (zero1), 436 or 500 MB (zero2): selecting
+    # before the gather copied all old params, unsharded.
     selects_after_gather=True,
 )
