@@ -20,7 +20,7 @@ class LossScale:
       initial: the first scale.
       growth_interval: the number of good steps in a row after which the scale is multiplied by `factor`.
       factor: multiplies the scale when it grows, and divides it when it shrinks; a power of two keeps gradients exact.
-      hysteresis: since the scale last grew, this overflow and each later one shrink it; earlier ones do not.
+      hysteresis: overflows are counted since the scale last grew; from this number on, each one shrinks it.
       minimum: the scale never shrinks below it.
       maximum: the scale never grows above it.
 
