@@ -1,4 +1,4 @@
-"""Which values of a traced update have to do with which gradient; runs an update with pieces of it done otherwise."""
+"""Finds which values of a traced update belong to which gradient; runs an update with some pieces replaced."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -6,12 +6,12 @@ from typing import NamedTuple, TypeAlias
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.programs.jaxprs import is_literal, open_jaxpr, run_equations
 
-Component: TypeAlias = int  # the place of the one gradient that a value has to do with, or one of these two:
-FREE, SHARED = -1, -2  # it has to do with none, or with several
+Component: TypeAlias = int  # the index of the one gradient that a value belongs to, or one of these two:
+FREE, SHARED = -1, -2  # it belongs to none, or to several
 
 
 def is_big(v: Var) -> bool:
-    """Whether it is no single number; an array of one element counts, as a stack may have one layer."""
+    """Whether this is an array, not a scalar; one of a single element counts, as a stack may have one layer."""
     return len(getattr(v.aval, "shape", ())) > 0
 
 
@@ -19,8 +19,8 @@ class Components:
     """The components of a flat program without constants, whose first inputs are gradients.
 
     Attributes:
-      maker: the place of the equation that makes a value.
-      users: the places of those that read it.
+      maker: for each value, the index of the equation that computes it.
+      users: for each value, the indices of the equations that read it.
       results: the program's outputs.
       component_of: of each big value.
       component: of each equation.
@@ -40,11 +40,11 @@ class Components:
     def _components(self, num_grads: int) -> tuple[dict[Var, Component], list[Component]]:
         """The component of each big value, and of each equation.
 
-        A component is named by the gradient that its arrays are made of. What is made of none of them (a power of the
-        state, before it meets the gradient) belongs to the one component that reads it.
+        A component is named by the gradient that its arrays depend on. A value that depends on no gradient (a power of
+        the state, before it meets the gradient) joins its only reader's component.
         """
         grads = {v: frozenset([i]) for i, v in enumerate(self.jaxpr.invars[:num_grads]) if is_big(v)}
-        of: dict[Var, frozenset[int]] = dict(grads)  # the gradients in it; of a number, in what it was made of
+        of: dict[Var, frozenset[int]] = dict(grads)  # the gradients that a value depends on
         constant: set[Var] = set()
         for eqn in self.eqns:
             read = [v for v in eqn.invars if not is_literal(v)]
@@ -71,10 +71,10 @@ class Components:
         return [self.maker[v] for v in self.eqns[i].invars if not is_literal(v) and v in self.maker]
 
     def phases(self, marked: Sequence[bool], component: Sequence[Component] | None = None) -> list[int]:
-        """The phase of each equation: how often what it is made of went, after a marked equation, to another component.
+        """The phase of each equation: how many times its data crossed to another component after a marked equation.
 
-        So equations of one component and phase depend on each other through equations of both alone. `component`, of
-        each equation, may be given in place of its own.
+        So every path between two equations of one component and phase stays within both. `component` may replace the
+        components of the equations.
         """
         component, phase, after = component or self.component, list[int](), list[bool]()
         for i, yes in enumerate(marked):
@@ -89,7 +89,7 @@ def _alone(ids: frozenset[int]) -> Component:
 
 
 class Piece(NamedTuple):
-    """Some equations of a program, by their places, in whose place `run` makes the values of `outs` from `ins`."""
+    """Some equations of a program, by index, and `run`, which replaces them: it computes `outs` from `ins`."""
 
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]

@@ -1,4 +1,4 @@
-"""Where one dim of an array goes in each operation, element by element: along it, no operation here mixes elements."""
+"""Follows one dim of an array through operations that treat all elements along it apart and alike."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,31 +7,32 @@ from typing import Any, TypeAlias
 from jaxshard.base.types import Equation
 from jaxshard.programs.primitives import KINDS, Kind, kind_of, mixed_dims
 
-Dim: TypeAlias = int | None  # the place of the dim in an array; None: the array does not have it
+Dim: TypeAlias = int | None  # the dim's index in an array; None: the array does not have it
 Dims: TypeAlias = Sequence[Dim]
 Rule: TypeAlias = Callable[[Equation, Dims, Dims], bool]
 
 
 def keeps_apart(eqn: Equation, ins: Dims, outs: Dims) -> bool:
-    """Whether element i along the dim, of each result, depends on element i of each operand alone, alike for all i.
+    """Whether slice i of each result along the dim depends only on slice i of each operand, in the same way for all i.
 
     Args:
-      ins: where each operand has the dim; operands without it have the same numbers for all i.
-      outs: where each result has it.
+      ins: the dim's index in each operand; operands without it are the same for all i.
+      outs: the dim's index in each result.
 
-    No where nobody knows.
+    False if unknown.
     """
     kind = kind_of(eqn)
     return kind in _RULES and _RULES[kind](eqn, ins, outs)
 
 
 def moved_dims(name: str, params: Mapping[str, Any], ndim: int) -> dict[int, int] | None:
-    """Where each dim of an operand lies in the result, of a primitive that moves dims, repeats along new ones or takes
-    some out (a transpose, a broadcast, a reduction); None of any other.
+    """Operand dim -> result dim, for a primitive that moves, adds or removes dims (transpose, broadcast, reduction).
+
+    None for any other primitive.
 
     Args:
-      params: of the equation.
-      ndim: how many dims the operand has.
+      params: the equation's parameters.
+      ndim: the operand's number of dims.
     """
     kind = KINDS.get(name)
     if kind == "transpose":
@@ -46,7 +47,7 @@ def moved_dims(name: str, params: Mapping[str, Any], ndim: int) -> dict[int, int
 
 
 def _common(ins: Dims) -> Dim:
-    """The place of the dim in all operands that have it; None if there are several, or none."""
+    """The dim's index in the operands that have it; None if none has it, or they disagree."""
     found = {d for d in ins if d is not None}
     return found.pop() if len(found) == 1 else None
 
@@ -56,7 +57,7 @@ def _at(d: Dim, outs: Dims) -> bool:
 
 
 def _pointwise(eqn: Equation, ins: Dims, outs: Dims) -> bool:
-    """What does not have the dim is one number (a predicate, a bound), or is repeated along it."""
+    """An operand without the dim must be a scalar (a predicate, a bound), or have size 1 there."""
     d, rank = _common(ins), eqn.outvars[0].aval.ndim
     shapes = [v.aval.shape for v in eqn.invars]
     if not _at(d, outs) or any(len(shape) not in (0, rank) for shape in shapes):
@@ -69,7 +70,7 @@ def _barrier(eqn: Equation, ins: Dims, outs: Dims) -> bool:
 
 
 def _along(key: str) -> Rule:
-    """Of operations that keep all dims, and work along those that a parameter names."""
+    """The rule for operations that keep all dims, and work along those that a parameter names."""
 
     def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
         named, d = eqn.params[key], _common(ins)
@@ -79,7 +80,7 @@ def _along(key: str) -> Rule:
 
 
 def _without(key: str) -> Rule:
-    """Of operations that take out the dims that a parameter names."""
+    """The rule for operations that remove the dims that a parameter names."""
 
     def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
         gone, d = eqn.params[key], _common(ins)
@@ -89,7 +90,7 @@ def _without(key: str) -> Rule:
 
 
 def _leading(last: Callable[[Equation], int]) -> Rule:
-    """Of operations on the last dims of arrays, as many as `last` says of the first operand."""
+    """The rule for operations that mix the last dims of arrays; `last` gives their number."""
 
     def rule(eqn: Equation, ins: Dims, outs: Dims) -> bool:
         d = ins[0]
@@ -110,7 +111,7 @@ def _broadcast_in_dim(eqn: Equation, ins: Dims, outs: Dims) -> bool:
 
 
 def _reshape(eqn: Equation, ins: Dims, outs: Dims) -> bool:
-    """The dims before it have as many elements; those after it may join it, or part from it."""
+    """The dims before it must have as many elements as before; later ones may merge with it, or split from it."""
     if ins[0] is None or outs[0] is None:
         return False
     before, after = (v.aval.shape[:d] for v, d in ((eqn.invars[0], ins[0]), (eqn.outvars[0], outs[0])))
@@ -160,7 +161,7 @@ def _dot_general(eqn: Equation, ins: Dims, outs: Dims) -> bool:
 
 
 def _gather(eqn: Equation, ins: Dims, outs: Dims) -> bool:
-    """What is taken has the dim whole, or each element takes by indices of its own."""
+    """The gathered slices must span the whole dim, or each slice along it gathers by indices of its own."""
     numbers, (d, by) = eqn.params["dimension_numbers"], ins
     taken = [i for i in range(eqn.outvars[0].aval.ndim) if i not in numbers.offset_dims]
     if by is not None:
@@ -176,7 +177,7 @@ def _gather(eqn: Equation, ins: Dims, outs: Dims) -> bool:
 
 
 def _scatter(eqn: Equation, ins: Dims, outs: Dims) -> bool:
-    """What is written has the dim whole, or each element writes by indices of its own."""
+    """The written slices must span the whole dim, or each slice along it scatters by indices of its own."""
     numbers, (d, by, new) = eqn.params["dimension_numbers"], ins
     operand, _, updates = (v.aval for v in eqn.invars)
     if d is None or new is None or not _at(d, outs):

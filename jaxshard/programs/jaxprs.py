@@ -11,7 +11,7 @@ from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
 
 
 def core() -> ModuleType:
-    """`jax.extend.core`, on first use: importing it takes 70 ms, most of it Pallas."""
+    """`jax.extend.core`, imported on first use: that takes 70 ms, most of it for Pallas."""
     from jax.extend import core
 
     return core
@@ -23,7 +23,7 @@ def is_literal(v: Var) -> bool:
 
 
 def number_of(literal: Var) -> float | None:
-    """The number that is written into the program; None of what is no real number."""
+    """The number that is written into the program; None if it is not a real scalar."""
     try:
         return float(np.asarray(literal.val).item())
     except (TypeError, ValueError):
@@ -36,7 +36,7 @@ def is_ref(v: Var) -> bool:
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
-    """The `Jaxpr` that a `ClosedJaxpr` holds up to jax 0.11; after that the two are one class."""
+    """The `Jaxpr` inside a `ClosedJaxpr`; after jax 0.11 the two are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -46,7 +46,7 @@ def closed_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
-    """Makes the arrays that a program closed over its last inputs; returns (the new program, these arrays)."""
+    """Turns a program's constants into its last inputs; returns (the new program, the constants)."""
     jaxpr = open_jaxpr(closed)
     ins = [*jaxpr.invars, *jaxpr.constvars]
     opened = jaxpr.replace(constvars=[], invars=ins, debug_info=unnamed(jaxpr, len(ins), len(jaxpr.outvars)))
@@ -64,10 +64,7 @@ def inner_jaxpr(eqn: Equation) -> Jaxpr:
 
 
 def run_equations(jaxpr: OpenJaxpr, eqns: list[Equation], env: dict[Var, Tree]) -> None:
-    """Runs equations of a program as one piece, so that JAX's own evaluation keeps names and contexts.
-
-    `env` has the values of variables, and gets those of the results.
-    """
+    """Runs equations as one program, so that JAX keeps names and contexts; reads `env`, and adds the results to it."""
     if not eqns:
         return
     outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
@@ -77,7 +74,7 @@ def run_equations(jaxpr: OpenJaxpr, eqns: list[Equation], env: dict[Var, Tree]) 
 
 
 def operands_of(eqns: Sequence[Equation]) -> list[Var]:
-    """What equations read and do not make, in the order of its first use."""
+    """The variables that equations read and do not compute, in the order of first use."""
     made = {v for eqn in eqns for v in eqn.outvars}
     return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
 
@@ -85,10 +82,10 @@ def operands_of(eqns: Sequence[Equation]) -> list[Var]:
 def makers_of(
     eqns: Sequence[Equation], wanted: Iterable[Var], only: Callable[[Equation], bool] = lambda _: True
 ) -> list[Equation]:
-    """The equations that make such values, and those that make their operands, in order.
+    """The equations that compute the wanted values, directly or through operands, in order.
 
     Args:
-      only: an equation that it refuses is left out, and so is what that alone reads.
+      only: an equation for which it is False is left out, and so are equations that only that one needs.
     """
     needed, found = set(wanted), list[Equation]()
     for eqn in reversed(eqns):
@@ -149,7 +146,7 @@ def sizes_of(jaxpr: Jaxpr) -> frozenset[int]:
 
 
 def axes_named(jaxpr: Jaxpr) -> set[str]:
-    """The mesh axes that a program's collectives, and its questions for a device's index, name."""
+    """The mesh axes that a program's collectives and `axis_index` name."""
     return {axis for eqn in equations(jaxpr) for axis in axes_of_equation(eqn)}
 
 

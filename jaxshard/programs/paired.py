@@ -1,4 +1,4 @@
-"""Two traced programs side by side: which equations and variables stand for each other."""
+"""Walks two traced programs side by side: which equations and variables correspond."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from jaxshard.programs.jaxprs import is_literal, open_jaxpr
 
 
 class Unlike(ValueError):
-    """Two programs are not alike, from these equations on; None: one program has ended."""
+    """Two programs differ from these equations on; None: that program has ended."""
 
     def __init__(self, one: Equation | None = None, two: Equation | None = None):
         super().__init__("the programs differ")
@@ -18,34 +18,34 @@ class Unlike(ValueError):
 
 
 class Partners:
-    """For each variable of the first program, the one of the second that stands for it."""
+    """For each variable of the first program, its partner: the corresponding one of the second."""
 
     def __init__(self):
         self._of: dict[Var, Var] = {}
 
     def bind(self, vs: Iterable[Var], ws: Iterable[Var]) -> None:
-        """These stand for each other, one by one."""
+        """Makes the variables partners, one by one."""
         self._of.update(zip(vs, ws, strict=True))
 
     def are(self, v: Var, w: Var) -> bool:
-        """Whether these stand for each other, or are the same number."""
+        """Whether the two are partners, or the same number."""
         if is_literal(v):
             return is_literal(w) and same(v.val, w.val)
         return not is_literal(w) and self._of.get(v) is w
 
     def all_are(self, vs: list[Var], ws: list[Var]) -> bool:
-        """Whether the first of `vs` and of `ws` are, and so on to the last."""
+        """Whether all pairs from `vs` and `ws` are partners."""
         return len(vs) == len(ws) and all(map(self.are, vs, ws))
 
 
 def paired(one: Jaxpr, two: Jaxpr, partners: Partners | None = None) -> Iterator[tuple[Equation, Equation]]:
     """The equations of both programs, in pairs.
 
-    `partners` knows the programs' constants and inputs before the first pair comes, and a pair's results once the next
-    one is asked for. Whether a pair's operands are partners, and its parameters equal, is for who asks to find out.
+    Before the first pair, `partners` gets the programs' constants and inputs; after each pair, its results. The caller
+    checks whether a pair's operands are partners, and its parameters equal.
 
     Raises:
-      Unlike: the programs take another number of inputs, or are made of other operations.
+      Unlike: the programs differ in their number of inputs, or in their operations.
     """
     first, second, partners = open_jaxpr(one), open_jaxpr(two), partners or Partners()
     if len(first.invars) != len(second.invars):

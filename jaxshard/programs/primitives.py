@@ -1,10 +1,9 @@
-"""What holds for JAX's primitives: lists and questions, which all follow from the one `table`.
+"""Properties of JAX's primitives: lists and questions, all derived from the one `table`.
 
-A primitive that JAX does not have is in no table. It may say of itself, by two parameters of its equations (`bind`),
-what its other parameters do not show:
+A primitive that is not JAX's own may describe itself by two parameters of its equations (`bind`):
 
-  mixed_dims         it works on so many of the last dims as a whole, for each index of the dims before;
-  flops_per_element  multiplications and additions in it, for each element of its first operand.
+  mixed_dims         the number of last dims that it works on as a whole, for each index of the dims before;
+  flops_per_element  its multiplications and additions, per element of its first operand.
 """
 
 from fractions import Fraction
@@ -14,17 +13,17 @@ from jaxshard.programs.table import KINDS, ROWS, Kind
 
 
 def kind_of(eqn: Equation) -> Kind | None:
-    """The kind of an operation; None: nobody knows."""
+    """The kind of an operation; None if unknown."""
     return KINDS.get(eqn.primitive.name) or ("trailing" if "mixed_dims" in eqn.params else None)
 
 
 def mixed_dims(eqn: Equation) -> int:
-    """How many of the last dims an operation of the kind "trailing" works on as a whole."""
+    """The number of last dims that an operation of the kind "trailing" works on as a whole."""
     return len(eqn.params["fft_lengths"]) if "fft_lengths" in eqn.params else eqn.params.get("mixed_dims", 2)
 
 
 def power_of(eqn: Equation) -> float | None:
-    """The y of an operation that gives x**y; None of any other. (The sign's is 0.)"""
+    """The y of an operation that computes x**y; None for any other. (sign counts as x**0.)"""
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"]
     squares = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
@@ -53,7 +52,7 @@ def _of(*kinds: Kind) -> frozenset[str]:
     return frozenset(name for name, kind in KINDS.items() if kind in kinds)
 
 
-# Single operations, which have parameters of their own.
+# Single operations.
 
 BARRIER = "optimization_barrier"
 BROADCAST = "broadcast_in_dim"
@@ -93,10 +92,10 @@ REMAT = _with("remat")
 """Calls that the backward pass recomputes."""
 
 OWN_GRADIENT = _with("own_gradient")
-"""Calls whose derivatives a user's rule makes. They equal their inner program only where nothing is differentiated."""
+"""Calls with a custom derivative rule. They equal their inner program only if nothing is differentiated."""
 
 OWN_BACKWARD = _with("own_backward")
-"""Those of them whose rule is one for the backward pass."""
+"""Calls with a custom rule for the backward pass."""
 
 CALLS = _of("call")
 """All calls."""
@@ -122,21 +121,21 @@ WHOLE = _with("whole")
 """Return all numbers of an array, each once: cast, in another shape or order of dims, or marked."""
 
 MOVES = _with("moves")
-"""Return numbers of their operands: moved, chosen, rounded, or with the other sign."""
+"""Return numbers of their operands: moved, chosen, rounded or negated."""
 
 NUMBERS = {name: slice(*(int(i) if i else None for i in of.split(":"))) for name, of in _values("numbers").items()}
-"""The operands whose numbers the result is made of, where others are indices, bounds or predicates."""
+"""The operands that the result's numbers come from; the others are indices, bounds or predicates."""
 
 ONLY_READS = _with("only_reads")
-"""Take mutable arrays, and write to none."""
+"""Take mutable arrays without writing to them."""
 
 POINTWISE = _of("pointwise")
 """Each element of the result depends only on the operands' elements at the same index."""
 
 PURE = _with("pure")
-"""Depend on their operands and parameters alone: equal ones give equal results on every device.
+"""Depend only on their operands and parameters: equal ones give equal results on every device.
 
-(`regularized_incomplete_beta` goes on until all elements converge, so that each depends on all, in its last digits.)
+(`regularized_incomplete_beta` iterates until all elements converge, so each depends on all, in its last digits.)
 """
 
 KEEPS_FILL = _with("keeps_fill")
@@ -152,7 +151,7 @@ SUMS = _with("sums")
 """Make sums of their operands' elements times constants, for given indices and predicates."""
 
 HOMOGENEOUS = _with("homogeneous")
-"""Turn a positive factor of what their `NUMBERS` are into a power of it."""
+"""Scaling their `NUMBERS` by c > 0 scales the result by a power of c."""
 
 POWERS = {name: float(Fraction(y)) for name, y in _values("power").items()}
 """Raise to this power."""
@@ -161,7 +160,7 @@ MULTIPLIES = _with("multiplies")
 """Multiply their two operands, or divide the first by the second."""
 
 CHOOSES = _with("chooses")
-"""Return one of several values, as their first operand says."""
+"""Return one of several values, chosen by their first operand."""
 
 ADDS = _with("adds")
 """Add their operands."""
@@ -173,16 +172,16 @@ COMPARES = _with("compares")
 """Compare their operands."""
 
 CLIPS = _with("clips")
-"""Clip: a gradient that is clipped is one still."""
+"""Clip: a clipped gradient still counts as a gradient."""
 
 GUARDS = _with("guards")
 """Keep a divisor from being 0, or test whether it is."""
 
 NOT_NEGATIVE = _with("not_negative")
-"""Make no number below 0."""
+"""Have no result below 0."""
 
 KEEPS_SIGN = _with("keeps_sign")
-"""Make no number below 0 of numbers that are not."""
+"""Have no result below 0 if no operand is."""
 
 NO_GRADIENT = _with("no_gradient")
 """Have a gradient of zero, though their results are floating."""
@@ -197,15 +196,15 @@ RESHAPES = _of("reshape", "squeeze")
 """Return an array in another shape."""
 
 SIZES = _values("sizes")
-"""The parameter that has the sizes of an operation's result, or of what it takes, dim by dim."""
+"""The parameter that holds the sizes, dim by dim, of an operation's result or of the slices that it reads."""
 
 # Devices, random numbers, the host.
 
 ALL_REDUCES = _with("all_reduces")
-"""Give all devices along their `axes` one result, whatever each of them had."""
+"""Give all devices along their `axes` the same result."""
 
 DIFFERS = _with("differs")
-"""Give each device along a mesh axis another result, also where all operands are equal on all."""
+"""Give devices along a mesh axis different results, even from equal operands."""
 
 GATHERS = _with("gathers")
 """Put the parts of all devices along a mesh axis together."""
@@ -217,39 +216,39 @@ COLLECTIVE_KINDS = _values("sent")
 """The kind (`inspect.Collective.kind`) of each collective primitive of the local view."""
 
 READS_KEYS = _with("reads_keys")
-"""Take whole numbers for the state of a random generator."""
+"""Read integers as the state of a random generator."""
 
 DRAWS = _with("draws")
 """Make random numbers."""
 
 SEVERAL = _with("several")
-"""Make several numbers, or several keys, of each key."""
+"""Make several numbers or keys from each key."""
 
 DEBUGGING = _with("debugging")
-"""Call the host for a look at values, on each device that computes them; nothing depends on that."""
+"""Show values to the host, on each device that computes them; no value depends on it."""
 
-# What operations cost; `jaxshard.plan` asks.
+# Costs of operations, for `jaxshard.plan`.
 
 FUSED = _with("fused")
 """Work element by element, or by index alone; the compiler fuses them into the operation that reads the result."""
 
 CUMULATIVE = _of("cumulative")
-"""Run along one dim, and have a result for each place in it."""
+"""Run along one dim, with a result for each index in it."""
 
 REDUCTIONS = _with("reduces")
-"""Make few numbers of many, or one of all before it."""
+"""Reduce many numbers to few, or to running totals."""
 
 UPDATES = _with("overwrites")
 """Write into their first operand."""
 
 PICKS = _with("picks")
-"""Read no more than they return, wherever other operands say."""
+"""Read only the elements that they return, at indices given by other operands."""
 
 CUTS = _with("cuts")
-"""Return a part of an array, with all dims."""
+"""Return a slice of an array, with all its dims."""
 
 MEMORYLESS = _with("memoryless")
-"""Read almost no memory, so they are fused into every reader, even where there are several."""
+"""Read almost no memory, so compilers fuse them into every reader, even several."""
 
 PRODUCTS = _with("product")
 """Matrix products and convolutions. On TPU both take bfloat16 where their precision is the default."""
@@ -261,6 +260,5 @@ VIEWS = _with("view")
 """Return another view of the same memory; no bytes move."""
 
 FUSED_INTO = {PRODUCT: _with("into_dot"), CONVOLUTION: _with("into_conv")}
-"""What every compiler makes part of a product that reads its result; a convolution can read its kernel backwards. Other
-work is not done again at each place of a convolution's window.
-"""
+"""Operations that every compiler fuses into a product that reads their result. A convolution takes only `rev`, for a
+reversed kernel: fused work would be repeated at each position of its window."""

@@ -1,6 +1,6 @@
-"""What a traced program does with its inputs: each question is a `Walk` over the program.
+"""Questions about a traced program's use of its inputs: each is a `Walk` over the program.
 
-Where a question has no exact answer, the safe one is given; each function says which that is.
+If there is no exact answer, a question gets its safe one; each function says which that is.
 """
 
 import functools
@@ -36,13 +36,13 @@ from jaxshard.programs.walk import Walk
 def depends(program: Jaxpr, differs: Sequence[bool], summed: frozenset[str] | None = None) -> list[bool]:
     """For each output, whether it may depend on `axis_index` or on an input marked in `differs`.
 
-    The result of a psum, pmax or pmin over all axes in `summed` counts as one that does not.
+    The result of a psum, pmax or pmin over all axes in `summed` counts as independent of both.
     """
     return _Depends(summed).through(program, differs)
 
 
 class _Marks(Walk[bool]):
-    """Whether a value is marked: it has the mark where one of two has it, and no constant has."""
+    """Whether a value is marked: a join is marked if either value is; constants are not."""
 
     nothing = False
 
@@ -78,7 +78,7 @@ def varies_smoothly(program: Jaxpr, wrt: Sequence[bool], *, but_along: str | Non
     """For each output, whether it may have a gradient with respect to an input that is marked in `wrt`.
 
     Comparisons, whole numbers and `stop_gradient` have none. A custom derivative may give one to anything, as a
-    straight-through estimator does to `round`. What a collective along the mesh axis `but_along` makes counts as having
+    straight-through estimator does to `round`. Results of collectives along the mesh axis `but_along` count as having
     none.
     """
     return _Smooth(but_along).through(program, wrt)
@@ -93,14 +93,14 @@ class _Smooth(_Marks):
         return [smooth] * len(eqn.outvars)
 
     def called(self, eqn: Equation, known: Sequence[bool]) -> Sequence[bool]:
-        """As the primal program says, where that moves along the axis; else a custom rule may give any gradient."""
+        """A custom rule may give any gradient; but a primal program with a collective along the axis is followed."""
         own_rule = eqn.primitive.name in OWN_GRADIENT
         if own_rule and (self.but_along is None or not any(map(self._moves, equations_inside(eqn)))):
             return [any(known)] * len(eqn.outvars)
         return super().called(eqn, known)
 
     def solved(self, eqn: Equation, known: Sequence[bool]) -> list[bool]:
-        """Its derivative is that of the system, whatever the solver does."""
+        """The derivative is that of the linear system, whatever the solver does."""
         return [any(known)] * len(eqn.outvars)
 
     def kept(self, v: Var, value: bool) -> bool:
@@ -156,7 +156,7 @@ class _Reaches(Walk[int]):
 def hands_on(program: Jaxpr, marked: Sequence[bool]) -> list[bool]:
     """For each output, whether it may hold numbers of a marked input: unchanged, cast, moved, or chosen among others.
 
-    Yes where nobody knows.
+    True if unknown.
     """
     return _HandsOn().through(program, marked)
 
@@ -171,7 +171,7 @@ class _HandsOn(_Marks):
 
 
 def never_negative(program: Jaxpr, known: Sequence[bool]) -> list[bool]:
-    """For each output, whether it cannot be below 0, given which inputs cannot. No where nobody knows."""
+    """For each output, whether it cannot be below 0, given which inputs cannot. False if unknown."""
     return _NeverNegative().through(program, known)
 
 
@@ -202,17 +202,17 @@ class _NeverNegative(Walk[bool]):
 
 
 def linear(program: Jaxpr, degrees: Sequence[int]) -> list[int]:
-    """For each output, whether it does not depend on some inputs (0), is linear in them (1), or neither is known (2).
+    """For each output, its degree in some inputs: 0 if it does not depend on them, 1 if linear, 2 if neither is known.
 
     Args:
-      degrees: 1 for these inputs, 0 for others. Single numbers count as 0, whatever they depend on: a norm that scales.
+      degrees: 1 for these inputs, 0 for others. Scalars (a norm that scales) count as 0, whatever they depend on.
     """
     return _Linear().through(program, degrees)
 
 
 class _Linear(Walk[int]):
     nothing = 0
-    _loops = 0  # scans around this place, where a single number may be an element of an array
+    _loops = 0  # the number of scans around this equation; inside one, a scalar may be an array's element
 
     def join(self, one: int, other: int) -> int:
         return max(one, other)
@@ -243,14 +243,14 @@ class _Linear(Walk[int]):
 
 
 def subtracts(program: Jaxpr, of: Sequence[bool], others: Sequence[bool]) -> bool:
-    """Whether a program takes the difference of what it makes of inputs `of` and of what it makes of `others`."""
+    """Whether a program subtracts a value that depends on inputs `of` and one that depends on `others`."""
     walk = _Subtracts()
     walk.through(program, [*zip(of, others, strict=True)])
     return walk.found
 
 
 class _Subtracts(Walk[tuple[bool, bool]]):
-    """An answer says whether a value is made of inputs `of`, and of inputs `others`."""
+    """An answer says whether a value depends on inputs `of`, and on inputs `others`."""
 
     nothing = (False, False)
 

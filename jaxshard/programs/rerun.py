@@ -1,4 +1,4 @@
-"""Runs a traced program again, equation by equation, with some of its equations entered, or done otherwise."""
+"""Runs a traced program again, equation by equation, with some of its equations entered or replaced."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +30,14 @@ def rerun(
     """The results of a program.
 
     Args:
-      enters: whether an equation has work to do in it. The program that a call or control flow runs is then run again
-        in the same way: a call is written out, a loop or a branch is traced anew.
-      instead: the results of an equation that `enters` chose, from those of its operands; None: as above.
+      enters: whether to enter an equation. The program inside a call or control flow is then run again in the same way:
+        a call is inlined, a loop or a branch is traced anew.
+      instead: computes the results of an equation that `enters` chose, from its operands; None: as above.
     """
     jaxpr = open_jaxpr(program)
     env: dict[Var, Tree] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))
-    plain: list[Equation] = []  # equations since the last one that was entered
+    plain: list[Equation] = []  # equations since the last entered one
     for eqn in jaxpr.eqns:
         if not enters(eqn):
             plain.append(eqn)
@@ -55,7 +55,7 @@ def rerun(
 
 
 def flat(program: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
-    """The program with its calls written out, and with its constants as further inputs; and these constants."""
+    """(the program with its calls inlined and its constants as further inputs, these constants)."""
     program, consts = without_consts(program)
 
     def run(*values: jax.Array) -> list[jax.Array]:
@@ -67,15 +67,15 @@ def flat(program: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Its shape alone: a type may name a mesh, that of the place where it was traced."""
+    """The shape and dtype without the sharding, which may name the mesh that the program was traced on."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def anew(program: Jaxpr, values: Values, changed: Mapping[int, Mapping[str, Any]] | None = None) -> list[jax.Array]:
-    """The results of a program that was traced elsewhere, perhaps on another mesh, which its types and parameters name.
+    """The results of a program that was traced elsewhere, perhaps on another mesh that its types and parameters name.
 
     Args:
-      changed: by the id of an equation, parameters that take the place of its own.
+      changed: equation id -> parameters that replace its own.
     """
 
     def instead(eqn: Equation, operands: Values) -> list[jax.Array] | None:
@@ -90,7 +90,7 @@ def anew(program: Jaxpr, values: Values, changed: Mapping[int, Mapping[str, Any]
     return rerun(program, values, lambda _: True, instead)
 
 
-_SHARDINGS = frozenset({"sharding", "out_sharding"})  # where a result lies, on the mesh that it was traced on
+_SHARDINGS = frozenset({"sharding", "out_sharding"})  # parameters that name the mesh that it was traced on
 
 
 def bound(eqn: Equation, operands: Values, changed: Mapping[str, Any] | None = None) -> list[jax.Array]:
@@ -139,7 +139,7 @@ def _while(eqn: Equation, values: Values, run: Callable[[Jaxpr, Values], list[ja
         return run(eqn.params["body_jaxpr"], [*of_body, *carry])
 
     def body_of_many(carry: list[jax.Array]) -> list[jax.Array]:
-        """Those that have ended keep what they have; the dims of their predicates are the first of all arrays."""
+        """Loops that have ended keep their carry; the predicate's dims are the first dims of all arrays."""
         made, yes = body(carry), goes_on(carry)
         wide = [yes.reshape(yes.shape + (1,) * (x.ndim - yes.ndim)) for x in made]
         return [jnp.where(one, new, old) for one, new, old in zip(wide, made, carry, strict=True)]

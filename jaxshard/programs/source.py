@@ -1,9 +1,9 @@
-"""Where in the user's code an equation of a traced program, or an operation of a compiled one, comes from.
+"""Finds the user's line that an equation of a traced program, or an operation of a compiled one, comes from.
 
-What a module of jaxshard is to a reader of its frames it says itself:
+A module of jaxshard may set two attributes:
 
-  ENDS_TRAIL = True    users' code runs inside its functions; who stands outside called jaxshard.
-  PART = "the update"  what its functions do in a step; `@part("...")` says so of one function.
+  ENDS_TRAIL = True    users' code runs inside its functions; frames outside of them belong to jaxshard's caller.
+  PART = "the update"  the part of a step that its functions run; `@part("...")` sets it for one function.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _PART = "_part_of_step"  # the attribute that `part` sets
 
 
 def line_of(trail: Sequence[Equation]) -> str:
-    """The user's line, and the library's if it is there: "train.py:12 (flax/linen/normalization.py:97)"; "" if unknown.
+    """The user's line, and a library's line if known: "train.py:12 (flax/linen/normalization.py:97)"; "" if unknown.
 
     Args:
       trail: an equation, after the calls around it, the outermost first.
@@ -31,12 +31,12 @@ def line_of(trail: Sequence[Equation]) -> str:
 
 
 def place_of(frames: Iterable[Frame]) -> Place:
-    """Where functions stood that ran inside each other, the innermost first; who called jaxshard is left out."""
+    """The place of a stack of frames, the innermost first; frames of jaxshard's caller are left out."""
     return users_lines.place_of(_within((os.path.abspath(file), line) for file, line in frames))
 
 
 def part(of_step: str) -> Callable[[Function], Function]:
-    """Marks a function by what it does in a step, in words."""
+    """A decorator that names the part of a step that a function runs."""
 
     def marked(fn: Function) -> Function:
         setattr(fn, _PART, of_step)
@@ -46,7 +46,7 @@ def part(of_step: str) -> Callable[[Function], Function]:
 
 
 def part_of(frames: Iterable[tuple[str, str]]) -> str:
-    """What the functions that ran inside each other do in a step, in words; "" where none says.
+    """The part of a step that a stack of functions runs, in words; "" if none has one.
 
     Args:
       frames: the file and the qualified name of each function, the innermost first.
@@ -57,7 +57,7 @@ def part_of(frames: Iterable[tuple[str, str]]) -> str:
 
 
 def _function(module: ModuleType | None, name: str) -> object:
-    """The function of a module, or of a class of it, in which one of this qualified name is written."""
+    """The outermost function of this qualified name, in a module or one of its classes."""
     found: object = module
     for each in name.partition(".<locals>")[0].split("."):
         found = getattr(found, each, None)
@@ -65,18 +65,18 @@ def _function(module: ModuleType | None, name: str) -> object:
 
 
 def as_written_at(eqn: Equation) -> AbstractContextManager[None]:
-    """While entered, what JAX traces is of the equation's line, in compiled programs, profiles and errors."""
+    """A context in which traced operations get the equation's line, in compiled programs, profiles and errors."""
     from jax.extend.source_info_util import user_context  # importing it takes 60 ms
 
     return user_context(eqn.source_info.traceback)
 
 
 def _frames(eqn: Equation) -> list[Frame]:
-    """Each function that was running, the innermost first."""
+    """The frames of an equation's traceback, the innermost first."""
     traceback: Any = eqn.source_info.traceback
     return [(os.path.abspath(x.file_name), int(x.line_num)) for x in traceback.frames] if traceback else []
 
 
 def _within(frames: Iterable[Frame]) -> Iterable[Frame]:
-    """The frames without those of the program that called jaxshard."""
+    """The frames without those of jaxshard's caller."""
     return itertools.takewhile(lambda frame: not getattr(users_lines.module_of(frame[0]), "ENDS_TRAIL", False), frames)

@@ -1,8 +1,8 @@
-"""JAX's primitives in one table: the kind of each, and a word for each thing that holds for it.
+"""JAX's primitives in one table: the kind of each, and a word for each of its properties.
 
-A kind says which parameters an operation has, and where elements go; `primitives` says what each word means. What has
-neither kind nor word is known to no analysis, which then gives its safe answer. A test asks every primitive of the JAX
-versions that we support to have a row. Primitives of which all the same is known share one.
+A kind tells which parameters an operation has, and where elements go; `primitives` defines each word. For a primitive
+with neither, an analysis gives its safe answer. A test requires a row for every primitive of the JAX versions that we
+support. Primitives with the same kind and words share a row.
 """
 
 from typing import Literal, TypeAlias, cast
@@ -15,7 +15,7 @@ Kind: TypeAlias = Literal[
     "window",  # over `window_dimensions`
     "dot",
     "conv",
-    "trailing",  # of the last dims as a whole, for each index of the dims before (`mixed_dims` says how many)
+    "trailing",  # works on the last `mixed_dims` dims as a whole, for each index of the dims before
     "triangular_solve",
     "pivots",
     "top_k",
@@ -38,10 +38,10 @@ Kind: TypeAlias = Literal[
     "pad",
     "random",  # of typed keys
     "barrier",
-    "placement",  # the same array elsewhere, or as a mutable one
+    "placement",  # the same array in another place, or as a mutable array
     "access",  # to a mutable array
     "axis_index",
-    "all_reduce",  # over the mesh axes `axes`; those that begin or end one, too
+    "all_reduce",  # over the mesh axes `axes`; also the start and the end of one
     "all_gather",
     "exchange",  # any other collective
     "call",
@@ -187,7 +187,7 @@ scaled_matmul_wrapper select_and_scatter semaphore_read semaphore_signal semapho
 stage threefry4x32 tie to_edtype unpin unreachable unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
 vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint xla_metadata_call xla_metadata_value zeros_like
 """
-"""Primitives of which nothing is known."""
+"""Primitives with neither kind nor words."""
 
 _IMPLIES = {
     "same": ("moves", "whole", "linear", "sums", "homogeneous", "keeps_sign"),
@@ -203,7 +203,7 @@ KINDS: dict[str, Kind] = {name: cast("Kind", kind) for name, kind, *_ in _EACH i
 
 
 def _said(word: str) -> dict[str, str]:
-    """What a word says: itself, with what stands after "=", and what follows from it."""
+    """A word with its value after "=", and the words that it implies."""
     name, _, value = word.partition("=")
     return {name: value} | dict.fromkeys(_IMPLIES.get(name, ()), "")
 
@@ -212,4 +212,4 @@ ROWS: dict[str, dict[str, str]] = {
     **{name: {key: value for word in words for key, value in _said(word).items()} for name, _, *words in _EACH},
     **{name: {} for name in _OTHERS.split()},
 }
-"""The words of each primitive, those that follow from others too, with what stands after "="."""
+"""For each primitive, its words (implied ones too), with their values after "="."""

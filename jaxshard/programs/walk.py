@@ -1,6 +1,6 @@
-"""One walk over a traced program: what is known of each value, from what is known of the inputs.
+"""One walk over a traced program: it derives an answer for each value from answers for the inputs.
 
-A question about programs is a subclass of `Walk` that answers it for one operation, and says how two answers join.
+A question about programs is a subclass of `Walk` that answers it for one operation, and joins two answers.
 """
 
 import functools
@@ -17,9 +17,9 @@ V = TypeVar("V")
 class Walk(Generic[V]):
     """Follows values through calls, branches, loops, linear solves and `shard_map`.
 
-    Loops go to a fixed point: `join` must reach one (a finite set of answers, and each join is one step up). The answer
-    is `unknown` for what any other operation that holds a program makes of its operands (a kernel, a custom loop), for
-    what an operation writes to a mutable array, and for the results of loops and calls that take one.
+    Loops are walked to a fixed point, so there must be finitely many answers, and `join` must only go up. The answer is
+    `unknown` for the results of any other operation that holds a program (a kernel, a custom loop), for mutable arrays
+    after a write, and for the results of loops and calls that take one.
 
     Attributes:
       nothing: the answer for a constant.
@@ -36,7 +36,7 @@ class Walk(Generic[V]):
         raise NotImplementedError
 
     def unknown(self, eqn: Equation, known: Sequence[V]) -> V:
-        """The safe answer for what an operation makes of its operands, nobody knows how."""
+        """The safe answer for the results of an operation whose effect on its operands is unknown."""
         raise NotImplementedError
 
     def literal(self, v: Var) -> V:
@@ -56,15 +56,15 @@ class Walk(Generic[V]):
         return value
 
     def chosen(self, by: V, values: list[V]) -> list[V]:
-        """The answers for what a branch or a loop returns, from that for its predicate."""
+        """The answers for the results of a branch or a loop, given the answer for its predicate."""
         return values
 
     def called(self, eqn: Equation, known: Sequence[V]) -> Sequence[V]:
-        """The answers for what a call returns; custom derivatives and rematerialization are calls, too."""
+        """The answers for the results of a call; custom derivatives and rematerialization are calls, too."""
         return self.through(inner_jaxpr(eqn), known)
 
     def solved(self, eqn: Equation, known: Sequence[V]) -> Sequence[V]:
-        """The answers for what a `custom_linear_solve` returns."""
+        """The answers for the results of a `custom_linear_solve`."""
         return self.through(*linear_solver(eqn, known))
 
     def through(self, program: Jaxpr, values: Sequence[V]) -> list[V]:
@@ -103,7 +103,7 @@ class Walk(Generic[V]):
         return [self.unknown(eqn, known)] * len(eqn.outvars) if holds_programs else self.of(eqn, known)
 
     def scanned(self, eqn: Equation, known: Sequence[V]) -> list[V]:
-        """The answers for what a scan returns."""
+        """The answers for the results of a scan."""
         consts, num_carry = scan_split(eqn)
         xs = [self.slice(x) for x in known[consts + num_carry :]]
         outs = self._settled(inner_jaxpr(eqn), known[:consts], known[consts : consts + num_carry], xs)
@@ -116,7 +116,7 @@ class Walk(Generic[V]):
         return self.chosen(goes_on, carry)
 
     def _settled(self, body: Jaxpr, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]) -> list[V]:
-        """(carry, results) of a loop's body, for any number of rounds."""
+        """(carry, results) of a loop's body, after any number of iterations."""
         while True:
             outs = self.through(body, [*consts, *carry, *xs])
             new = [self.join(a, b) for a, b in zip(carry, outs[: len(carry)], strict=True)]

@@ -1,4 +1,4 @@
-"""Labels of what is computed element by element, and of sums and other reductions."""
+"""Labels of the results of elementwise operations, of sums and of other reductions."""
 
 import dataclasses
 import math
@@ -48,14 +48,14 @@ class Arithmetic:
     """Labels of results, for a loss of `num_rows` rows.
 
     Args:
-      num_rows: of the batch that was traced.
-      num_parts: the number of such batches that the whole batch is cut into.
-      partners: numbers that grow with the rows; None: of a sum's divisor it is guessed, by its value.
-      sizes: returns the sizes of all dims in the loss; asked only where a number in it may be that of rows.
+      num_rows: the number of rows of the traced batch.
+      num_parts: the number of such batches that the whole batch is split into.
+      partners: tells which numbers grow with the rows; None: a divisor's value decides, which is a guess.
+      sizes: returns the sizes of all dims in the loss; called only if a number in it may be the number of rows.
 
     Attributes:
-      groups: the number of rows in each group of rows that was computed with as one.
-      rules: operations on rows whose gradients are what the user says, by `jax.custom_vjp`.
+      groups: for each operation that treats neighbouring rows as one group, (rows in a group, the operation).
+      rules: operations on rows whose gradients come from a user's `jax.custom_vjp`.
     """
 
     def __init__(self, num_rows: int, num_parts: int, partners: Partners | None, sizes: Callable[[], frozenset[int]]):
@@ -66,7 +66,7 @@ class Arithmetic:
 
     @property
     def num_findings(self) -> int:
-        """How many groups and rules were found so far."""
+        """The number of groups and rules found so far."""
         return len(self.groups) + len(self.rules)
 
     def pointwise(self, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -110,7 +110,7 @@ class Arithmetic:
         return name in SUMS and not (KINDS.get(name) == "scatter" and depend[1])
 
     def _settled(self, label: PerRow | Stat, name: str, labels: Sequence[Label], trail: Trail) -> Label:
-        """The label of an operand that is used in another way than linearly."""
+        """The label of an operand that is used nonlinearly."""
         if isinstance(label, Stat):
             kind: Kind = "ratio" if name == DIV and isinstance(labels[1], Stat) else "statistic"
             root = label if POWERS.get(name) == 0.5 else None
@@ -161,7 +161,7 @@ class Arithmetic:
         return self._growth.over_devices(eqn.primitive.name, labels, joined)
 
     def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
-        """An operand that differs from row to row by their places alone."""
+        """An operand that varies with the row's index alone."""
         return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
 
     def _free(self, eqn: Equation, labels: Sequence[Free]) -> Free:
@@ -181,7 +181,7 @@ class Arithmetic:
     # Reductions.
 
     def summed(self, eqn: Equation, label: Label, dims: Sequence[int], sizes: Sequence[int], trail: Trail) -> Label:
-        """The label of a sum over `dims`, of these sizes, before the dims that are left move up."""
+        """The label of a sum over `dims`, of these sizes, before the remaining dims move up."""
         count = math.prod(sizes)
         if isinstance(label, Free):
             degree = self._growth.plus_count(label, eqn, [d for d in dims if d not in label.varied or self.partners])
@@ -199,7 +199,7 @@ class Arithmetic:
         return over_parts(label, dims, count, trail)
 
     def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
-        """The label of a reduction over `dims` that is no sum (a maximum), before the dims that are left move up."""
+        """The label of another reduction over `dims` than a sum (a maximum), before the remaining dims move up."""
         if isinstance(label, Stat):
             return Mixed("statistic", trail, label.trail)
         if not isinstance(label, PerRow):
@@ -214,7 +214,7 @@ class Arithmetic:
         return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in OVER_DEVICES)
 
     def in_groups(self, label: Label, dims: set[int], trail: Trail) -> PerRow | None:
-        """The label of rows that are permuted along `dims` within groups of neighbours; None if they leave these."""
+        """The label of rows permuted along `dims` inside groups of neighbours; None if they leave their groups."""
         if not isinstance(label, PerRow):
             return None
         coarse = dataclasses.replace(label, parts=tuple(part for part in label.parts if part.dim not in dims))
@@ -229,7 +229,7 @@ def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> 
     parts, gone = label.parts, set(dims)
     left = tuple(part for part in parts if part.dim not in gone)
     if label.running:
-        return _so_far(label, trail)  # it has the carry several times
+        return _so_far(label, trail)  # the sum would count the carry several times
     if left:
         return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
     degree = None if label.degree is None else label.degree + 1
@@ -237,7 +237,7 @@ def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> 
 
 
 def differing(label: Label, dims: set[int], labels: Sequence[Label] = ()) -> Label:
-    """The label of a value whose elements may differ along `dims`, unless all of `labels` are one number."""
+    """The label of a value whose elements may differ along `dims`, unless all `labels` have the same known value."""
     values = {x.value if isinstance(x, Free) else None for x in labels}
     if not isinstance(label, Free) or label.placed or (len(values) == 1 and None not in values):
         return label
@@ -252,12 +252,12 @@ def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
 
 
 def _so_far(running: PerRow | Stat, trail: Trail) -> Mixed:
-    """The label of a partial sum of a scan that is used, otherwise than by adding to it, before the scan ended."""
+    """The label of a scan's partial sum that is used (other than added to) before the scan ended."""
     return Mixed("statistic", trail, running.plus if isinstance(running, PerRow) else running.trail)
 
 
 def _adds_to_running(name: str, labels: Sequence[Label]) -> bool:
-    """Whether the result is a scan's carry, once, and what is added to it."""
+    """Whether the result is one partial sum of a scan, plus other terms."""
     running = [is_running(label) for label in labels]
     if name in ADDS:
         return sum(running) == 1

@@ -1,4 +1,4 @@
-"""Which outputs of a loss are made from the number of its rows, by Python or by shapes, and from no row's values."""
+"""Which outputs of a loss depend on the number of its rows, through Python or shapes, but on no row's values."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def may_count(jaxpr: Jaxpr, batch: Sequence[bool], position: int) -> bool:
 
 
 def counts(jaxpr: Jaxpr, larger: Jaxpr, position: int) -> bool:
-    """Whether an output that `may_count` is another one in the trace of more rows."""
+    """Whether an output that `may_count` differs in the trace of more rows."""
     (one, values), (two, others) = _made_by(jaxpr, position), _made_by(larger, position)
     same_values = len(values) == len(others) and all(map(np.array_equal, values, others))
     return one != two or not same_values

@@ -1,4 +1,4 @@
-"""Labels of what collectives return."""
+"""Labels of the results of collectives."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from jaxshard.programs.rows.labels import Free, Label, Mixed, PerRow, Stat, Trai
 
 
 class Devices:
-    """Labels of what collectives return, where the mesh axes `split` cut the rows.
+    """Labels of the results of collectives, where the mesh axes `split` cut the rows.
 
     Args:
       whole: as for `walk.Walk`.
@@ -36,7 +36,7 @@ class Devices:
         if kind_of(eqn) == "all_gather" or (is_sum and isinstance(label, Stat)):
             degree = label.degree if isinstance(label, Stat) else 0
             if degree and self._arithmetic.partners is None:
-                degree = None  # a second trace tells whether what divides it is a number of rows
+                degree = None  # a second trace shows whether its divisor is a number of rows
             degree = degree - 1 if is_sum and degree is not None else degree
             found = Free(given=True, degree=degree, summed=trail, fresh=is_sum)
             is_mean = isinstance(label, Stat) and label.degree == 0
@@ -44,7 +44,7 @@ class Devices:
         return Mixed("statistic", trail, trail) if kind_of(eqn) == "all_reduce" else Unknown(trail)
 
     def _over_dims(self, eqn: Equation, label: Label, dims: Sequence[int], trail: Trail) -> Label:
-        """The label after a collective's part over dims: what `vmap` makes of an axis that it names."""
+        """The label after a collective's reduction over array dims, which `vmap` makes of a named axis."""
         if not dims or kind_of(eqn) != "all_reduce":
             return label
         shape = eqn.invars[0].aval.shape

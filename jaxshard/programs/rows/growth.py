@@ -1,4 +1,4 @@
-"""By which power of the number of rows a value grows: a sum over rows by the first, a mean by none."""
+"""The power of the number of rows by which a value grows: 1 for a sum over rows, 0 for a mean."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ _SCALES = MULTIPLIES & POINTWISE
 _SIMPLE = _SCALES | ADDS | {SUB}
 _FEW = 4  # rows
 _SMALL = 64
-"""Up to this number of elements, a constant of the loss may equal it by chance; then a second trace tells."""
+"""A constant may equal a count of up to this many elements by chance; a second trace then decides."""
 
 _Dependent = TypeVar("_Dependent", PerRow, Stat)
 
@@ -63,8 +63,7 @@ class Growth:
         return round((1 if power is None else power) * (found.pop() or 0), 3) if found else 0
 
     def _degrees_of_factors(self, name: str, labels: Sequence[Label]) -> list[float]:
-        """The degrees of two factors; one that is the number of devices, or of all rows, makes a sum over devices an
-        average."""
+        """The degrees of two factors, less 1 for a number of devices (or of all rows) that averages a device sum."""
         degrees = [_degree_of(label) or 0 for label in labels]
         for i, label in enumerate(labels):
             other = labels[1 - i]
@@ -80,7 +79,7 @@ class Growth:
     # Sums and averages.
 
     def plus_count(self, label: Free | Stat, eqn: Equation, dims: Sequence[int]) -> Degree:
-        """The degree of a sum over dims that are no rows, but may be as many."""
+        """The degree of a sum over dims that are not rows, but may have as many elements."""
         if label.degree is None:
             return None
         if self.partners is None:
@@ -89,7 +88,7 @@ class Growth:
         return None if degree is None else label.degree + degree
 
     def grown(self, eqn: Equation, dims: Sequence[int], across: bool) -> Degree:
-        """The degree of a sum over dims that are no rows; of what is `across`, all that grow may be the rows of all."""
+        """The degree of a sum over dims that are not rows; if `across`, they may be the rows of all devices."""
         if self.partners is None:
             return None
         degree = self.partners.degree_of_sum(eqn, dims)
@@ -98,7 +97,7 @@ class Growth:
         return degree - 1 if degree and of_all else degree
 
     def averaged(self, name: str, labels: Sequence[Label], found: Stat, trail: Trail) -> Label:
-        """A sum over n elements, times 1/n, has degree 0; where there are no partners, n says that it is a mean."""
+        """A sum over n elements times 1/n has degree 0; without partners, the value of n shows that it is a mean."""
         value = next((label.value for label in labels if isinstance(label, Free)), None)
         if name not in _SCALES or not found.size or not value or not math.isfinite(value):
             return found
@@ -112,7 +111,7 @@ class Growth:
         return found
 
     def _counts_all_devices(self, size: int, divisor: float) -> bool:
-        """Whether a sum of `size` elements is divided by a number of rows that all devices have together.
+        """Whether a sum of `size` elements is divided by the number of rows of all devices.
 
         False if the divisor could also be the size of a dim of the elements.
         """
@@ -123,7 +122,7 @@ class Growth:
         return mine == size or (not mine % self.num_rows and not size % mine and bool(of_each_row % self.num_parts))
 
     def over_devices(self, name: str, labels: Sequence[Label], found: _Dependent) -> _Dependent:
-        """The label of what was multiplied by the number of devices, and divided by a sum over these."""
+        """The label with its flags `by_devices` and `by_sum`, and the degree less 1 once both are set."""
         flags = [(x.by_devices, x.by_sum) if isinstance(x, PerRow | Stat) else (False, False) for x in labels]
         if name in ADDS or name == SUB:
             both = [all(flag) for flag in zip(*flags, strict=True)]
@@ -143,7 +142,7 @@ class Growth:
     # Numbers that may be the number of rows.
 
     def may_hide_a_count(self, eqn: Equation, label: Label, per_row: Sequence[PerRow]) -> bool:
-        """Whether a factor or a term may be made from the number of rows."""
+        """Whether a factor or a term may be computed from the number of rows."""
         if not isinstance(label, Free):
             return False
         if eqn.primitive.name == DIV and any(x.added == label.value for x in per_row):
@@ -159,13 +158,15 @@ class Growth:
         return any(x.scaled for x in labels) and (name in MULTIPLIES or name in SUMS)
 
     def _is_like_a_count(self, value: float | None) -> bool:
-        """Whether it is what a loss makes of the number of rows, or its inverse; small numbers say nothing, nor does
-        the inverse root of the size of a dim, by which attention divides."""
+        """Whether a value, or its inverse, is a usual function of the number of rows (n - 1, its root, its log).
+
+        Small numbers do not count, nor does the root of a dim's size, by which attention divides.
+        """
         if not value or not math.isfinite(value) or self.num_rows < _FEW:
             return False
         rows = self.num_rows
         likely = (rows, rows - 1, rows + 1, rows / (rows - 1), math.sqrt(rows), math.log(rows))
-        small = (2.0, 0.5)  # in every loss
+        small = (2.0, 0.5)  # these occur in every loss
         if not any(abs(x / y - 1) < 1e-6 for x in (abs(value), 1 / abs(value)) for y in likely if y not in small):
             return False
         root = max(abs(value), 1 / abs(value)) ** 2
@@ -179,7 +180,7 @@ class Growth:
 
 
 def _is_nothing(value: float | None) -> bool:
-    """Whether this number may be added to anything: 0, or what guards against a division by 0."""
+    """Whether this number is negligible as a term: 0, or an epsilon against division by 0."""
     return value is not None and abs(value) < 1e-5
 
 

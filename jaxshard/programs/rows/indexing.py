@@ -1,4 +1,4 @@
-"""Labels of what gathers and scatters return: whether each row takes and gives its own elements."""
+"""Labels of the results of gathers and scatters: whether each row reads and writes its own elements."""
 
 import dataclasses
 import math
@@ -68,14 +68,14 @@ def scatter(
             own = any(size % arithmetic.num_rows == 0 for size in into) and isinstance(index, Free)
             own |= isinstance(index, PerRow) and index.shifted
             if own or (arithmetic.partners is not None and arithmetic.partners.grows(eqn, 0)):
-                return Unknown(trail)  # it may be that each row adds into places of its own
+                return Unknown(trail)  # each row may add at indices of its own
             joint = over_parts(joint, gone, math.prod(shape[d] for d in gone), trail)
         joint = moved(joint, where.get)
     return arithmetic.pointwise(eqn, [_plain(operand), Free(value=0.0), joint], trail)
 
 
 def _window_dims(eqn: Equation) -> dict[int, int]:
-    """Dim of the updates of a scatter -> dim of the operand, for those of its windows."""
+    """Dim of a scatter's updates -> dim of the operand, for window dims."""
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
@@ -83,7 +83,7 @@ def _window_dims(eqn: Equation) -> dict[int, int]:
 
 
 def _cut_dims(eqn: Equation) -> set[int]:
-    """The dims of the operand of which a scatter changes a part."""
+    """The operand dims along which a scatter writes only a part."""
     shape, window = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
     whole = {into for d, into in _window_dims(eqn).items() if window[d] == shape[into]}
     chosen = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
@@ -91,7 +91,7 @@ def _cut_dims(eqn: Equation) -> set[int]:
 
 
 def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
-    """The dims among `cut` whose indices say nothing of the batch, and do not count all of its rows."""
+    """The dims among `cut` whose indices do not depend on the batch, and do not enumerate all its rows."""
     (operand, indices), into = (v.aval.shape for v in eqn.invars[:2]), eqn.params["dimension_numbers"]
     chosen = zip(into.scatter_dims_to_operand_dims, columns, strict=False)
     frees = {dim: column for dim, column in chosen if isinstance(column, Free) and not column.placed}
@@ -99,7 +99,7 @@ def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
 
 
 def _scattered_dims(eqn: Equation, columns: Sequence[Label], of_index: Sequence[int]) -> dict[int, int]:
-    """Dim of the updates -> dim of the operand, for dims that rows keep."""
+    """Dim of the updates -> dim of the operand, for dims along which rows stay apart."""
     numbers, shape, where = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, _window_dims(eqn)
     places = [of_index[d] for d in numbers.scatter_indices_batching_dims]
     where |= dict(zip(places, numbers.operand_batching_dims, strict=True))
@@ -119,23 +119,23 @@ def _place(of_index: Sequence[int]):
 
 
 def _own_rows(column: Label, shape: Sequence[int], size: int) -> int | None:
-    """The dim of the indices along which this column counts 0, 1, ..., size - 1; None: it does not."""
+    """The dim of the indices along which this column is 0, 1, ..., size - 1; None if there is none."""
     if isinstance(column, Free) and column.counts is not None and shape[column.counts] == size:
         return column.counts
     return None
 
 
 def _taken(operand: Label, dim: int, column: Label, trail: Trail) -> Label:
-    """The label of elements of an operand whose rows are chosen by numbers."""
+    """The label of elements gathered along a dim that holds rows."""
     assert isinstance(operand, PerRow)
     part = next(part for part in operand.parts if part.dim == dim)
-    if isinstance(column, PerRow | Stat):  # by numbers in the batch; or by the place in a flattened array
+    if isinstance(column, PerRow | Stat):  # indices from the batch, perhaps into a flattened array
         return Unknown(trail) if part.inner * part.outer > 1 else Mixed("pairs", trail)
     return Mixed("some", trail)
 
 
 def _as_index(label: Label) -> Label:
-    """The label of indices, which say where, and are no part of a sum."""
+    """The label of indices, which are not terms of a sum."""
     if isinstance(label, PerRow):
         return dataclasses.replace(label, degree=0, shifted=False)
     return dataclasses.replace(label, degree=0) if isinstance(label, Free) else label

@@ -1,14 +1,14 @@
-"""What a value inside a loss has to do with the rows of the batch, and how labels of operands make that of a result.
+"""Labels: how a value inside a loss depends on the rows of the batch; and how operands' labels give a result's.
 
 A loss may be split over devices if it is a mean over rows of terms that each depend on one row. Each value of the
 traced loss gets a label:
 
-  Free     it does not depend on the batch, or all devices know it whole (a sum over devices);
-  PerRow   along some dims, the element at an index depends on one row only (or on one group of rows in a row);
+  Free     it does not depend on the batch, or is the same on all devices (a sum over devices);
+  PerRow   along some dims, the element at an index depends on one row only (or on one group of neighbouring rows);
   Stat     a sum over all rows of terms that each depend on one row, times `count ** (degree - 1)`: a sum has degree 1,
            a mean degree 0;
-  Mixed    it depends on several rows in another way: `kind` and `trail` say how and where;
-  Unknown  an operation that cannot be looked into had rows among its operands.
+  Mixed    it depends on several rows in another way: `kind` and `trail` tell how and where;
+  Unknown  an operation that we cannot analyse had rows among its operands.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxshard.programs.primitives import GUARDS
 
 Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
 Degree: TypeAlias = float | None  # the power of the number of rows that a value grows with; None: not known
-NO_POWER = math.inf  # a value that grows with the rows, but by no power of their number: it is a sum of several
+NO_POWER = math.inf  # a sum of terms that grow by different powers of the number of rows
 Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ratio", "count", "devices", "microbatch"]
 
 
@@ -29,8 +29,8 @@ Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ra
 class Part:
     """Rows along one dim of an array: an index of the dim is a triple (index of `outer`, row, index of `inner`).
 
-    `stride` is the number of rows that one step moves on. Dim -1 stands for the iterations of the innermost scan that
-    runs over rows, -2 for those of the scan around it.
+    `stride` is the number of batch rows between neighbours. Dim -1 stands for the iterations of the innermost scan
+    over rows, -2 for those of the scan around it.
     """
 
     dim: int
@@ -45,15 +45,15 @@ class Free:
     """See above.
 
     Attributes:
-      varied: the dims along which elements may differ; negative ones are those of `Part`.
-      counts: the dim whose index the elements are.
-      value: the number that all elements are, if it is known.
-      placed: it is made from the device's index, so it may well differ from row to row.
+      varied: the dims along which elements may differ; negative ones as in `Part`.
+      counts: the dim whose index each element equals.
+      value: the number that all elements equal, if known.
+      placed: it depends on the device's index, so it may differ from row to row.
       given: it depends on the loss's params or arguments; a constant does not.
-      drawn: random numbers of a key that is a constant.
-      scaled: it is a multiple of what may be the number of rows, or of its inverse.
-      summed: a sum over devices is in it, or (); a sum over devices of a sum over rows has degree 0, of a mean -1.
-      fresh: nothing was done to the sum over devices since.
+      drawn: it holds random numbers of a constant key.
+      scaled: it may be a multiple of the number of rows, or of its inverse.
+      summed: a sum over devices that it depends on, or (); its degree is 0 for sums over rows, -1 for means.
+      fresh: it is a sum over devices, unchanged.
     """
 
     varied: frozenset[int] = frozenset()
@@ -73,17 +73,17 @@ class PerRow:
     """See above.
 
     Attributes:
-      parts: where rows lie, the slowest first; together they may be coarser than rows.
-      order: 0: the batch's order; another equation's id: that changed it.
-      degree: as of `Stat`, before the sum over rows.
-      size: the number of elements already summed, where rows are summed in part.
+      parts: where rows lie, the slowest first; together they may index groups of rows.
+      order: 0 for the batch's order, else the id of the equation that changed it.
+      degree: as in `Stat`, before the sum over rows.
+      size: the number of elements already summed, if some rows are.
       summed: the equation that summed some, but not all, of the rows; () if none did.
       plus: a statistic of the rows that was added, or ().
       running: the statistic is a partial sum of a scan over rows.
-      added: it is the sum of this many elements along other dims, and nothing else; or 0.
-      shifted: it is made of whole numbers, to which each row's place was added: an index, most often.
-      by_devices, by_sum: as of `Stat`.
-      across: it is made from a sum over devices, or from the rows of all.
+      added: the number of elements along other dims, if it is exactly their sum; else 0.
+      shifted: it holds whole numbers that depend on each row's index, too: most often an index.
+      by_devices, by_sum: as in `Stat`.
+      across: it depends on a sum over devices, or on the rows of all.
     """
 
     parts: tuple[Part, ...]
@@ -105,12 +105,12 @@ class Stat:
     """See above.
 
     Attributes:
-      size: how many elements were summed, 0 if not known.
+      size: the number of summed elements, 0 if unknown.
       trail: the sum.
       running: it is the carry of a scan over rows, which has added up only some of them so far.
-      guessed: it was divided by a small number that is its size, perhaps by chance.
-      by_devices: it was multiplied by what may be the number of devices; `by_sum`: it was divided by a sum over these.
-        Both together make it a part of an average.
+      guessed: it was divided by a small number that equals its size, perhaps by chance.
+      by_devices: it was multiplied by a number that may be the number of devices.
+      by_sum: it was divided by a sum over devices; with `by_devices` it is part of an average.
     """
 
     degree: Degree
@@ -127,10 +127,10 @@ class Mixed:
     """See above.
 
     Attributes:
-      of: the statistic that was used; of a microbatch's mean over all devices, whose average is right, ().
-      extreme: it is the maximum or minimum of the rows, and nothing else.
-      root: it is the square root of this, and nothing else.
-      quotient: it is linear in sums over rows that are divided by others, which may be guarded against 0.
+      of: the statistic that was used; () for a microbatch's mean over all devices, whose average is right.
+      extreme: it is exactly the maximum or minimum of the rows.
+      root: it is exactly the square root of this.
+      quotient: it is linear in ratios of sums over rows, whose divisors may be guarded against 0.
     """
 
     kind: Kind
@@ -159,7 +159,7 @@ def worst(labels: Iterable[Label]) -> Mixed | Unknown | None:
 
 
 def moved(label: Label, where: Callable[[int], int | None]) -> Label:
-    """The label of a value whose dim `where(d)` is the old dim d; None: the dim is gone, and has no rows."""
+    """The label of a value whose old dim d is now dim `where(d)`; None: the dim is gone, and held no rows."""
     if isinstance(label, Free):
         varied = frozenset(new for d in label.varied if (new := d if d < 0 else where(d)) is not None)
         counts = None if label.counts is None else where(label.counts)
@@ -172,7 +172,7 @@ def moved(label: Label, where: Callable[[int], int | None]) -> Label:
 
 
 def deeper(label: Label, by: int) -> Label:
-    """The label inside one more scan (`by` = -1), or outside of it again (1), of a value that is not scanned over."""
+    """The label of a value that is not scanned over, inside one more scan (`by` = -1), or one scan further out (1)."""
     if isinstance(label, Free):
         inside = label.varied - {-by} if by > 0 else label.varied
         return dataclasses.replace(label, varied=frozenset(d + by if d < 0 else d for d in inside))
@@ -193,12 +193,12 @@ def scanned(label: Label, by: int) -> Label:
 
 
 def is_guarded(label: Mixed) -> bool:
-    """Whether it is a sum over rows that is kept from being 0, so that one may divide by it, or a test for that."""
+    """Whether it is a sum over rows that is guarded against 0, as a divisor, or such a test."""
     return label.kind == "statistic" and label.trail[-1].primitive.name in GUARDS
 
 
 def is_running(label: Label) -> bool:
-    """Whether a scan over rows has not yet added up all of what the value holds."""
+    """Whether the value is a partial sum of a scan over rows."""
     return isinstance(label, PerRow | Stat) and label.running
 
 
@@ -213,7 +213,7 @@ def dims_of(label: Label) -> frozenset[int]:
 
 
 def units(label: PerRow, num_rows: int) -> int:
-    """How many rows each element depends on."""
+    """The number of rows that each element depends on."""
     return num_rows // math.prod(part.rows for part in label.parts)
 
 
@@ -224,14 +224,14 @@ def are_groups(label: PerRow, num_rows: int) -> bool:
 
 
 def coarsest(labels: Sequence[PerRow]) -> PerRow | None:
-    """The label of what is made element by element from values with these labels; None: they pair different rows."""
+    """The label of an elementwise result of values with these labels; None: they pair different rows."""
     found = min(labels, key=lambda label: math.prod(part.rows for part in label.parts))
     fits = all(label.order == found.order and _refines(label.parts, found.parts) for label in labels)
     return found if fits else None
 
 
 def _refines(fine: tuple[Part, ...], coarse: tuple[Part, ...]) -> bool:
-    """Whether every index that shares its rows in `fine` shares them in `coarse`, too."""
+    """Whether every group of indices with the same rows in `fine` lies inside one of `coarse`."""
     if fine == coarse:
         return True
     return all(any(_within(small, large) for small in fine) for large in coarse)
@@ -265,7 +265,7 @@ def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label | No
 
 
 def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The same parts, those as one that follow each other in one dim."""
+    """The same parts, with adjacent ones of one dim merged."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -282,7 +282,7 @@ def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _cut(part: Part, behind: int, new: Sequence[int], strides: Sequence[int]) -> list[Part] | None:
-    """The parts of one part after a reshape; `behind` is the product of the old dims after its own."""
+    """The parts of one part after a reshape; `behind` is the number of elements in the old dims after its own."""
     low, high = part.inner * behind, part.inner * behind * part.rows
     found: list[Part] = []
     for dim, (size, step) in enumerate(zip(new, strides, strict=True)):

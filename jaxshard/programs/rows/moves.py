@@ -1,4 +1,4 @@
-"""Labels of what operations that move elements return: for each, where the rows of its operands lie afterwards."""
+"""Labels of the results of operations that move elements: where the rows of the operands lie afterwards."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ from jaxshard.programs.rows.labels import (
 )
 
 Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], Label]
-PiecesRule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], list[Label]]  # of several results
-_CONTRACTED = 1000  # pseudo dims of a matrix product's contracted dims
+PiecesRule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], list[Label]]  # for several results
+_CONTRACTED = 1000  # stand for a matrix product's contracted dims, from this number on
 
 
 def iota(_: Arithmetic, eqn: Equation, __: Sequence[Label], ___: Trail) -> Label:
@@ -132,7 +132,7 @@ def unstack(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trai
 
 
 def tile(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Copies follow each other along each dim."""
+    """Repeats the whole array along each dim."""
     (label,), times = labels, eqn.params["reps"]
     if isinstance(label, Free) and label.counts is not None and times[label.counts] > 1:
         return dataclasses.replace(label, counts=None)
@@ -165,7 +165,7 @@ def dot_general(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], 
 
 
 def _joint_dims(eqn: Equation, side: int) -> dict[int, int]:
-    """Operand dim -> dim of the result, or pseudo dim of a contraction."""
+    """Operand dim -> result dim; `_CONTRACTED` + i for the i-th contracted dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     ndims = [len(v.aval.shape) for v in eqn.invars[:2]]
     free = [d for d in range(ndims[side]) if d not in contracted[side] and d not in batch[side]]
@@ -204,7 +204,7 @@ def dynamic_update_slice(arithmetic: Arithmetic, eqn: Equation, labels: Sequence
 def _at_index(
     arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cut: set[int], num_arrays: int, trail: Trail
 ) -> Label:
-    """The label of a part, where the operands after the first `num_arrays` say where it starts along `cut`."""
+    """The label of a slice; the operands after the first `num_arrays` tell where it starts along `cut`."""
     if (bad := worst(labels)) is not None:
         return bad
     if any(dims_of(label) & cut for label in labels):
@@ -216,7 +216,7 @@ def _at_index(
 
 
 def reduction(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """A sum; or a maximum, a minimum, a product, the place of one of these."""
+    """A sum, product, maximum or minimum, or the index of one."""
     dims, shape = eqn.params["axes"], eqn.invars[0].aval.shape
     if eqn.primitive.name in ADDS_UP:
         found = arithmetic.summed(eqn, labels[0], dims, [shape[d] for d in dims], trail)
@@ -226,7 +226,7 @@ def reduction(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], tr
 
 
 def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """A sort, a cumulative sum: each element depends on all that share its other indices."""
+    """A sort or a cumulative sum: each element depends on all elements that share its other indices."""
     ndim = len(eqn.invars[0].aval.shape)
     dim = next((eqn.params[key] for key in ("axis", "dimension") if key in eqn.params), -1) % max(ndim, 1)
     joined = arithmetic.pointwise(eqn, labels, trail)
@@ -234,11 +234,11 @@ def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail:
         so_far = kind_of(eqn) == "cumulative" and eqn.primitive.name not in MOVES
         return differing(joined, {dim}) if so_far else joined
     by_number = kind_of(eqn) == "sort" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
-    return Unknown(trail) if by_number else Mixed("statistic", trail, trail)  # by expert, say, and back again
+    return Unknown(trail) if by_number else Mixed("statistic", trail, trail)  # rows sorted by expert, say, and back
 
 
 def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Linear algebra on the last two dims, a Fourier transform: each mixes the last dims, and none of those before."""
+    """Linear algebra or a Fourier transform: it mixes the last dims, and none before."""
     first = len(eqn.invars[0].aval.shape) - mixed_dims(eqn)
     joined = arithmetic.pointwise(eqn, labels, trail)
     if isinstance(joined, Free):
@@ -247,7 +247,7 @@ def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trai
 
 
 def triangular_solve(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Right-hand sides are solved for one by one: they are columns, or rows of the right matrix."""
+    """Each right-hand side is solved by itself: a column of the right matrix, or a row if that comes first."""
     matrix, right = labels
     if not isinstance(matrix, Free):
         return leading(arithmetic, eqn, labels, trail)
@@ -258,7 +258,7 @@ def triangular_solve(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Lab
 
 
 def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Keys and what is drawn from them: for each key, in dims that follow the keys' own."""
+    """Random keys and numbers: for each key, they lie in dims after the keys' own."""
     joined = arithmetic.pointwise(eqn, labels, trail)
     if not isinstance(joined, Free):
         return joined
@@ -269,7 +269,7 @@ def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail
 
 
 def _like_nothing(label: Free) -> Free:
-    """The label of values of which no more is known than where they come from."""
+    """The label of values of which only the origin is known."""
     return Free(placed=label.placed, given=label.given, drawn=label.drawn)
 
 

@@ -1,4 +1,4 @@
-"""Two traces of a loss, of some rows and of twice as many, side by side: which numbers in it grow with the rows."""
+"""Compares two traces of a loss, the second with twice the rows, to find which numbers grow with the rows."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class Partners:
     """For each equation of a traced loss, its partner in a trace of `times` as many rows.
 
     Raises:
-      ValueError: the two programs are not made of the same operations.
+      ValueError: the two programs have different operations.
     """
 
     def __init__(self, jaxpr: Jaxpr, larger: Jaxpr, times: int = 2):
@@ -30,22 +30,22 @@ class Partners:
                     self._align(mine, other)
 
     def degree_of_literal(self, eqn: Equation, position: int) -> Degree:
-        """The power of the number of rows with which a number in the program grows."""
+        """The power of the number of rows by which a literal in the program grows."""
         return self._of_pair(eqn.invars[position], self._of[id(eqn)].invars[position])
 
     def degree_of_output(self, jaxpr: OpenJaxpr, position: int) -> Degree:
-        """As `degree_of_literal`, of a number that a program returns."""
+        """As `degree_of_literal`, for a literal that a program returns."""
         return self._of_pair(jaxpr.outvars[position], self._outputs[id(jaxpr)][position])
 
     def _of_pair(self, one: Var, two: Var) -> Degree:
         return self._degree(one.val, two.val) if is_literal(two) else None
 
     def grows(self, eqn: Equation, position: int) -> bool:
-        """Whether an operand has more elements where there are more rows."""
+        """Whether an operand's shape changes with the number of rows."""
         return eqn.invars[position].aval.shape != self._of[id(eqn)].invars[position].aval.shape
 
     def degree_of_sum(self, eqn: Equation, dims: Sequence[int]) -> Degree:
-        """The power of the number of rows with which the number of elements in these dims grows."""
+        """The power of the number of rows by which the number of elements in these dims grows."""
         shapes = eqn.invars[0].aval.shape, self._of[id(eqn)].invars[0].aval.shape
         return self._degree(*(math.prod(shape[d] for d in dims) for shape in shapes))
 

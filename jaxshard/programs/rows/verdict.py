@@ -1,4 +1,4 @@
-"""Whether a traced loss is what data parallelism averages, in words."""
+"""Judges whether a traced loss is a mean over rows, which data parallelism may average."""
 
 import dataclasses
 import functools
@@ -14,27 +14,26 @@ from jaxshard.programs.rows.labels import NO_POWER, Free, Label, Mixed, Part, Pe
 from jaxshard.programs.rows.partners import Partners
 from jaxshard.programs.rows.walk import Walk, array_label
 
-_MANY_ROWS = 106  # no other size is likely to be this, and no number its inverse
+_MANY_ROWS = 106  # hardly any other size, or inverse of a number, equals this
 
 
 class RowsWarning(UserWarning):
-    """The loss is no mean over rows, each by itself, so that it differs between one device and several."""
+    """The loss is not a mean of independent rows, so it differs between one device and several."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of a loss.
+    """The findings about a loss.
 
     Attributes:
-      problem: why it is no mean over rows, and the cure; "" if nothing is known against it.
-      unknown: where rows could not be followed any further; "" if they could.
-      row_dims: for each output of the program, the dim along which it has the batch's rows, one for each row; or None.
-      folded: for each output, whether its rows share a dim with something else, are permuted, or have a statistic of
-        rows added.
-      counted: for each output, whether it is made from the number of rows, and from no row's values.
-      averaged: for each output, why its average over devices is not what one device would return, in words; or "".
-      group: the number of rows in a row that are computed with together, as one.
-      alone: all rows are on one device at once, so that any loss will do.
+      problem: why it is not a mean over rows, and the cure; "" if no problem was found.
+      unknown: the operation through which rows could not be followed; "" if there is none.
+      row_dims: for each output of the program, the dim that holds the batch's rows, one each; or None.
+      folded: for each output, True if rows share a dim, are permuted, or hold a statistic.
+      counted: for each output, whether it depends on the number of rows, but on no row's values.
+      averaged: for each output, why its average over devices differs from one device's result, in words; or "".
+      group: the number of neighbouring rows that are computed together.
+      alone: all rows are on one device at once, so any loss is right.
     """
 
     problem: str = ""
@@ -56,18 +55,18 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A loss that is to be judged.
+    """A loss to judge.
 
     Attributes:
-      trace: the number of rows -> the traced loss of these; its outputs are (loss, weight, ...).
-      num_rows: of one microbatch on one device.
+      trace: number of rows -> the traced loss of these; its outputs are (loss, weight, ...).
+      num_rows: the rows of one microbatch on one device.
       batch: which inputs of the program are leaves of the batch.
-      folded: which are keys that differ between devices.
+      folded: which inputs are keys that differ between devices.
       weighted: the loss is (sum, weight).
-      per_row: outputs after the first two have rows, and it is these that are judged.
+      per_row: outputs after the first two have rows, and these are judged.
       split_axes: the mesh axes over which rows are split.
-      num_shards: the number of devices over these.
-      microbatches: the number of parts that each device's rows are cut into.
+      num_shards: the number of devices along these axes.
+      microbatches: the number of microbatches on each device.
     """
 
     trace: Callable[[int], Jaxpr]
@@ -82,11 +81,11 @@ class Question:
 
 
 class _Fault(Exception):
-    """The loss is no mean over rows; the message says why, with the cure."""
+    """The loss is not a mean over rows; the message says why, with the cure."""
 
 
 class _Unclear(Exception):
-    """It cannot be decided whether it is."""
+    """Whether the loss is a mean over rows cannot be decided."""
 
 
 def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
@@ -95,18 +94,18 @@ def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     try:
         found = _judged(question, jaxpr)
         return dataclasses.replace(found, counted=_counted(question, jaxpr, found.row_dims))
-    except Exception as error:  # of any type: a program like no other must not keep a user from training
+    except Exception as error:  # of any type: an unusual program must not keep a user from training
         return Verdict("", f"{type(error).__name__}: {error}")
 
 
 def _judged(question: Question, jaxpr: Jaxpr) -> Verdict:
     rows = question.num_rows
-    if rows == 1:  # a dim of one element may be rows, or not; many are told apart
+    if rows == 1:  # a dim of size 1 may be rows or not; a dim of many rows is unambiguous
         jaxpr = _traced(question, _MANY_ROWS) or jaxpr
         rows = _num_rows(jaxpr, question)
     found = _judged_at(question, jaxpr, rows)
     if found.problem and not question.per_row and (larger := _traced(question, 2 * rows)) is not None:
-        again = _judged_at(question, larger, 2 * rows)  # a device's rows may be one group, of a fixed size
+        again = _judged_at(question, larger, 2 * rows)  # all rows of a device may be one group of a fixed size
         if not again.problem and not again.unknown and question.num_rows % again.group == 0:
             return dataclasses.replace(again, row_dims=found.row_dims, folded=found.folded, averaged=found.averaged)
     return found
@@ -142,7 +141,7 @@ def _judged_at(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
 def _of_aux(
     question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: tuple[int | None, ...]
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """(the dims of rows, whether an output has rows otherwise), where labels tell it and where the shape must."""
+    """(the dims of rows, whether an output has rows in another way): by its label, or else by its shape."""
     rows, shapes = _num_rows(jaxpr, question), [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     found, folded = list(row_dims), [isinstance(x, PerRow) and d is None for x, d in zip(outs, row_dims, strict=True)]
     if _of_powers(question, jaxpr, rows, outs):
@@ -159,7 +158,7 @@ def _of_aux(
 
 
 def _counted(question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None]) -> tuple[bool, ...]:
-    """For each output, whether it is made from the number of rows, as a trace of the whole batch's proves."""
+    """For each output, whether it depends on the number of rows, as a trace with the whole batch's rows shows."""
     asked = [i >= 2 and dim is None and may_count(jaxpr, question.batch, i) for i, dim in enumerate(row_dims)]
     all_rows = question.num_rows * question.num_shards * question.microbatches
     larger = _traced(question, all_rows) if any(asked) else None
@@ -169,14 +168,14 @@ def _counted(question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None]) -
 
 
 def _may_grow(label: Label, shape: Sequence[int], rows: int) -> bool:
-    """Whether an output may have rows, though its label does not say so."""
+    """Whether an output may have rows although its label does not show them."""
     if isinstance(label, Free):
         return tuple(shape[:1]) == (rows,)
     return isinstance(label, Mixed | Unknown) and tuple(shape) != ()
 
 
 def _of_rows(question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: tuple[int | None, ...]) -> Verdict:
-    """The verdict on outputs that are to have rows; where labels do not tell, the first dim does."""
+    """The verdict on outputs that should have rows; if labels do not tell, the first dim's size does."""
     shapes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     rows = _num_rows(jaxpr, question)
     told = [isinstance(label, Free | Stat) or (isinstance(label, PerRow) and not label.plus) for label in outs]
@@ -201,12 +200,12 @@ def _of_powers(question: Question, jaxpr: Jaxpr, rows: int, outs: Sequence[Label
 
 
 def _with_plus(label: Label) -> Label:
-    """In a loss a statistic may be added to each row's term; in what is returned for each row it may not."""
+    """A statistic added to rows makes a per-row output Mixed (in a loss it is allowed)."""
     return Mixed("statistic", label.plus) if isinstance(label, PerRow) and label.plus else label
 
 
 def _exactly(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
-    """The verdict by a second trace, of twice as many rows, which tells what grows with them."""
+    """The verdict with a second trace, of twice as many rows, which shows what grows with them."""
     try:
         partners, larger = _with_partners(question, jaxpr, rows)
     except ValueError as error:
@@ -228,7 +227,7 @@ def _exactly(question: Question, jaxpr: Jaxpr, rows: int) -> Verdict:
 
 
 def _with_partners(question: Question, jaxpr: Jaxpr, rows: int) -> tuple[Partners, Jaxpr]:
-    """The partners in a trace of twice as many rows, and this trace; raises ValueError where there are none."""
+    """(partners in a trace of twice as many rows, this trace); raises ValueError if there is none."""
     larger = _traced(question, 2 * rows)
     if larger is None:
         raise ValueError("it cannot be traced with twice as many rows")
@@ -238,7 +237,7 @@ def _with_partners(question: Question, jaxpr: Jaxpr, rows: int) -> tuple[Partner
 def _traced(question: Question, rows: int) -> Jaxpr | None:
     try:
         return question.trace(rows)
-    except Exception:  # of any type: it is the user's own code, on a batch that it was not given
+    except Exception:  # of any type: it is the user's own code, on a batch of another size
         return None
 
 
@@ -248,7 +247,7 @@ def _num_rows(jaxpr: Jaxpr, question: Question) -> int:
 
 
 def _labels(question: Question, jaxpr: Jaxpr, rows: int, partners: Partners | None) -> tuple[list[Label], Arithmetic]:
-    """The labels of the loss's outputs, and what else was found on the way."""
+    """The labels of the loss's outputs, and the `Arithmetic` with its groups and rules."""
     sizes = functools.cache(lambda: sizes_of(jaxpr))
     arithmetic = Arithmetic(rows, question.num_shards * question.microbatches, partners, sizes)
     walk = Walk(arithmetic, question.split_axes, question.microbatches == 1)
@@ -273,7 +272,7 @@ def _row_dim(label: Label, shape: Sequence[int], rows: int) -> int | None:
 
 
 def _check(question: Question, outs: Sequence[Label], *, exact: bool) -> None:
-    """Raises for a loss that is no mean, or may be none; `exact`: what grows with the rows is known."""
+    """Raises for a loss that is not a mean, or may not be one; `exact`: the labels' degrees are from two traces."""
     loss, weight = outs[:2]
     for label in (loss, weight):
         if isinstance(label, Mixed):

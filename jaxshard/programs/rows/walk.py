@@ -1,4 +1,4 @@
-"""Walks through a traced loss and labels each value by what it has to do with the rows of the batch."""
+"""Walks through a traced loss and labels each value by how it depends on the rows of the batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -71,9 +71,9 @@ class Walk:
     """Labels the values of a traced loss.
 
     Args:
-      arithmetic: for the batch that was traced.
+      arithmetic: for the traced batch.
       split_axes: the mesh axes over which rows are split.
-      whole: whether the devices together see the whole batch at once; False: it is cut into microbatches.
+      whole: whether the devices together see the whole batch at once; False: there are microbatches.
     """
 
     def __init__(self, arithmetic: Arithmetic, split_axes: Sequence[str], whole: bool):
@@ -102,7 +102,7 @@ class Walk:
         return [self._returned(opened, i) if is_literal(v) else env[v] for i, v in enumerate(opened.outvars)]
 
     def _written(self, eqn: Equation, labels: Labels, outs: Labels, trail: Trail) -> dict[Var, Label]:
-        """The labels of mutable arrays after an equation: of what takes all of one's place, else not known."""
+        """The labels of mutable arrays after an equation: that of a value that replaces all of one, else unknown."""
         refs = [v for v in eqn.invars if is_ref(v)]
         if not refs or eqn.primitive.name in ONLY_READS:
             return {}
@@ -158,7 +158,7 @@ class Walk:
         return [free if len(frees) == len(labels) else worst(labels) or Unknown(trail)] * len(eqn.outvars)
 
     def _called(self, eqn: Equation, labels: Labels, trail: Trail) -> Labels:
-        """The labels of what a call returns; equal layers, which are one program, are walked once."""
+        """The labels of a call's results; equal layers share one program, which is walked once."""
         key = id(inner_jaxpr(eqn)), tuple(labels)
         if key not in self._known:
             before = self.arithmetic.num_findings
@@ -199,7 +199,7 @@ class Walk:
         return [*(deeper(label, 1) for label in ends), *(scanned(label, 1) for label in outs)]
 
     def _carried(self, old: Label, new: Label, length: int, trail: Trail) -> Label:
-        """The label of a scan's carry, `old` before an iteration and `new` after it; dim -1 is the iteration's row."""
+        """The label of a scan's carry, `old` before an iteration and `new` after it; dim -1 is the scan's own."""
         if not isinstance(new, PerRow) or -1 not in dims_of(new):
             return self._either([old, new], trail)
         if not isinstance(old, Free):
@@ -241,7 +241,7 @@ class Walk:
         return self._chosen(eqn, labels[0], joined, trail)
 
     def _chosen(self, eqn: Equation, chooses: Label, labels: Labels, trail: Trail) -> Labels:
-        """The labels of values that a predicate has chosen: a branch's results, a loop's after its last round."""
+        """The labels of values that a predicate chose: results of a branch, or of a loop after its last iteration."""
         if isinstance(chooses, Free):
             return labels
         if isinstance(chooses, Mixed | Unknown):
@@ -280,7 +280,7 @@ class Walk:
 
 
 def _differing(label: Label) -> Label:
-    """The label of a carry that each iteration of a scan changes."""
+    """The label of a carry that differs between a scan's iterations."""
     return dataclasses.replace(label, varied=label.varied | {-1}, value=None) if isinstance(label, Free) else label
 
 

@@ -1,4 +1,4 @@
-"""What a user reads about a loss that is no mean over rows: the operation, its line, the cure."""
+"""The messages about a loss that is not a mean over rows: the operation, its line, the cure."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ def named(trail: Trail) -> str:
 
 
 def _axes(names: Sequence[str]) -> str:
-    """Axes as a collective takes them."""
+    """Axis names as the argument of a collective."""
     return repr(names[0]) if len(names) == 1 else repr(tuple(names))
 
 
 def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> str:
-    """The sentence for a loss that depends on several rows at a time."""
+    """The message for a loss that depends on several rows at a time."""
     axes, here = _axes(split_axes), named(label.trail)
     if label.kind == "ratio":
         return (
@@ -64,7 +64,7 @@ def of_mixture(label: Mixed, split_axes: Sequence[str], microbatches: int) -> st
 
 
 def _of_statistic(label: Mixed, axes: str) -> str:
-    """The sentence for a statistic of a device's rows that is used further."""
+    """The message for a loss that uses a statistic of one device's rows."""
     here = named(label.trail)
     of = named(label.of) if label.of and label.of[-1] is not label.trail[-1] else ""
     used = f"{of} is taken over the rows, and {here} uses it" if of else f"{here} is taken over the rows"
@@ -87,7 +87,7 @@ def _of_statistic(label: Mixed, axes: str) -> str:
 
 
 def of_aux(label: Label, weight: Label, split_axes: Sequence[str], weighted: bool) -> str:
-    """What follows "aux leaf x" where averaging over devices and microbatches makes something else of it; or ""."""
+    """The end of the message "aux leaf x ..." if averaging over devices and microbatches changes it; else ""."""
     axes = _axes(split_axes)
     if isinstance(label, Stat) and not (label.running or label.by_sum):
         return _of_sum_in_aux(label, axes, by_weight=weighted and isinstance(weight, Stat))
@@ -115,7 +115,7 @@ def _of_sum_in_aux(label: Stat, axes: str, by_weight: bool) -> str:
 
 
 def of_devices(trail: Trail) -> str:
-    """The sentence for a mean that was summed over devices."""
+    """The message for a mean that was summed over devices."""
     return (
         f"{named(trail)} sums over all devices what is a mean on each, so that it is too large by their number. Return "
         f"the mean of this device's rows, or take jax.lax.pmean for jax.lax.psum. {INTENDED}"
@@ -123,7 +123,7 @@ def of_devices(trail: Trail) -> str:
 
 
 def of_outputs() -> str:
-    """The sentence for outputs of rows that depend on how many rows there are."""
+    """The message for per-row outputs that depend on the number of rows."""
     return (
         "its outputs are other ones where there are more rows, and each device has fewer. Divide by nothing that is "
         f"made from their number. {INTENDED}"
@@ -131,12 +131,12 @@ def of_outputs() -> str:
 
 
 def of_rule(rule: Trail) -> str:
-    """The words for a gradient that a user's own rule makes."""
+    """The message for a gradient from a user's own rule."""
     return f"its gradient is what the rule of {named(rule)} makes of it, which is not looked into"
 
 
 def of_parts(trail: Trail) -> str:
-    """The sentence for rows that are cut into a fixed number of parts."""
+    """The message for rows that are split into a fixed number of groups."""
     return (
         f"{named(trail)} computes with groups of rows whose size depends on the number of rows; on several devices the "
         f"groups are others. Make groups of a fixed size. {INTENDED}"
@@ -144,7 +144,7 @@ def of_parts(trail: Trail) -> str:
 
 
 def of_sum(loss: Label, weight: Label, weighted: bool) -> str:
-    """The sentence for a loss that does not grow with its rows as it must."""
+    """The message for a loss that grows with its rows in the wrong way."""
     here = f" ({named(loss.trail)})" if isinstance(loss, Stat) else ""
     if NO_POWER in (getattr(loss, "degree", 0), getattr(weight, "degree", 0)):
         cure = "Multiply terms without rows (an L2 penalty) by the weight" if weighted else "Return the mean over rows"
