@@ -19,8 +19,8 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
     """The config of a strategy, after every check that needs no params.
 
     Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+      TypeError: `inner` is not a gradient transformation, `mesh` is not a mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option has an invalid value.
     """
     check_inner(strategy, inner)
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -56,7 +56,7 @@ def check_inner(who: str, inner: object) -> None:
 
 
 def check_flag(who: str, name: str, value: object) -> None:
-    """Raises a TypeError unless `value` is True or False: the text "False" would count as true."""
+    """Raises a TypeError unless `value` is True or False; the string "False" would count as true."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{who}: {name}={value!r:.80} is a {type(value).__name__}; give True or False")
 

@@ -35,9 +35,9 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf: `spec` is over the model's axes alone, `cut` has the batch axes that cut its state, `reason` says why.
+    """One leaf: `spec` has the model's axes alone, `cut` also the batch axes that cut its state; `reason` says why.
 
-    Where less is cut, as `params` or sums of `grads` are, a device has the same parts, and those that follow them.
+    If `params` or sums of `grads` are cut by fewer axes, a device's larger part contains its part of the state.
     """
 
     names: Names
@@ -46,16 +46,16 @@ class Leaf:
     spec: P
     cut: P
     dims: Dims  # (dim counted from the end, batch axes that cut it)
-    ways: int  # the number of parts that the batch axes cut it into
+    ways: int  # the number of shards that the batch axes cut it into
     reason: str
     params: Place
     grads: Place
     awkward: bool = False  # large enough to cut, but no dims divide by all N devices
-    home: P | None = None  # the spec of its state and update, if it is not `cut`
+    home: P | None = None  # the owners' layout: the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
     frozen: bool = False
-    matrices: tuple[int, ...] | None = None  # the dims over which its matrices are batched in the update, if it has any
-    memory: str = "device"  # or "host": where its parts lie at rest
+    matrices: tuple[int, ...] | None = None  # the batch dims of its matrix operations in the update, if there are any
+    memory: str = "device"  # or "host": where its shards lie at rest
     at_home: str = ""  # a note on its update, for the table of `Layout`
 
     @property
@@ -64,23 +64,23 @@ class Leaf:
         return path_of(self.names)
 
     def bytes(self, spec: P, sizes: AxisSizes) -> int:
-        """Bytes of one device's part under `spec`."""
+        """Bytes of one device's shard under `spec`."""
         return math.prod(local_shape(self.shape, spec, sizes)) * _itemsize(self.dtype)
 
 
 def _itemsize(dtype: np.dtype) -> int:
-    """Bytes of one element, also of a PRNG key, whose dtype NumPy does not know."""
+    """Bytes of one element; NumPy does not know the dtype of PRNG keys."""
     return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
 
 
 def cut_leaf(
     names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config, platform: str
 ) -> Leaf:
-    """Decides where the batch axes cut a leaf: those of the params first, then those of gradients' sums, then of state.
+    """Decides where the batch axes cut a leaf: first the axes of the params, then of gradient sums, then of the state.
 
-    Only dims that `spec` leaves free can be cut. Each axis may cut another dim. A leaf that cannot be cut into N
-    parts is cut into as many as its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"):
-    `rank_of_cut` in `platforms.tpu` (for CPU, too) and `platforms.gpu` says so.
+    Only dims that `spec` leaves free can be cut, each by other axes. A leaf that N shards do not divide gets as many as
+    its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"): see `rank_of_cut` in
+    `platforms.tpu` (for CPU, too) and `platforms.gpu`.
     """
     taken = {axis for entry in spec for axis in axes_in(entry)}
     levels = [{axis: sizes[axis] for axis in axes if sizes[axis] > 1 and axis not in taken} for axes in config.cut_axes]
@@ -124,7 +124,7 @@ def _cut_further(
     more: dict[str, int],
     order: CutOrder,
 ) -> dict[int, Names]:
-    """The best cut by `more` axes of the parts that `found` (dim -> axes) makes."""
+    """`found` (dim -> axes), extended by the best cut of its shards over `more` axes."""
     if not more:
         return found
     parts = tuple(size // math.prod(sizes[axis] for axis in found.get(dim, ())) for dim, size in enumerate(shape))
@@ -133,7 +133,7 @@ def _cut_further(
 
 
 def frozen_leaf(leaf: Leaf) -> Leaf:
-    """The same leaf, which has no gradient and no state: only its params are cut."""
+    """The same leaf, frozen: it has no gradient and no state, so only its params are cut."""
     reason = "frozen" if not leaf.params.dims else f"{in_words(leaf.params.dims, len(leaf.shape))}; frozen"
     own = Place(leaf.spec, ())
     return dataclasses.replace(
@@ -142,7 +142,7 @@ def frozen_leaf(leaf: Leaf) -> Leaf:
 
 
 def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:
-    """`stack`, some arrays of the shape of `leaf` stacked on leading dims, cut where `leaf` is."""
+    """`stack`, arrays of the shape of `leaf` stacked on leading dims, cut like `leaf`."""
     cut, dims = _described(stack, {dim + len(stack.shape): axes for dim, axes in leaf.dims})
     where, partly = in_words(dims, len(stack.shape)), leaf.reason.partition(": ")[2]
     reason = f"{where}: {partly}" if partly else where
@@ -150,7 +150,7 @@ def cut_like(leaf: Leaf, stack: Leaf) -> Leaf:
 
 
 def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
-    """`other`, which has a number for each block of `leaf`, cut where that is, as far as its dims divide."""
+    """Cuts `other`, an array of per-block scales, like the leaf it belongs to, as far as its dims divide."""
     entries = (leaf.home or leaf.cut)[: len(other.shape)]
     pairs = zip(other.shape, entries, strict=False)
     kept = [e if size % math.prod(sizes[axis] for axis in axes_in(e)) == 0 else None for size, e in pairs]
@@ -163,11 +163,11 @@ def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
 def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config, platform: str) -> Leaf:
     """Gives each device whole matrices of this leaf's state: cuts only the batch dims of its matrix operations.
 
-    That is done if N divides these dims; if not, the leaf stays as it is, with a note. Gradients are still reduced to
-    `leaf.cut`; an all-to-all of 1/N of the leaf then moves them to `home`.
+    If N does not divide these dims, the leaf keeps its cut, and gets a note. Gradients are still reduced to `leaf.cut`;
+    an all-to-all of 1/N of the leaf then moves them to `home`.
 
     Args:
-      batch_dims: the dims over which its update is batched; None: it enters no matrix operation, and stays as it is.
+      batch_dims: the batch dims of its matrix operations in the update; None if it enters none, and keeps its cut.
     """
     leaf = dataclasses.replace(leaf, matrices=batch_dims)
     if batch_dims is None or not leaf.dims:
@@ -184,10 +184,10 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
 
 
 def at_home(leaf: Leaf, shape: tuple[int, ...]) -> Place | None:
-    """Where an array of this shape lies beside a leaf that is dealt out by whole matrices: with those it belongs to.
+    """The layout of an array of this shape in the state of a leaf whose whole matrices are distributed.
 
-    That is the leaf's own home for its shape; a stack of other matrices (Shampoo's factors) is cut along the same dims.
-    None for any other array.
+    An array of the leaf's shape gets the leaf's own `home`; a stack of other matrices (Shampoo's factors) is cut along
+    the same batch dims. None for any other array.
     """
     if shape == leaf.shape:
         return Place(leaf.home or leaf.cut, leaf.home_dims)
@@ -210,7 +210,7 @@ def _order(dtype: np.dtype, config: Config, platform: str) -> CutOrder:
 def _gradient_itemsize(dtype: np.dtype, config: Config) -> int:
     """Bytes of an element of the reduced gradient.
 
-    With masters all leaves are cut as narrow ones: so a state that is made of wide params lies as that of narrow ones.
+    With masters every leaf is cut like a bfloat16 one, so a state made from float32 params has the same layout.
     """
     narrow = dtype if config.master_dtype is None else jnp.bfloat16
     return np.dtype(narrow if config.reduce_dtype is None else config.reduce_dtype).itemsize
@@ -238,14 +238,14 @@ def _described(leaf: Leaf, dims: dict[int, Names]) -> Place:
 
 
 def in_words(dims: Dims, ndim: int) -> str:
-    """Such as "dim 1 by data"."""
+    """A cut in words, such as "dim 1 by data"."""
     return " and ".join(f"dim {dim + ndim} by {'x'.join(axes)}" for dim, axes in dims)
 
 
 def _assign(
     assignment: tuple[int | None, ...], shape: tuple[int, ...], data_sizes: AxisSizes
 ) -> dict[int, Names] | None:
-    """dim -> data axes that cut it, or None where a dim does not divide."""
+    """dim -> data axes that cut it; None if a dim does not divide."""
     dims: dict[int, Names] = {}
     for axis, dim in zip(data_sizes, assignment, strict=True):
         if dim is not None:

@@ -1,4 +1,4 @@
-"""Frozen params: in the loss like others, cut and gathered like others, but without gradient, update and state."""
+"""Frozen params: the loss uses them, and they are cut and gathered, but have no gradient, update or state."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
@@ -13,16 +13,15 @@ from jaxshard.layout.paths import by_rules, by_tree
 
 
 def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> tuple[list[bool], str]:
-    """(for each leaf of `params`, whether it is frozen; what is wrong with a rule that matches none, or "").
+    """(for each leaf of `params`, whether it is frozen; the error of a rule that matches no leaf, or "").
 
     Args:
-      frozen: regular expressions on the '/'-joined path, of which any match freezes; a tree, or prefix, of bools; or
-        None.
+      frozen: regular expressions on the '/'-joined path, of which any match freezes; a tree (or prefix) of bools; None.
       params: arrays or shapes.
 
     Raises:
-      TypeError: a leaf of the tree is no bool.
-      ValueError: nothing is said of a leaf, or a rule is no regular expression.
+      TypeError: a leaf of the tree is not a bool.
+      ValueError: a leaf has no bool, or a rule is not a regular expression.
     """
     names = [names for names, _ in named_leaves(params)]
     if frozen is None:
@@ -60,12 +59,12 @@ def _given(frozen: Tree) -> dict[Names, bool]:
 
 
 def nothing() -> Tree:
-    """What stands in a tree in place of a frozen leaf; it has no leaves."""
+    """The node without leaves that replaces a frozen leaf in a tree."""
     return optax.MaskedNode()
 
 
 def trained(which: Sequence[bool], tree: Tree) -> Tree:
-    """The tree with `optax.MaskedNode`s in place of frozen leaves, as `optax.masked` has them."""
+    """The tree with an `optax.MaskedNode` in place of each frozen leaf, as in `optax.masked`."""
     if not any(which):
         return tree
     leaves = jax.tree.leaves(tree)
@@ -73,7 +72,7 @@ def trained(which: Sequence[bool], tree: Tree) -> Tree:
 
 
 def with_frozen(which: Sequence[bool], tree: Tree, like: Tree, fill: Callable[[Tree], Tree]) -> Tree:
-    """The tree of all leaves: those of `tree`, which has the trained ones, and `fill(leaf of like)` for frozen ones."""
+    """The full tree: trained leaves from `tree`, and `fill(leaf of like)` for frozen ones."""
     if not any(which):
         return tree
     rest, leaves = iter(jax.tree.leaves(tree)), jax.tree.leaves(like)

@@ -1,4 +1,4 @@
-"""The option `state_memory=`, checked, and the leaves of a state that lie in the host's memory by it."""
+"""Checks the option `state_memory=`, and chooses the leaves of a state that lie in the host's memory."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def checked(who: str, asked: object, mesh: AnyMesh) -> str | MemoryRules:
     """The option, checked.
 
     Raises:
-      ValueError: it makes no sense, or the mesh's devices have no memory of the host.
+      ValueError: it is invalid, or the mesh's devices cannot use the host's memory.
     """
     if isinstance(asked, str):
         if asked == "device":
@@ -38,7 +38,7 @@ def checked(who: str, asked: object, mesh: AnyMesh) -> str | MemoryRules:
 
 
 def fraction(who: str, asked: str) -> float:
-    """The part of the bytes that "host" or "host:0.5" asks for; a ValueError for another word or number."""
+    """The fraction of the bytes that "host" or "host:0.5" asks for; a ValueError for another word or number."""
     word, _, number = asked.partition(":")
     try:
         found = 1.0 if asked == "host" else float(number)
@@ -63,14 +63,14 @@ def _are_rules(asked: object) -> bool:
 
 
 def _check_backend(who: str, mesh: AnyMesh) -> None:
-    """Raises a ValueError for devices that cannot address the host's memory; an abstract mesh has none to ask."""
+    """Raises a ValueError for devices that cannot address the host's memory; an abstract mesh passes."""
     if not isinstance(mesh, Mesh):
         return
     device = mesh.devices.flat[0]
     try:
         kinds = [memory.kind for memory in device.addressable_memories()]
     except jax.errors.JaxRuntimeError:
-        kinds = []  # a topology of GPUs that are not here
+        kinds = []  # a topology of GPUs that this machine lacks
     if HOST not in kinds:
         raise ValueError(
             f"{who}: state_memory: these devices ({device.device_kind}, platform {device.platform}) have no memory "
@@ -80,10 +80,10 @@ def _check_backend(who: str, mesh: AnyMesh) -> None:
 
 
 def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: AxisSizes) -> list[Leaf]:
-    """The leaves of a state, with their memories; numbers and arrays of fewer than `least` elements stay on devices.
+    """The leaves of a state, with `memory` set; scalars and arrays of fewer than `least` elements stay on devices.
 
     Raises:
-      ValueError: no leaf is left that could move, or a rule matches none.
+      ValueError: no leaf can move, or a rule matches none.
     """
     may = [_may_move(leaf, least) for leaf in leaves]
     if asked == "device":
@@ -106,7 +106,7 @@ def _may_move(leaf: Leaf, least: int) -> bool:
 
 
 def _by_bytes(leaves: Sequence[Leaf], may: Sequence[bool], fraction: float, sizes: AxisSizes) -> list[bool]:
-    """The largest first, until they hold this fraction of the bytes of all that may move."""
+    """Chooses leaves, the largest first, up to this fraction of the bytes of all that may move."""
     held = [leaf.bytes(leaf.cut, sizes) if yes else 0 for leaf, yes in zip(leaves, may, strict=True)]
     chosen, left = [False] * len(leaves), fraction * sum(held)
     for i in sorted(range(len(leaves)), key=lambda i: -held[i]):

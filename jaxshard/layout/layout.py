@@ -1,6 +1,6 @@
 """Decides where each leaf of params, grads and state lives, from shapes, dtypes, options and the mesh's axis sizes.
 
-Nothing here touches an array or a device, so a layout can be computed before any machine is rented.
+This needs no array and no device, so you can compute a layout before renting a machine.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
 from jaxshard.system.users_lines import warn
 
-_SCALES = ("extra", "scale")  # where a state (`ShardedState`) has the scales of moments in 8 bits
+_SCALES = ("extra", "scale")  # the path in a `ShardedState` of the scales of 8-bit moments
 
 
 def _spec_of(sharding: NamedSharding) -> P:
@@ -56,8 +56,8 @@ class Layout:
     state_treedef: TreeDef | None = None  # None: a layout of the params alone
     state: tuple[Leaf, ...] = ()
     gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
-    loss_rows: str = ""  # what is known of the rows of the loss
-    sums: str = ""  # what rounding does to sums of gradients over microbatches
+    loss_rows: str = ""  # the verdict on the rows of the loss
+    sums: str = ""  # the rounding error of sums of gradients over microbatches
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def _param_leaves(self, leaves: Iterable[object]) -> Tree:
@@ -71,7 +71,7 @@ class Layout:
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
-        """The PartitionSpecs of reduced gradients; a `MaskedNode` for what is frozen."""
+        """The PartitionSpecs of reduced gradients; a `MaskedNode` for each frozen leaf."""
         return self._param_leaves(frozen.nothing() if leaf.frozen else leaf.cut for leaf in self.params)
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes at rest on each device: params, grads (as the inner optimizer gets them) and state."""
+        """Bytes at rest per device: params, grads (as the inner optimizer gets them) and state."""
         return {
             "params": sum(leaf.bytes(leaf.params.spec, self.sizes) for leaf in self.params),
             "grads": sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.params if not leaf.frozen),
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes at rest in the host's memory, for each device."""
+        """Bytes at rest in the host's memory, per device."""
         return sum(leaf.bytes(leaf.cut, self.sizes) for leaf in self.state if leaf.memory == "host")
 
     @property
@@ -171,12 +171,12 @@ def layout_state(params: Layout, state: Tree) -> Layout:
 
     * its path ends in the parameter's path, and it has the parameter's shape;
     * its path ends so, and it stacks arrays of that shape (L-BFGS's memory): the spec then holds for its last dims;
-    * its path goes on within the parameter's path (a tuple for each parameter), or has none in it (a list) but it has
-      the shape of some parameters, and these are all cut alike.
+    * its path goes on within the parameter's path (a tuple per parameter), or contains none (a list), but its shape is
+      that of some parameters, which are all cut alike.
 
-    Other leaves (counts, factored moments) have no spec of the model's. The data axes then cut every leaf by the rule
-    of `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters
-    and moments are cut where their bfloat16 parameter is.
+    Other leaves (counts, factored moments) get no model axes. The data axes then cut every leaf by the rule of
+    `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters and
+    moments are cut like their bfloat16 parameter.
     """
     owners = {leaf.names: leaf for leaf in params.params if not leaf.frozen}
     twins: dict[tuple[int, ...], set[Leaf]] = {}
@@ -222,7 +222,7 @@ _SPLIT = "as by nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_
 
 
 def check_arrays(params: Tree) -> None:
-    """Raises a TypeError for a leaf that is no array."""
+    """Raises a TypeError for a leaf that is not an array."""
     for names, leaf in named_leaves(params):
         _check_array(names, leaf)
 
@@ -236,7 +236,7 @@ def _check_array(names: Names, leaf: Tree) -> None:
 
 
 def check_floating(params: Tree, which: Sequence[bool]) -> None:
-    """Raises a TypeError for a leaf that is no array, or, where it is not frozen, whose dtype has no gradient."""
+    """Raises a TypeError for a leaf that is not an array, or that is not frozen and has a dtype without gradient."""
     for (names, leaf), is_frozen in zip(named_leaves(params), which, strict=True):
         _check_array(names, leaf)
         if is_frozen:
@@ -256,7 +256,7 @@ def check_floating(params: Tree, which: Sequence[bool]) -> None:
 
 
 def warn_if_awkward(layout: Layout) -> None:
-    """Warns of leaves that cannot be cut N ways, if they hold more than 1% of a device's bytes of params."""
+    """Warns of leaves that cannot be cut into N shards, if they hold more than 1% of a device's bytes of params."""
     num_shards = math.prod(layout.sizes[axis] for axis in layout.config.cut_axes.state)
     held = {leaf: leaf.bytes(leaf.cut, layout.sizes) for leaf in layout.params}
     awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}

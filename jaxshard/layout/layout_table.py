@@ -1,4 +1,4 @@
-"""The layout's table as text: leaves that differ in a number alone share a row."""
+"""The layout's table as text: leaves whose paths differ only in numbers share a row."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 Row = tuple[str, ...]  # kind, leaf, shape, dtype, spec at rest, bytes per device, why
 
 _HEAD = ("", "leaf", "shape", "dtype", "at rest", "bytes/device", "why")
-_FEWEST = 4  # leaves that share a row: fewer are told apart more easily one by one
+_FEWEST = 4  # leaves that share a row: fewer are easier to read one by one
 _NUMBER = re.compile(r"\d+")
 _OWNER = re.compile(r"(?<=^like )\S+(?=:)")
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows under their heads, in columns.
+    """The rows under their headings, in columns.
 
     >>> rows = [("params", f"layers/{i}/w", "(8, 8)", "float32", "P()", "256", "too small") for i in range(12)]
     >>> print(table(rows))
@@ -26,7 +26,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _joined(rows: Iterable[Row]) -> list[Row]:
-    """The rows, with one for each group of leaves that are alike but for numbers in their paths."""
+    """The rows, with one row for each large group of leaves that differ only in the numbers in their paths."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:
         groups.setdefault(_without_numbers(row), []).append(row)
@@ -47,7 +47,7 @@ def _one_of(group: Sequence[Row]) -> Row:
 
 
 def _one_path(paths: Sequence[str]) -> str:
-    """A path for all of them: "a/0..3/w", or "a/*/w" where numbers are left out or several differ.
+    """One path for all: "a/0..3/w", or "a/*/w" if numbers are missing or several differ.
 
     >>> _one_path(["a/0/w", "a/1/w", "a/2/w"]), _one_path(["a/0/w1", "a/1/w2"]), _one_path(["a/0", "a/7"])
     ('a/0..2/w', 'a/*/w*', 'a/*')

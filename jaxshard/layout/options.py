@@ -1,6 +1,6 @@
 """The options of a strategy, typed for editors; `checks` checks them.
 
-`Config` has their defaults; `Options` has their types and meaning, for `**options: Unpack[Options]`.
+`Config` has their defaults; `Options` has their types and documentation, for `**options: Unpack[Options]`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Zero: TypeAlias = Literal[0, 1, 2, 3]
 
 
 class Cuts(NamedTuple):
-    """Whether a strategy cuts each of these over batch axes."""
+    """Whether a strategy cuts params, accumulators and state over batch axes."""
 
     params: bool
     accumulators: bool  # the sums of gradients over microbatches
@@ -29,7 +29,7 @@ class Cuts(NamedTuple):
 
 
 class CutAxes(NamedTuple):
-    """The mesh axes over which each of these is cut, outermost first."""
+    """The mesh axes over which params, accumulators and state are cut, outermost first."""
 
     params: tuple[str, ...]
     accumulators: tuple[str, ...]
@@ -175,14 +175,14 @@ class Config:
 
     @property
     def cut_axes(self) -> CutAxes:
-        """The axes that params, accumulators and state are cut over, each of them after those that come before it."""
+        """The axes that cut each; state axes start with accumulator axes, which start with param axes."""
         params, accumulators, state = self.asked_axes
         accumulators = (*params, *(axis for axis in accumulators if axis not in params))
         return CutAxes(params, accumulators, (*accumulators, *(axis for axis in state if axis not in accumulators)))
 
     @property
     def asked_axes(self) -> CutAxes:
-        """As `cut_axes`, in the order in which the options name them."""
+        """As `cut_axes`, in the order that the options give."""
         level = STRATEGIES[self.strategy if self.zero is None else _LEVELS[self.zero]]
         given = (self.params_axes, self.grads_axes, self.state_axes)
         usual = (self.data_axes if cut else () for cut in level)
@@ -196,7 +196,7 @@ class Config:
 
     @property
     def widens(self) -> bool:
-        """Whether the inner optimizer gets params in a wider dtype, so that new params are its results, rounded."""
+        """Whether the inner optimizer gets params in a wider dtype; the new params are then its rounded results."""
         return self.master_dtype is not None or self.stochastic_rounding
 
 

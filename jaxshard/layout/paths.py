@@ -1,4 +1,4 @@
-"""What a user says of leaves by their paths: by regular expressions, or by a tree of values, or a part of one."""
+"""Values that a user gives for leaves: by regular expressions on paths, or by a tree or prefix of values."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from jaxshard.base.types import T
 
 
 def by_rules(what: str, rules: Sequence[tuple[str, T]], leaves: Sequence[Names], otherwise: T) -> tuple[list[T], str]:
-    """(for each leaf, the value of the first rule that matches its path; what is wrong with a rule, or "")."""
+    """(for each leaf, the value of the first rule that matches its path; the error of an unused rule, or "")."""
     paths = ["/".join(names) for names in leaves]
     found, idle = first_rules(what, [rule for rule, _ in rules], paths)
     wrong = ""
@@ -19,10 +19,10 @@ def by_rules(what: str, rules: Sequence[tuple[str, T]], leaves: Sequence[Names],
 
 
 def by_tree(what: str, given: Mapping[Names, T], leaves: Sequence[Names], absent: str) -> tuple[list[T], str]:
-    """(for each leaf, the value that is given at its path, or above it; what is wrong with a further value, or "").
+    """(for each leaf, the value that is given at its path, or above it; the error of an unused value, or "").
 
     Raises:
-      ValueError: nothing is given for a leaf; `absent` says so, with {} for its path.
+      ValueError: nothing is given for a leaf; `absent` is the message, with {} for its path.
     """
     places = [next((names[:n] for n in range(len(names), -1, -1) if names[:n] in given), None) for names in leaves]
     for names, place in zip(leaves, places, strict=True):

@@ -1,4 +1,4 @@
-"""PartitionSpecs: how the model's own axes cut the params, as the user says it."""
+"""PartitionSpecs: how the model's own axes cut the params, as the user gives them."""
 
 import math
 from typing import NamedTuple, TypeGuard
@@ -16,7 +16,7 @@ from jaxshard.system.text import nearest
 
 
 class ModelSpecs(NamedTuple):
-    """One canonical PartitionSpec per leaf; `unused` is a message about one that matches no leaf, or empty."""
+    """One canonical PartitionSpec per leaf; `unused` is the error of a rule or spec that matches no leaf, or ""."""
 
     specs: list[P]
     unused: str = ""
@@ -28,8 +28,8 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
     A rule or spec that matches no leaf is reported in `unused`, not raised: a masked tree may lack leaves.
 
     Raises:
-      TypeError: a leaf of the specs that is no PartitionSpec.
-      ValueError: a spec that does not fit its leaf, a leaf without a spec, or a rule that is no regular expression.
+      TypeError: a leaf of the specs is not a PartitionSpec.
+      ValueError: a spec does not fit its leaf, a leaf has no spec, or a rule is not a regular expression.
     """
     leaves = named_leaves(params)
     if config.specs is None:
@@ -46,7 +46,7 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
 
 
 def is_rules(specs: Tree) -> TypeGuard[Rules]:
-    """Whether `specs` is a list of pairs that begin with a text, and so are meant as (regex, PartitionSpec)."""
+    """Whether `specs` is a list of pairs that begin with a string, and so are meant as (regex, PartitionSpec)."""
     return (
         isinstance(specs, list | tuple)
         and not isinstance(specs, P)
@@ -64,7 +64,7 @@ def _by_rule(rules: Rules, leaves: list[Names]) -> tuple[list[P], str]:
 
 
 def _given(specs: Tree) -> dict[Names, P]:
-    """The spec at each key path of a tree of PartitionSpecs, so that boxes and metadata do not matter."""
+    """Key path -> spec, for a tree of PartitionSpecs; so boxes and metadata do not matter."""
 
     def is_spec(x: object) -> bool:
         return x is None or isinstance(x, P | optax.MaskedNode)
