@@ -1,9 +1,9 @@
 """Moments in 8 bits: small floats with a scale for each block of 128 elements (Dettmers et al. 2022, section 2.1).
 
 A linear code of second moments fails: within a block they span many powers of ten, and one that is rounded to 0 makes
-an update without bound (same source, section 2.2). So codes are spaced as floats are, 8 to each power of two: of first
-moments down to 2**-15.75 of the block's largest, of second ones, which have no sign, down to 2**-31.75. What is smaller
-is rounded up or down by chance if it has a sign, else up.
+the update unbounded (same source, section 2.2). So codes are spaced like floats, 8 per power of two: down to 2**-15.75
+of the block's largest for first moments, down to 2**-31.75 for second moments, which have no sign. Smaller numbers are
+rounded up or down by chance if they have a sign, else up.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from jax import lax
 BLOCK = 128  # elements
 _FRACTION_BITS = 3
 _DROPPED_BITS = 23 - _FRACTION_BITS  # of a float32
-_ONE = 127 << _FRACTION_BITS  # 1.0, without the bits that are dropped
+_ONE = 127 << _FRACTION_BITS  # the float32 bits of 1.0, without the dropped bits
 
 Bits = Callable[[tuple[int, ...]], jax.Array]
 """Makes random uint32 numbers of a shape, from 0 to 2**20."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of an array: one for each block along the last dim, of the last two if that is short.
+    """The shape of an array's scales: one per block along the last dim, or along the last two if the last is short.
 
     >>> scale_shape((12, 1024, 4096)), scale_shape((12, 1024, 32)), scale_shape((300,))
     ((12, 1024, 32), (12, 256, 1), (3,))
@@ -38,11 +38,11 @@ def _block(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def encode(x: jax.Array, dtype: jax.typing.DTypeLike, bits: Bits | None = None) -> tuple[jax.Array, jax.Array]:
-    """(codes, scales) of an array: int8 codes have a sign, uint8 ones are for numbers that are never negative.
+    """(codes, scales) of an array: int8 codes have a sign, uint8 codes are for numbers that are never negative.
 
     Args:
       x: any shape but ().
-      dtype: of the codes.
+      dtype: the codes' dtype.
       bits: makes random numbers, for codes that are right on average; None: the nearest code.
     """
     x = x.astype(jnp.float32)
@@ -63,14 +63,14 @@ def encode(x: jax.Array, dtype: jax.typing.DTypeLike, bits: Bits | None = None) 
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The array that these codes and scales stand for, in float32."""
+    """The array that the codes and scales encode, in float32."""
     wide = codes.astype(jnp.int32)
     found = _value(jnp.abs(wide), jnp.iinfo(codes.dtype).max)
     return jnp.where(wide < 0, -found, jnp.where(wide == 0, 0.0, found)) * _spread(scales, codes.shape)
 
 
 def _value(code: jax.Array, most: int) -> jax.Array:
-    """What a code above 0 stands for, in parts of its block's largest."""
+    """The value of a code above 0, as a fraction of its block's largest."""
     return lax.bitcast_convert_type((code + (_ONE - most)).astype(jnp.uint32) << _DROPPED_BITS, jnp.float32)
 
 
@@ -88,7 +88,7 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Each element's scale."""
     for dim, part in enumerate(_block(shape)):
-        if part > 1:  # by these operations, which XLA partitions without moving anything
+        if part > 1:  # XLA partitions these operations without communication
             before, after = scales.shape[: dim + 1], scales.shape[dim + 1 :]
             repeated = jnp.broadcast_to(jnp.expand_dims(scales, dim + 1), (*before, part, *after))
             scales = repeated.reshape(*before[:-1], before[-1] * part, *after)

@@ -1,8 +1,8 @@
 """State in the host's memory, which an update streams through the devices.
 
-What an update computes of one leaf, element by element, runs in a loop over chunks of it: each comes from the host, is
-updated, and goes back to its place. So a device holds a chunk or two of such state at a time. Where an update looks at
-a leaf as a whole, all of that leaf's state comes to the device; so does all state on a mesh of Explicit axes.
+The elementwise work of an update on one leaf runs in a loop over chunks: each comes from the host, is updated, and goes
+back. So a device holds a chunk or two of such state at a time. If an update needs a leaf as a whole, all of that leaf's
+state comes to the device; so does all state on a mesh of Explicit axes.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ Step = Callable[..., tuple[Tree, Tree]]
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """A state of which some leaves lie in the host's memory.
+    """A state with some leaves in the host's memory.
 
     Attributes:
       mesh: the devices.
-      specs: by path, the PartitionSpec of each leaf of the state.
-      on_host: the paths of the leaves there.
-      over_params: results are new params, which take the place of the old ones, not that of the gradients.
+      specs: path -> PartitionSpec, for each leaf of the state.
+      on_host: the paths of the leaves on the host.
+      over_params: results are new params, which may overwrite the old ones; else updates may overwrite gradients.
     """
 
     mesh: AnyMesh
@@ -45,7 +45,7 @@ class HostState:
     over_params: bool
 
     def around(self, step: Step) -> Step:
-        """`step(grads, state, params, ...) -> (out, state)`, for such a state."""
+        """`step(grads, state, params, ...) -> (out, state)` for this state."""
 
         def run(grads: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
             if is_traced((grads, state, rest)):
@@ -56,7 +56,7 @@ class HostState:
         return run
 
     def _at(self, state: Tree, kind: str | None) -> Tree:
-        """The state with its leaves of the host in this memory; None: the device's. For concrete arrays."""
+        """The concrete state with its host leaves moved to this memory; None: the device's."""
 
         def move(names: Names, x: Tree) -> Tree:
             if names not in self.on_host:
@@ -84,7 +84,7 @@ class HostState:
 
 
 def _on_host(x: jax.Array) -> jax.Array:
-    """An array of the state, which `jax.jit(opt.init)` leaves on the devices, in the host's memory."""
+    """Moves an array of the state to the host, where `jax.jit(opt.init)` left it on the devices."""
     is_there = jax.typeof(x).memory_space == jax.memory.Space.Host
     return x if is_there else jax.device_put(x, jax.memory.Space.Host)
 
@@ -107,7 +107,7 @@ class _Streams:
         self.plain = [v for v, yes in each if not yes and not is_literal(v)]
 
     def run(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results, from gradients, state, params and further values."""
+        """The results for gradients, state, params and further values."""
         streams = self._streams()
         there = dict(zip(self.jaxpr.invars, values, strict=True))
         replaced = frozenset[int]().union(*(one.places for one in streams))
@@ -130,7 +130,7 @@ class _Streams:
         return {v for v in variables if not is_literal(v) and v in self.paths}
 
     def _streams(self) -> list["Stream"]:
-        if is_explicit(self.host.mesh):  # inside of `jax.sharding.auto_axes` no shard_map takes such arrays
+        if is_explicit(self.host.mesh):  # inside `jax.sharding.auto_axes` no shard_map takes arrays on the host
             return []
         each = zip(self.parts.component, self.parts.eqns, strict=True)
         component = [one if _is_by_element(eqn) or self._is_count(eqn) else SHARED for one, eqn in each]
@@ -143,7 +143,7 @@ class _Streams:
         return [one for one in found if one is not None]
 
     def _late(self, phases: list[int], component: Sequence[int]) -> list[int]:
-        """The phases, where what is read in its own component alone waits until it is needed, and so does the state."""
+        """The phases, as late as possible for equations that only their own component reads, so state comes late."""
         late, parts = [*phases], self.parts
         for i in reversed(range(len(late))):
             outs = parts.eqns[i].outvars
@@ -154,7 +154,7 @@ class _Streams:
         return late
 
     def _stream(self, places: set[int]) -> "Stream | None":
-        """The stream of these equations; None if they move no state, or arrays of several shapes."""
+        """The stream of these equations; None if they use no state on the host, or arrays of several shapes."""
         eqns, parts = self.parts.eqns, self.parts
         makes = dict.fromkeys(v for i in sorted(places) for v in eqns[i].outvars)
         outs = tuple(v for v in makes if v in parts.results or self._is_read(v, places))
@@ -180,7 +180,7 @@ class _Streams:
         return Stream(self.host.mesh, spec, program, given, from_host, outs, buffers, frozenset(places))
 
     def _is_count(self, eqn: Equation) -> bool:
-        """Whether it counts where something holds: then chunks may be counted one after the other."""
+        """Whether an equation counts True elements, so that chunk counts may be added."""
         if eqn.primitive.name != REDUCE_SUM or is_big(eqn.outvars[0]) or is_literal(eqn.invars[0]):
             return False
         maker = self.parts.maker.get(eqn.invars[0])
@@ -191,11 +191,11 @@ class _Streams:
         return any(i not in places for i in self.parts.users.get(v, ()))
 
     def _buffer(self, v: Var) -> Var | None:
-        """The array on the host that a new one takes the place of."""
+        """The old array on the host that a new one overwrites."""
         old = self.ins.get(self.outs[v])
         return old if old is not None and (old.aval.shape, old.aval.dtype) == (v.aval.shape, v.aval.dtype) else None
 
 
 def _is_by_element(eqn: Equation) -> bool:
-    """Whether it makes an array, each element of those of its operands at the same place."""
+    """Whether an equation makes an array element by element."""
     return (eqn.primitive.name in _BY_ELEMENT and any(map(is_big, eqn.outvars))) or spreads(eqn)

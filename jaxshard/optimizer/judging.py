@@ -1,7 +1,7 @@
-"""An update is judged before it replaces anything: is all that it makes finite?
+"""Judges an update before it replaces anything: are all its results finite?
 
-The verdict depends on every new value, and new values beside the old ones would take their memory once more. So what is
-cheap to compute is computed twice: once to be judged alone, and again, over the old values, once all devices agree.
+The verdict depends on every new value, and keeping new and old values would double their memory. So cheap results are
+computed twice: once for the verdict, and again, over the old values, once all devices agree.
 """
 
 import math
@@ -33,18 +33,18 @@ class Verdict(NamedTuple):
 
 
 class Judged:
-    """One update, traced: what it makes can be judged before it replaces anything.
+    """One traced update, whose results can be judged before they replace anything.
 
     Args:
-      run: the update, of arrays.
+      run: the update, a function of arrays.
       args: a tree for each of its arguments.
-      specs: the PartitionSpecs of these; None: unknown, or each device is to look at all that it holds.
-      is_far: some arguments lie in the host's memory. They come from there twice: nothing that is made of them stays on
-        the devices until the verdict is known, but what was not cheap.
+      specs: their PartitionSpecs; None: unknown, or each device judges all that it holds.
+      is_far: some arguments lie in the host's memory. They are copied from there twice, since until the verdict only
+        expensive results stay on the devices.
 
     Attributes:
-      result: what the update makes.
-      looked_at: the arguments, of which each device has no more than it is to look at.
+      result: the update's results.
+      looked_at: the arguments, cut to the part that each device judges.
       is_shared: whether devices that hold copies share this work.
     """
 
@@ -76,23 +76,23 @@ class Judged:
         self._parts = {v: x for v, x in parts if v in kept}
 
     def looked(self) -> Tree:
-        """What is to be judged: the result, from `looked_at`.
+        """The results to judge, computed from `looked_at`.
 
-        It is the result itself where not all was cheap (matrix work): to keep what was not, beside the result's parts,
-        took more memory than the result itself (Muon under zero3 on 8 simulated devices: 698 or 614 kB).
+        If some were expensive (matrix work), these are the results themselves: to keep the expensive values beside the
+        parts to judge took more memory (Muon under zero3 on 8 simulated devices: 698 kB, 614 kB so).
         """
         if not self._twice:
             return self.result
         return self._results(self._after_cheap(self._env | {v: self._apart(v, x) for v, x in self._parts.items()}))
 
     def _after_cheap(self, env: Mapping[Var, Tree]) -> Mapping[Var, Tree]:
-        """All values, from those that the cheap equations read."""
+        """All values, computed from those that the cheap equations read."""
         env = dict(env)
         run_equations(self._jaxpr, self._cheap, env)
         return env
 
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
-        """Behind a barrier what XLA would take for the same as in the result, and keep."""
+        """Puts shared operands behind a barrier, or XLA would merge the two computations and keep their values."""
         return lax.optimization_barrier(x) if is_big(v) and x is self._env[v] else x
 
     def _results(self, env: Mapping[Var, Tree]) -> Tree:
@@ -109,9 +109,9 @@ def _made(eqns: Sequence[Equation]) -> set[Var]:
 
 
 def own_part(x: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
-    """`x`, which lies under `spec`, cut over the axes along which devices hold copies: each is to look at its own part.
+    """`x`, laid out by `spec`, cut further over the axes with copies, so that each device judges its own part.
 
-    It is `x` itself where no dim divides.
+    `x` itself if no dim divides.
     """
     free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes_of(spec))
     local = local_shape(x.shape, spec, dict(mesh.shape))
@@ -126,15 +126,15 @@ def own_part(x: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
 
     entries = [*spec, *[None] * (x.ndim - len(spec))]
     entries[dim] = (*axes_in(entries[dim]), *free)
-    # By hand: of two constraints on an array XLA takes the second for whatever else uses it.
+    # By shard_map: if an array has two sharding constraints, XLA applies the second to its other users, too.
     return jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=canonical(entries))(x)
 
 
 def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree], *, later: bool) -> Verdict:
-    """Judges new (params, state) by the old ones; `ok` says whether the step may be taken at all.
+    """Judges new (params, state) against the old ones; `ok` says whether the step may be taken at all.
 
-    `later`: nothing is looked at before `ok` is known. XLA would add up what was lost of one leaf together with the
-    gradient of the next: one all-reduce for each leaf.
+    `later`: judges nothing before `ok` is known. Otherwise XLA would sum each leaf's verdict together with the next
+    leaf's gradient: one all-reduce per leaf.
     """
     lost = _lost(new, old)
     if not lost:
@@ -145,11 +145,11 @@ def verdict(ok: jax.Array, new: tuple[Tree, Tree], old: tuple[Tree, Tree], *, la
 
 
 def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array]:
-    """Which elements were finite and are no longer, by the index of their leaf.
+    """Leaf index -> which elements were finite and are no longer.
 
-    What the state has in a parameter's shape (its moments) counts with the parameter: they are computed together, and
-    looked at in one pass. Infinity may stay where it was (a mask among the params). A single number of the state may
-    become infinite: the error of a search, the best loss so far. A moment must not, since it would stay so for ever.
+    State of a parameter's shape (its moments) counts with the parameter: both are computed together, and checked in one
+    pass. Elements that were infinite may stay so (a mask among the params). A scalar of the state may become infinite:
+    the error of a search, the best loss so far. A moment must not, since it would never recover.
     """
     before, num_params = dict(named_leaves(old)), len(jax.tree.leaves(new[0]))
     leaves, found = named_leaves(new), dict[int, jax.Array]()
@@ -166,7 +166,7 @@ def _lost(new: tuple[Tree, Tree], old: tuple[Tree, Tree]) -> dict[int, jax.Array
 
 
 def _is_judged(new: jax.Array, old: jax.Array) -> bool:
-    """Whether a leaf has floats, as many as before."""
+    """Whether a leaf has floats, in the same shape as before."""
     return not is_key(new) and jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == old.shape
 
 
@@ -177,5 +177,5 @@ def _is_lost(new: jax.Array, old: jax.Array, may_be_infinite: bool) -> jax.Array
 
 
 def _num(lost: jax.Array) -> jax.Array:
-    """How many elements; a float32, for one reduction together with the sums of squares."""
+    """The number of lost elements; a float32, so that one reduction serves it and the sums of squares."""
     return lax.reduce_sum(lost.astype(jnp.float32), tuple(range(lost.ndim)))

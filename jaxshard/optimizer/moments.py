@@ -1,4 +1,4 @@
-"""Which leaves of an optimizer's state are moments, which may be stored narrower than they are computed."""
+"""Finds the moments among an optimizer's state, which may be stored in a narrower dtype than they are computed in."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,9 +22,9 @@ _FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen 
 def stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
     """The dtype at rest of each leaf of the inner state.
 
-    A moment is a float32 or float64 leaf with its parameter's shape that does not depend on params at the start, and
-    that no update makes a copy of params or gradients. `mu` and `nu` are moments. Lookahead's slow params, the centre
-    of a distance, and the arrays that L-BFGS takes differences from are not, since they need all their digits.
+    A moment is a float32 or float64 leaf with its parameter's shape, which init does not derive from params, and into
+    which no update copies params or gradients. `mu` and `nu` are moments. Lookahead's slow params, the centre of a
+    distance, and the arrays that L-BFGS takes differences from are not: they need full precision.
 
     Raises:
       ValueError: no leaf is a moment, or the optimizer cannot be traced.
@@ -91,15 +91,15 @@ def _in_codes(traced: _Traces, params: Tree, moments: Sequence[bool]) -> tuple[l
 
 
 def _keeps_digits(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a moment stays in float32 where others take 8 bits: it is small, or a table's, whose rows are rarely seen
-    (Dettmers et al. 2022, sections 2.3 and 3)."""
+    """Whether a moment stays in float32 where others take 8 bits: it is small, or belongs to a table, whose rows are
+    rarely seen (Dettmers et al. 2022, sections 2.3 and 3)."""
     return leaf.size < _LEAST_FOR_EIGHT_BITS or is_table(tuple(leaf.shape))
 
 
 def _linear(updated: Traced, params: Tree, moments: Sequence[bool]) -> list[bool]:
     """For each leaf of the state, whether it is a moment that is a mean of gradients: linear in these and in itself.
 
-    What else has a sign may be a second moment of which nobody knows that it has none, and 0 for it is no small error.
+    A signed leaf that is not linear may be an unproved second moment; rounding that to 0 blows up the update.
     """
     names, after = ([names for names, _ in named_leaves(state)] for state in (updated.before, updated.after))
     grads, rest = [1] * len(jax.tree.leaves(fast(params))), [0] * len(jax.tree.leaves(params))
@@ -109,7 +109,7 @@ def _linear(updated: Traced, params: Tree, moments: Sequence[bool]) -> list[bool
 
 
 def _subtracts(updated: Traced, params: Tree, unsigned: Sequence[bool], moments: Sequence[bool]) -> bool:
-    """Whether the update takes a difference of a moment without sign and another moment."""
+    """Whether the update subtracts a moment without sign and another moment."""
     grads, rest = [False] * len(jax.tree.leaves(fast(params))), [False] * len(jax.tree.leaves(params))
     return subtracts(updated.jaxpr, [*grads, *unsigned, *rest], [*grads, *moments, *rest])
 
@@ -121,7 +121,7 @@ def _never_negative(updated: Traced, params: Tree, init: Jaxpr, moments: Sequenc
     at_start = never_negative(init, rest)
     now = [a and b for a, b in zip(moments, at_start, strict=True)]
     found: list[bool] = []
-    while now != found:  # each round takes some away, or is the last
+    while now != found:  # each iteration removes some, or is the last
         found = now
         outs = dict(zip(after, never_negative(updated.jaxpr, [*grads, *found, *rest])[-len(after) :], strict=True))
         now = [yes and outs.get(name, False) for yes, name in zip(found, names, strict=True)]
@@ -129,7 +129,7 @@ def _never_negative(updated: Traced, params: Tree, init: Jaxpr, moments: Sequenc
 
 
 def _handed_on(updated: Traced, params: Tree) -> list[bool]:
-    """For each leaf of the state, whether an update makes it a copy of a param or a gradient."""
+    """For each leaf of the state, whether an update copies a param or a gradient into it."""
     num_grads, num_params = len(jax.tree.leaves(fast(params))), len(jax.tree.leaves(params))
     before = [names for names, _ in named_leaves(updated.before)]
     marks = [True] * num_grads + [False] * len(before) + [True] * num_params
@@ -139,7 +139,7 @@ def _handed_on(updated: Traced, params: Tree) -> list[bool]:
 
 
 def _is_moment(names: Names, leaf: jax.ShapeDtypeStruct, owners: Mapping[Names, tuple[int, ...]]) -> bool:
-    """Whether it has its parameter's shape, or any parameter's if it is at no one's path (lookahead, a list)."""
+    """Whether a float leaf has its parameter's shape, or any parameter's if its path has none (lookahead, a list)."""
     owner = owner_of(names, owners)
     alike = owner == tuple(leaf.shape) if owner is not None else tuple(leaf.shape) in owners.values()
     return leaf.dtype in (jnp.float32, jnp.float64) and bool(leaf.shape) and alike

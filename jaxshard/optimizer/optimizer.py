@@ -187,5 +187,5 @@ def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **op
     if isinstance(inner, ShardedOptimizer):
         raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
     methods = _Methods(Setup(inner, mesh, checked_config(strategy, inner, mesh, options)))
-    jaxprs.core()  # here, since JAX traces a program again if this first import falls into its first trace
+    jaxprs.core()  # imported here: JAX traces a program again if this import happens within its first trace
     return ShardedOptimizer(methods.init, methods.update)  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
 """Narrow params, wide arithmetic: masters, stochastic rounding, moments in bf16 or 8 bits, loss scaling.
 
-The state that they need beyond optax's own is in `ShardedState.extra`, cut like the rest.
+Their state beyond optax's own is in `ShardedState.extra`, cut like the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class ShardedState(NamedTuple):
     extra: dict[str, Tree]
 
 
-# Which dtype where.
+# Dtypes.
 
 
 def wide(config: Config, dtype: DType) -> DType:
@@ -86,7 +86,7 @@ def widened(config: Config, params: Tree) -> Tree:
 
 
 def extends(config: Config) -> bool:
-    """Whether the state is a `ShardedState`: an option asks for more than plain optax's."""
+    """Whether the state is a `ShardedState`: an option needs more than plain optax's."""
     return config.widens or config.moment_dtype is not None or config.loss_scale is not None
 
 
@@ -94,7 +94,7 @@ def init(inner: optax.GradientTransformation, params: Tree, config: Config) -> T
     """The state: plain optax's, or a `ShardedState` if options need more.
 
     Raises:
-      ValueError: an option that these params' dtypes, or this optimizer's state, cannot use.
+      ValueError: an option does not fit these params' dtypes, or this optimizer's state.
     """
     check_params(config, params)
     wider = widened(config, params)
@@ -129,8 +129,8 @@ def step(
 
     `run` runs the inner optimizer's update.
 
-    With masters, the step updates the masters, and the new params are the masters rounded, bit for bit. An element of
-    the params that is not its master rounded was changed by someone else, and replaces its master.
+    With masters, the step updates the masters, and the new params are exactly the rounded masters. If an element of the
+    params differs from its rounded master, someone has changed it, and it replaces its master.
     """
     if not isinstance(state, ShardedState):
         updates, state = run(inner, grads, state, params, extra)
@@ -159,7 +159,7 @@ def step(
 
 
 def _warn_if_wide(config: Config, params: Tree) -> None:
-    """Warns of masters that are copies: most often, a sum without a cast has made all params as wide as these."""
+    """Warns if all params are as wide as their masters: most often a sum without a cast has widened them."""
     dtypes = {p.dtype for p in jax.tree.leaves(params)}
     if config.master_dtype is not None and all(dtype == like(config.master_dtype, dtype) for dtype in dtypes):
         warn(
@@ -182,7 +182,7 @@ def _stored(
     rounder: "Rounder | None",
     run: Update,
 ) -> tuple[Tree, Tree, dict[Names, jax.Array]]:
-    """Runs the inner optimizer, whose moments are stored in `moment_dtype`; returns (updates, state, scales)."""
+    """Runs the inner optimizer with moments stored in `moment_dtype`; returns (updates, state, scales)."""
     if config.moment_dtype is None or rounder is None:
         return *run(inner, grads, state.inner, params, extra), {}
     scales = dict(named_leaves(state.extra.get("scale", {})))
@@ -200,7 +200,7 @@ def as_computed(
 ) -> Tree:
     """The inner state in the dtypes in which the optimizer computes: narrow moments are widened.
 
-    `scales`: those of moments in 8 bits, by path; None: the state has no values, but shapes.
+    `scales`: path -> scale of an 8-bit moment; None: the state holds only shapes.
     """
     if config.moment_dtype is None:
         return state
@@ -222,7 +222,7 @@ _NARROW = {
 
 
 def stored_narrower(computed: Tree, state: Tree) -> dict[Names, DType]:
-    """By path, the dtype of what `state` has narrower than it is computed."""
+    """Path -> dtype, for leaves that `state` stores in a narrower dtype than they are computed in."""
     pairs = zip(named_leaves(computed), jax.tree.leaves(state), strict=True)
     return {names: stored.dtype for (names, x), stored in pairs if x.dtype != stored.dtype}
 
@@ -233,7 +233,7 @@ def _narrowed(
     rounded: Callable[[jax.Array], jax.Array],
     bits: eight_bits.Bits | None,
 ) -> tuple[Tree, dict[Names, jax.Array]]:
-    """An inner state as it is stored, and the scales of what is stored in 8 bits."""
+    """(an inner state as it is stored, path -> scales of 8-bit leaves)."""
     leaves: list[Tree] = []
     scales: dict[Names, jax.Array] = {}
     for names, x in named_leaves(state):
@@ -249,7 +249,7 @@ def _narrowed(
 
 
 def _nested(leaves: Mapping[Names, jax.Array]) -> dict[str, Tree]:
-    """Nested dicts in which each leaf has its path."""
+    """Nested dicts that hold each leaf at its path."""
     found: dict[str, Tree] = {}
     for names, leaf in leaves.items():
         inside = found

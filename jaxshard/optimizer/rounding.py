@@ -1,4 +1,4 @@
-"""Wide numbers rounded to narrow ones, up or down by chance, the same on all devices."""
+"""Stochastic rounding to narrow dtypes, the same on all devices."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxshard.base.types import DType
 class Rounder:
     """Rounds to bfloat16, up or down at random, so that the mean is exact (Gupta et al. 2015, section 3).
 
-    The seed is the number of the update and the array's place among those it rounds, never the device, so the roundings
+    The seed is the number of the update and the array's index among the rounded ones, never the device, so roundings
     are the same on any mesh.
     """
 
@@ -22,7 +22,7 @@ class Rounder:
         return jax.random.fold_in(self._key, self._calls - 1)
 
     def bits(self, shape: tuple[int, ...]) -> jax.Array:
-        """Random numbers from 0 to 2**20, in the middle of 2**16 equal parts."""
+        """Random numbers from 0 to 2**20: midpoints of 2**16 equal intervals."""
         return (jax.random.bits(self._next_key(), shape, jnp.uint16).astype(jnp.uint32) << 4) + 8
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -37,9 +37,9 @@ class Rounder:
 def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
     """`new - old`, in a dtype wide enough that `optax.apply_updates` takes `old` to `new`.
 
-    That is exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16)
-    or 2**13 (fp16). Params as wide as their masters may miss `new` by one rounding. `train_step` has no such limits,
-    and the masters never drift.
+    Exact for params narrower than their masters, unless `new` is smaller than `old` by a factor of 2**16 (bf16) or
+    2**13 (fp16). Params as wide as their masters may miss `new` by one rounding. `train_step` has no such limits, and
+    the masters never drift.
     """
     wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
     return new.astype(wide) - old.astype(wide)

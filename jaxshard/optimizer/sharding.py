@@ -27,10 +27,10 @@ from jaxshard.optimizer.precision import ShardedState
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The inner optimizer, the mesh, and the strategy with its options; and what follows from them for given params.
+    """The inner optimizer, the mesh, and the strategy with its options; derives layouts for given params.
 
-    Params and states may be arrays or `ShapeDtypeStruct`s: only structure, shapes and dtypes count, and each answer is
-    cached by these.
+    Params and states may be arrays or `ShapeDtypeStruct`s: answers depend only on structure, shapes and dtypes, and are
+    cached by them.
     """
 
     inner: optax.GradientTransformation
@@ -56,7 +56,7 @@ class Setup:
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The batch axes larger than 1: types vary over these, and gradients are summed over these."""
+        """The batch axes larger than 1: types vary over these, and gradients are summed over them."""
         return tuple(axis for axis in self.batch_axes if self.sizes[axis] > 1)
 
     @property
@@ -69,11 +69,11 @@ class Setup:
         return frozen.flags(self.config.frozen, params)[0]
 
     def trained(self, params: Tree) -> Tree:
-        """The params (or a tree like them) with `optax.MaskedNode`s in place of what is frozen."""
+        """The params (or a tree like them) with an `optax.MaskedNode` in place of each frozen leaf."""
         return frozen.trained(self.frozen(params), params) if self.config.frozen is not None else params
 
     def with_frozen(self, tree: Tree, params: Tree, fill: Callable[[Tree], Tree]) -> Tree:
-        """A tree like `params`, of a tree of the trained ones, and what `fill` makes of each frozen one."""
+        """A tree like `params`: trained leaves from `tree`, and `fill(leaf)` for each frozen one."""
         if self.config.frozen is None:
             return tree
         return frozen.with_frozen(self.frozen(params), tree, params, fill)
@@ -83,17 +83,17 @@ class Setup:
         return _layout(self, params)
 
     def dealt(self, params: Tree) -> Layout:
-        """As `layout`, and with `Leaf.home` for each leaf whose state is laid out by whole matrices."""
+        """As `layout`, with `Leaf.home` set for each leaf whose state is cut into whole matrices."""
         return _dealt(self, params)
 
     def with_state(self, params: Tree, state: Tree | None = None) -> Layout:
-        """As `dealt`, and with the leaves of `state`, or of the state that `init` makes."""
+        """As `dealt`, with the leaves of `state`, or of the state that `init` makes."""
         if state is None:
             state = self.abstract_state(params)
         return _with_state(self, (params, state))
 
     def strictly(self, params: Tree) -> Layout:
-        """As `layout`, for the whole tree of params: raises a ValueError for specs that match no leaf."""
+        """As `layout`, for the complete params: raises a ValueError for specs that match no leaf."""
         found = self.layout(params)
         check_specs_used(found)
         return found
@@ -112,19 +112,19 @@ class Setup:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)  # pyright: ignore[reportArgumentType]
 
     def state_shardings(self, found: Layout) -> Tree:
-        """Where the state of a layout that has one lives, as `NamedSharding`s, in the host's memory too."""
+        """The `NamedSharding`s of a layout's state, with memory kinds."""
         leaves = [NamedSharding(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
         return unflatten(found.state_treedef, leaves)
 
     def plain_init(self, params: Tree) -> Tree:
-        """The state before it is sharded: `inner.init`, and the state that options add to it."""
+        """The state before sharding: `inner.init`'s, and the state that options add."""
         return precision.init(self.inner, self.trained(params), self.config)
 
     def abstract_state(self, params: Tree) -> Tree:
-        """The shapes of the state that `init` makes; an init that reads values of its params is run for them.
+        """The shapes of the state that `init` makes; runs an init that reads values of its params.
 
         Raises:
-          ValueError: it needs values, and these params have none here.
+          ValueError: the init needs values, and these params have none here.
         """
         start = _start(self, params)
         if not start.why:
@@ -132,7 +132,7 @@ class Setup:
         return jax.tree.map(shape_of, state_of_values(self.plain_init, params, start.why))
 
     def why_no_shapes(self, params: Tree) -> str:
-        """Why `init` cannot be traced, so that nobody knows its state's shapes without running it; else ""."""
+        """Why `init` cannot be traced, so that only running it shows its state's shapes; "" if it can."""
         return _start(self, params).why
 
     def is_traceable(self, params: Tree, state: Tree) -> bool:
@@ -140,25 +140,25 @@ class Setup:
         return _update_of(self, (params, state)) is not None
 
     def fragile(self, params: Tree, state: Tree, *, traced: bool) -> frozenset[str]:
-        """The operations in an update of this state whose operands must not be cut; all, if it is not known."""
+        """The operations in an update of this state whose operands must not be cut; all such ones if it is unknown."""
         found = _fragile(self, (params, state))
         if found is None:
             found = ALL if traced else frozenset()
         return self._where_it_runs(found)
 
     def fragile_at_init(self, params: Tree) -> frozenset[str]:
-        """The same, of `init`."""
+        """The same for `init`."""
         return self._where_it_runs(_start(self, params).fragile)
 
     def _where_it_runs(self, fragile: frozenset[str]) -> frozenset[str]:
         return fragile if platforms.of(self.mesh).transforms_whole_rows else fragile - FOURIER
 
     def settled(self, params: Tree, state: Tree) -> Settled:
-        """The shapes of the state after an update of `state`; for nearly all optimizers, they stay."""
+        """The shapes of the state after an update of `state`; nearly all optimizers keep them."""
         return _settled(self, (params, state))
 
     def expected_states(self, params: Tree) -> list[Tree]:
-        """The shapes that a state may have: as `init` makes it, and as it is after its first update.
+        """The shapes that a state may have: those that `init` makes, and those after the first update.
 
         Empty if `init` reads values of its params.
         """
@@ -207,7 +207,7 @@ def _param_shardings(setup: Setup, params: Tree) -> Tree:
 
 @by_shapes
 def _start(setup: Setup, params: Tree) -> Start:
-    setup.layout(params)  # refuses a leaf that is no floating array
+    setup.layout(params)  # refuses a leaf that is not a floating array
     whole, params = params, setup.trained(params)
     precision.check_params(setup.config, params)
     try:

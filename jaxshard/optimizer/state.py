@@ -1,4 +1,4 @@
-"""Params and state at rest: places params, makes the state, makes copies equal, checks a state."""
+"""Params and state at rest: places params, makes the state, synchronizes copies, checks a state."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -70,14 +70,14 @@ def init(setup: Setup, params: Tree) -> Tree:
     _check_before_init(setup, params, found)
     params = global_view.at(params, setup.mesh, found.param_specs)
     state = jax.jit(make, out_shardings=shardings)(params)
-    if is_traced((params, state)):  # concrete params, within a trace; the state may have no leaves
+    if is_traced((params, state)):  # a trace around concrete params; the state may have no leaves
         return state
     taken = {address for leaf in jax.tree.leaves(params) for address in global_view.buffers(leaf)}
     return jax.tree.map(lambda x: global_view.copied(x) if global_view.buffers(x) & taken else x, state)
 
 
 def _init_by_values(setup: Setup, params: Tree) -> Tree:
-    """The state of an init that cannot be traced: made on the host, then cut."""
+    """The state of an init that cannot be traced: computed on the host, then sharded."""
     state = state_of_values(setup.plain_init, params, setup.why_no_shapes(params))
     found = setup.with_state(params, shapes_of(state))
     _check_before_init(setup, params, found)
@@ -85,7 +85,7 @@ def _init_by_values(setup: Setup, params: Tree) -> Tree:
 
 
 def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
-    """A copy of concrete arrays, laid out by `specs`, also where it is made within a trace."""
+    """A copy of concrete arrays, laid out by `specs`, also within a trace."""
     placed = jax.tree.map(global_view.copy_to, tree, setup.named(specs) if shardings is None else shardings)
     return global_view.at(placed, setup.mesh, specs) if is_traced(placed) else placed
 
@@ -126,7 +126,7 @@ def synchronize(setup: Setup, tree: T) -> T:
 
 
 def within_reach(setup: Setup, args: T) -> T:
-    """The loss's further arguments; an array committed to other devices than the mesh's is copied to all of these."""
+    """The loss's further arguments; an array committed to other devices is copied to all devices of the mesh."""
     if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(args)):
         return args
     mesh = check_has_devices("further arguments", setup.mesh)
@@ -142,7 +142,7 @@ def within_reach(setup: Setup, args: T) -> T:
 def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
     """Raises a ValueError for a state that was made by another optimizer, or under other options.
 
-    A state is right if it is as `init` makes it, or as updates of that leave it. Where nobody can tell (an init that
+    A state is right if `init` makes its shapes and dtypes, or updates lead to them. If that is unknown (an init that
     reads values), nothing is refused.
     """
     expected = setup.expected_states(params)
@@ -174,7 +174,7 @@ _CODES = (jnp.int8, jnp.uint8)
 
 
 def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
-    """Raises a ValueError for moments in 8 bits where others are expected, or the other way round: no cast helps."""
+    """Raises a ValueError if moments have 8 bits and should not, or the other way round: no cast helps."""
     want = nearest(state, expected)
     if structure(want) != structure(state):
         return
@@ -188,7 +188,7 @@ def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
 
 
 def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:
-    """The expected state of this structure, or the first."""
+    """The expected state with this state's structure, or else the first."""
     return next((one for one in expected if structure(one) == structure(state)), expected[0])
 
 
@@ -208,10 +208,10 @@ def _differs(x: Tree, want: jax.ShapeDtypeStruct) -> bool:
 
 
 def _goes_on(setup: Setup, state: Tree, params: Tree, expected: Sequence[Tree]) -> bool:
-    """Whether plain optax goes on with a state that neither `init` nor the first update makes.
+    """Whether plain optax accepts a state that neither `init` nor the first update makes.
 
-    It does if an update keeps the dtypes in which this state differs; and if the optimizer gives its state other leaves
-    or shapes at every update (a list that grows).
+    It does if an update keeps the dtypes in which this state differs, or if every update changes the state's leaves or
+    shapes (a list that grows).
     """
     given = shapes_of(state)
     if any(fits(state, one, dtypes=False) for one in expected):

@@ -1,4 +1,4 @@
-"""State of the host streamed through the devices: one leaf's loop over chunks."""
+"""Streams state on the host through the devices: one leaf's loop over chunks."""
 
 import dataclasses
 import math
@@ -16,22 +16,22 @@ from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import BROADCAST
 from jaxshard.programs.rerun import anew
 
-_CHUNK = 2**21  # the elements of a chunk, at most, where dims allow it
+_CHUNK = 2**21  # the most elements of a chunk, if the dims divide so
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Element-wise equations on arrays of one shape, and counts over them, which run chunk by chunk.
+    """Elementwise equations on arrays of one shape, and counts over them, which run chunk by chunk.
 
     Attributes:
       mesh: the devices.
-      spec: where all these arrays lie.
+      spec: the layout of all these arrays.
       program: from `given`, then `read`, to `outs`.
-      given: what it reads of the devices' memory.
-      read: what it reads of the host's.
-      outs: its results. A single number is a count.
-      buffers: for each result, the array on the host that it takes the place of; None: it stays on the devices.
-      places: of the equations.
+      given: its operands in the devices' memory.
+      read: its operands in the host's memory.
+      outs: its results. A scalar is a count.
+      buffers: for each result, the array on the host that it overwrites; None: it stays on the devices.
+      places: the indices of the equations.
     """
 
     mesh: AnyMesh
@@ -49,16 +49,16 @@ class Stream:
         return [v for v, buffer in zip(self.outs, self.buffers, strict=True) if buffer is not None]
 
     def piece(self, there: Mapping[Var, jax.Array], done: list[list[jax.Array]]) -> Piece:
-        """It as a piece of the update; `there` has the values of what lies on the host.
+        """The stream as a piece of the update; `there` has the arrays on the host.
 
-        It begins when the streams that are `done` have ended, and counts itself among them: nothing else would keep XLA
-        from having many streams' chunks on the devices at a time.
+        It starts when the last stream in `done` has ended, and adds itself: otherwise XLA could hold chunks of many
+        streams on the devices at a time.
         """
         kept = list(dict.fromkeys([*self.read, *(v for v in self.buffers if v is not None)]))
         loop = Loop(self, tuple(kept), local_shape(tuple(kept[0].aval.shape), self.spec, dict(self.mesh.shape)))
         specs = [self.spec if is_big(v) else P() for v in self.given]
         axes = axes_of(self.spec)
-        of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one of each device
+        of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one count per device
 
         def run(values: list[Tree]) -> Sequence[Tree]:
             body = jax.shard_map(
@@ -78,14 +78,14 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The loop over a stream's chunks, on one device; `kept` are its arrays on the host, `shape` is that of a part."""
+    """The loop over a stream's chunks, on one device; `kept` are its arrays on the host, `shape` is a shard's shape."""
 
     stream: Stream
     kept: tuple[Var, ...]
     shape: tuple[int, ...]
 
     def run(self, given: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
-        """The parts of the results."""
+        """This device's shards of the results."""
         stream, chunk = self.stream, _chunk(self.shape)
         values = dict(zip((*stream.given, *self.kept), (*given, *kept), strict=True))
         slots = self._slots()
@@ -117,7 +117,7 @@ class Loop:
         return [x if is_big(v) else x[None] for v, x in zip(stream.outs, made, strict=True)]
 
     def _slots(self) -> list[Var | None]:
-        """For each result, the operand whose memory it takes, chunk by chunk; None: memory of its own."""
+        """For each result, the operand that it overwrites chunk by chunk; None: it gets memory of its own."""
         free = [v for v in self.stream.given if is_big(v)]
         found: list[Var | None] = []
         for v, buffer in zip(self.stream.outs, self.stream.buffers, strict=True):
@@ -141,7 +141,7 @@ def _chunk(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _start(i: jax.Array, shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[jax.Array]:
-    """Where chunk `i` begins, in the order of rows."""
+    """The start index of chunk `i`, in row-major order."""
     start: list[jax.Array] = []
     for size, part in zip(reversed(shape), reversed(chunk), strict=True):
         start.append(i % (size // part) * part)
@@ -150,5 +150,5 @@ def _start(i: jax.Array, shape: tuple[int, ...], chunk: tuple[int, ...]) -> list
 
 
 def spreads(eqn: Equation) -> bool:
-    """Whether it makes an array of one number."""
+    """Whether an equation broadcasts a scalar."""
     return eqn.primitive.name == BROADCAST and not is_big(eqn.invars[0])

@@ -1,6 +1,6 @@
 """The update in the global view: gradients and params move to where the state lives, the result to where params live.
 
-The inner optimizer sees whole logical arrays, which are stored in parts, so that every optax optimizer is exact.
+The inner optimizer sees whole logical arrays, stored as shards, so every optax optimizer is exact.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,10 +46,10 @@ def advance(
     ok: jax.Array | None = None,
     judges: bool = False,
 ) -> tuple[Tree, Tree, Verdict | None]:
-    """One update; returns (updates or new params, as `want` says, laid out as the params are; the new state).
+    """One update; returns (updates or new params, as `want` says, laid out like the params; the new state; a verdict).
 
-    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes. With `judges` nothing changes either if
-    params or state would no longer be finite; the third result says so.
+    If `want` is "params" and `ok`, a boolean scalar, is False, nothing changes. With `judges`, nothing changes either
+    if params or state would no longer be finite; the verdict says so.
     """
     like = shapes_of(grads if params is None else params)
     found = setup.dealt(like)
@@ -85,7 +85,7 @@ def advance(
 
 
 def _specs(found: Layout, params: Tree | None, state_and_specs: tuple[Tree, Tree]) -> tuple[Tree, ...] | None:
-    """The PartitionSpecs of the arguments of an update: gradients, state, params. None: the state gets other leaves."""
+    """The PartitionSpecs of gradients, state and params in an update; None if the state's structure changes."""
     state, specs = state_and_specs
     if jax.tree.structure(state) != jax.tree.structure(specs):
         return None
@@ -93,7 +93,7 @@ def _specs(found: Layout, params: Tree | None, state_and_specs: tuple[Tree, Tree
 
 
 def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
-    """The inner optimizer's update, its matrix work by owners, if there is any that has no home yet."""
+    """The inner optimizer's update; owners do the matrix work of leaves that are not cut into whole matrices."""
     leaves = [leaf for leaf in found.params if not leaf.frozen]
     owned = tuple(leaf.matrices is not None and leaf.home is None for leaf in leaves)
     axes = tuple(axis for axis in setup.config.cut_axes.state if setup.sizes[axis] > 1)
@@ -121,9 +121,9 @@ def shard_step(
 ) -> tuple[tuple[Tree, Verdict | None], Tree]:
     """One update before anything is gathered; returns ((updates, or with `new` the new params; verdict), new state).
 
-    Where `ok` is False nothing changes, and with `judges` nothing where anything would no longer be finite. Params are
-    selected here, or after the gather. `ok=None`: the step is always taken. `specs`: of gradients, state and params, or
-    None. `is_far`: some of the state lies in the host's memory. `run` runs the inner optimizer's update.
+    If `ok` is False, nothing changes; with `judges`, nothing changes either if anything would no longer be finite. Old
+    or new params are selected here, or after the gather. `ok=None`: the step is always taken. `specs`: of gradients,
+    state and params, or None. `is_far`: some state lies on the host. `run` runs the inner optimizer's update.
     """
 
     def updated(grads: Tree, state: Tree, params: Tree | None) -> tuple[Tree, Tree]:
@@ -136,7 +136,7 @@ def shard_step(
     if judges and ok is not None:
         one = Judged(updated, (grads, state, params), specs, setup.mesh, is_far)
         (out, state_after), (_, state_before, params_before) = one.looked(), one.looked_at
-        # An update is judged by itself: the params may lie elsewhere, and would have to move for it.
+        # Updates are judged without the params, which may have another layout, and would have to move.
         start = params_before if new else jax.tree.map(jnp.zeros_like, out)
         agreed = verdict(ok, (out, state_after), (start, state_before), later=one.is_shared)
         ok = agreed.ok
@@ -146,13 +146,13 @@ def shard_step(
     state_after = _unless(ok, state_after, state)
     if new and not _selects_whole(setup):
         out = _unless(ok, out, params)
-    elif is_far:  # what waits for the verdict lets the state, of which it is made, wait on the host
+    elif is_far:  # a result that waits for the verdict lets the state that it reads wait on the host
         out = _unless(ok, out, jax.tree.map(jnp.zeros_like, out))
     return (out, agreed), state_after
 
 
 def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
-    """Turns the gathered result of `shard_step` into updates; if params are widened, that result is new params."""
+    """Turns the gathered result of `shard_step`, which is new params if they are widened, into updates."""
     if not setup.config.widens:
         return out
     wide = setup.config.master_dtype or jnp.float32
@@ -162,27 +162,26 @@ def as_updates(setup: Setup, out: Tree, params: Tree | None) -> Tree:
 def _sends_updates(setup: Setup, found: Layout) -> bool:
     """Whether updates, not new params, move to where the params live.
 
-    If params are cut differently from their updates, moving updates spares an optimizer that does not read params from
-    having them moved there.
+    If params and updates are cut differently, an optimizer that does not read params then needs no params moved.
     """
     return _gathers_by_constraint(setup, found) or platforms.of(setup.mesh).sends_updates
 
 
 def _gathers_by_constraint(setup: Setup, found: Layout) -> bool:
-    """Whether XLA moves the result to where the params live: these are cut, and some are cut differently there."""
+    """Whether XLA moves the result to where the params live: params are cut, and some differently from the result."""
     return setup.config.cuts.params and any(leaf.home for leaf in found.params)
 
 
 def _selects_whole(setup: Setup) -> bool:
     """Whether new or old params are selected after the all-gather instead of before it.
 
-    Where selecting before takes less memory, XLA writes the gathered params over the old ones.
+    If selecting before takes less memory, XLA writes the gathered params over the old ones.
     """
     return platforms.of(setup.mesh).selects_after_gather
 
 
 def _with_extra(step: Callable[..., Tree], extra: Extra) -> Callable[..., Tree]:
-    """`step` with the arrays in `extra` as its last argument; functions and constants are closed over."""
+    """`step` with the arrays in `extra` as its last argument; it closes over functions and constants."""
     leaves, treedef = jax.tree.flatten(dict(extra))
 
     def with_arrays(grads, state, params, ok, arrays):
@@ -205,7 +204,7 @@ def _is_array(leaf: Tree) -> bool:
 def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> Tree:
     """Moves a tree from where the state lives to where the params live.
 
-    `old`: params that the result replaces, whose memory it may take.
+    `old`: params that the result replaces and may overwrite.
     """
     if _gathers_by_constraint(setup, found):
         return global_view.on(tree, setup.mesh, found.home_specs, found.param_specs)
@@ -224,8 +223,8 @@ def _to_params(setup: Setup, found: Layout, tree: Tree, *, old: Tree | None) -> 
 def _unless(ok: jax.Array | None, new: Tree, old: Tree) -> Tree:
     """`new` if `ok` (a scalar) is True or None, else `old`, bit for bit; leaves that only `new` has stay.
 
-    By selects: with branches XLA for CPU ran two all-reduces of a step at a time, which ends the process. Where it
-    copies what it selects from, a step of ddp on simulated devices takes 1.08 times as long, with branches 1.02 times.
+    By selects: with branches, XLA for CPU ran two all-reduces of a step at a time, which ends the process. Selects copy
+    their operands, so a step of ddp on simulated devices takes 1.08 times as long; with branches, 1.02 times.
     """
 
     def choose(n: jax.Array, o: jax.Array) -> jax.Array:

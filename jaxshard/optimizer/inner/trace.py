@@ -1,4 +1,4 @@
-"""Traces the inner optimizer's init and update on shapes, for modules that must know what they compute."""
+"""Traces the inner optimizer's init and update on shapes, for modules that analyse them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +18,9 @@ from jaxshard.programs.questions import depends
 
 
 class Start(NamedTuple):
-    """The shapes of the state that an init makes; if it reads values of its params, `why` has JAX's words instead.
+    """The shapes of the state that an init makes; if it reads values of its params, `why` has JAX's message instead.
 
-    `fragile` names the operations in it whose operands must not be cut.
+    `fragile` names the operations of the init whose operands must not be cut.
     """
 
     state: Tree
@@ -39,21 +39,17 @@ def first_state(inner: optax.GradientTransformation, params: Tree) -> Start:
 
 
 def _checked(state: Tree) -> Tree:
-    """The state itself.
-
-    Raises:
-      TypeError: a leaf of it is neither an array nor a number.
-    """
+    """The state unchanged; raises a TypeError for a leaf that is neither an array nor a number."""
     for names, leaf in named_leaves(state):
         check_is_array(f"init: {path_of(names)} of the optimizer's state", leaf)
     return state
 
 
 def state_of_values(init: Callable[[Tree], Tree], params: Tree, why: str) -> Tree:
-    """The state of an init that reads values of its params, on this process's first CPU device; `why` as in `Start`.
+    """Runs an init that reads values of its params on this process's first CPU device; `why` as in `Start`.
 
     Raises:
-      ValueError: the params have no values here: they are shapes, traced, or in part on other processes.
+      ValueError: the params have no values here: they are shapes, traced, or partly on other processes.
     """
 
     def on_host(path: str, x: Tree) -> Tree:
@@ -79,7 +75,7 @@ def _on_cpu() -> AbstractContextManager[None]:
 
 
 class Traced(NamedTuple):
-    """A traced update: `jaxpr` maps (gradients, state, params) to (updates, state); also the state before and after."""
+    """A traced update, from (gradients, state, params) to (updates, state), and the state before and after it."""
 
     jaxpr: Jaxpr
     before: Tree
@@ -88,7 +84,7 @@ class Traced(NamedTuple):
 
 @by_shapes
 def first_update(inner: optax.GradientTransformation, params: Tree) -> Traced | None:
-    """Traces the first update. None if that fails: it needs further arguments, or the first step will raise."""
+    """The traced first update; None if the trace fails: it needs further arguments, or the first step will raise."""
     start = first_state(inner, params)
     return None if start.why else _traced(inner, params, start.state)
 
@@ -111,7 +107,7 @@ def _traced(inner: optax.GradientTransformation, params: Tree, state: Tree) -> T
 
 
 def update_of(inner: optax.GradientTransformation, params: Tree, state: Tree) -> Traced | None:
-    """Traces an update of this state (shapes); None as for `first_update`."""
+    """The traced update of a state (shapes); None as for `first_update`."""
     start = first_state(inner, params)
     if not start.why and have_same_shapes(start.state, state):
         return first_update(inner, params)
@@ -119,7 +115,7 @@ def update_of(inner: optax.GradientTransformation, params: Tree, state: Tree) ->
 
 
 class Settled(NamedTuple):
-    """The state after an update, which for a few optimizers has other leaves, shapes or dtypes than before.
+    """The state after an update; in a few optimizers its leaves, shapes or dtypes differ from those before.
 
     `binding` names leaves that the update drops, gives another shape, or adds for later updates to read. A step that
     changes these leaves cannot be skipped.
@@ -130,7 +126,7 @@ class Settled(NamedTuple):
 
 
 def settled(inner: optax.GradientTransformation, params: Tree, found: Traced) -> Settled | None:
-    """The state after the update `found`, if that changes structure, shapes or dtypes; None for nearly all."""
+    """The state after the update `found` if its structure, shapes or dtypes change; None for nearly all optimizers."""
     if have_same_shapes(found.after, found.before):
         return None
     before, after = (dict(named_leaves(state)) for state in (found.before, found.after))

@@ -16,13 +16,13 @@ PART = "the update"  # in a step, for `programs.source`
 
 Update: TypeAlias = Callable[
     [optax.GradientTransformation, Tree, Tree, Tree, Mapping[str, Tree]], tuple[Tree, Tree]
-]  # what `update` is: (inner, gradients, state, params, further arguments) -> (updates, state)
+]  # like `update`: (inner, gradients, state, params, further arguments) -> (updates, state)
 
-_OFFERED = ("value", "grad")  # `train_step` gives these to every optimizer that takes them
+_OFFERED = ("value", "grad")  # `train_step` passes these to every optimizer that accepts them
 
 
 def fast(tree: Tree) -> Tree:
-    """The params that the loss is differentiated by: the fast ones of `optax.LookaheadParams`, else all."""
+    """The params that the loss uses: the fast ones of `optax.LookaheadParams`, else all."""
     return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
@@ -34,10 +34,10 @@ def with_fast(tree: Tree, of_fast: Tree) -> Tree:
 def update(
     inner: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Tree]
 ) -> tuple[Tree, Tree]:
-    """Returns (updates, state). A transformation that refuses `value` or `grad`, as sam does, is called without it.
+    """Returns (updates, state). A transformation that refuses `value` or `grad`, like sam, is called without it.
 
     Raises:
-      TypeError: it needs an argument that it is not given, or does not return (updates, state).
+      TypeError: the optimizer lacks an argument that it needs, or does not return (updates, state).
       ValueError: the updates do not fit the params.
     """
     run = optax.with_extra_args_support(inner).update
@@ -57,11 +57,11 @@ def update(
 
 
 def _fitting(updates: Tree, params: Tree) -> Tree:
-    """The updates in the params' shapes: as `optax.apply_updates` does, smaller ones are broadcast.
+    """The updates in the params' shapes; smaller ones are broadcast, as in `optax.apply_updates`.
 
     Raises:
       TypeError: an update is neither an array nor a number.
-      ValueError: the updates have other leaves than the params, or a shape that cannot be broadcast.
+      ValueError: the updates and params differ in structure, or a shape cannot be broadcast.
     """
     shapes = [(names, jnp.shape(leaf)) for names, leaf in named_leaves(params)]
     if structure(updates) != structure(params):
@@ -104,7 +104,7 @@ def check_is_array(what: str, leaf: Tree) -> None:
 
 
 def _raise_if_missing(error: TypeError) -> None:
-    """Raises a TypeError with the cure if the error says that an argument is missing, as `value_fn` often is."""
+    """Raises a TypeError with the cure if the error is about a missing argument, such as `value_fn`."""
     missing = re.search(r"missing \d+ required keyword-only arguments?: '(\w+)'", str(error))
     if not missing:
         return

@@ -1,8 +1,8 @@
 """Finds the dims along which a leaf can be cut into whole matrices, so that Muon updates each matrix on one device.
 
-The answer comes from the traced update, not from names: a dim of a leaf is a batch dim if, wherever the leaf's values
-enter a matrix operation, that dim is one of the operation's batch dims. The answer changes speed alone: the update
-runs in the global view, so every layout gives the same result.
+The answer comes from the traced update, not from names: a dim of a leaf is a batch dim if it is one in every matrix
+operation that the leaf's values enter. It affects only speed: the update runs in the global view, so every layout gives
+the same result.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ from jaxshard.programs.walk import Walk
 def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[int, ...] | None]:
     """For each leaf of params (arrays or shapes), the dims over which its matrices are batched in `inner.update`.
 
-    None for a leaf that enters no matrix operation, and for all leaves if the update cannot be traced without further
-    arguments.
+    None for a leaf that enters no matrix operation, and for all if the update needs further arguments to be traced.
     """
     named, traced = named_leaves(params), first_update(inner, params)
     if traced is None:
@@ -47,18 +46,18 @@ def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A value computed from one leaf; `dims[i]` is the value's dim that is the leaf's dim i, or None if none is."""
+    """A value computed from one leaf; `dims[i]` is the value's dim that corresponds to the leaf's dim i, or None."""
 
     leaf: int
     dims: tuple[int | None, ...]
 
     def moved(self, new: Callable[[int], int | None]) -> "_Place":
-        """The place of a value computed from this one; `new` maps each dim of this value to the new one's, or None."""
+        """The place of a value computed from this one; `new` maps this value's dims to the new value's, or to None."""
         return _Place(self.leaf, tuple(None if d is None else new(d) for d in self.dims))
 
 
 class _Matrices(Walk[_Place | None]):
-    """Follows leaves; collects (leaf, dim) pairs that matrix operations batch over, or mix."""
+    """Follows leaves; collects the (leaf, dim) pairs that matrix operations batch over, and those that they mix."""
 
     nothing = None
 
@@ -111,7 +110,7 @@ class _Matrices(Walk[_Place | None]):
                 (self.batched if now in batch else self.mixed).add((place.leaf, dim))
 
     def _moves(self, eqn: Equation, operand: int, place: _Place) -> Callable[[tuple[int, ...]], _Place]:
-        """For any other operation, a function from an output's shape to the operand's place in that output."""
+        """For any other operation, a function from an output's shape to the operand's `_Place` in that output."""
         name, shape = eqn.primitive.name, eqn.invars[operand].aval.shape
         if name in LINEAR_ALGEBRA:
             self._note(place, list(range(len(shape) - 2)), len(shape))

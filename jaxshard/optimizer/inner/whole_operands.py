@@ -1,8 +1,8 @@
-"""Lays out whole what XLA computes wrongly, or not at all, from cut operands.
+"""Replicates the operands that XLA handles wrongly, or not at all, when they are sharded.
 
-XLA for CPU wants a Fourier transform's operands in the order of rows (RET_CHECK in fft_thunk, jax 0.10 to 0.12), which
-its own moves between devices do not keep. XLA of jax 0.10.2 gives wrong numbers where one cut array goes into two kinds
-of cumulative operations, a sum and a maximum.
+XLA for CPU needs a Fourier transform's operands in row-major order (RET_CHECK in fft_thunk, jax 0.10 to 0.12), which
+its own resharding does not keep. XLA of jax 0.10.2 gives wrong numbers if one sharded array enters two kinds of
+cumulative operations, a sum and a maximum.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Finds the part of a user's chain of transformations that an equation comes from, by the equation's traceback."""
+"""Finds the part of a user's chain of transformations that an equation comes from, by its traceback."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ Frames = list[tuple[str, str, int, int]]  # (qualname, file, first line, current
 
 
 def of_equations(trail: tuple[Equation, ...], inner: optax.GradientTransformation) -> str:
-    """Its place, as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" if not known.
+    """The equation's place, such as "chain[0] > clip_by_global_norm (optax/transforms/_clipping.py:96)"; "" if unknown.
 
     Args:
       trail: an equation, after the calls around it, the outermost first.
@@ -61,7 +61,7 @@ def _place(frames: Frames, inner: optax.GradientTransformation) -> str:
 
 
 def _routes(start: object, steps: list[Step]) -> list[tuple[int, tuple[str, ...]]]:
-    """All ways from `start` through `steps`: (number of steps not found, each step's index or "")."""
+    """All routes from `start` through `steps`: (number of steps not found, each step's index or "")."""
     for skipped, step in enumerate(steps):
         if found := [(index, fn) for index, fn in _reached(start) if _is(fn, step)]:
             rest = [(index, *route) for index, fn in found for route in _routes(fn, steps[skipped + 1 :])]

@@ -1,15 +1,15 @@
 """Decides whether a transformation may run on shards, from its traced update, not from names.
 
 The update is traced twice, on shards and on whole leaves, and the two programs are walked side by side. Each pair of
-values gets a label that says how the two are related:
+values gets a label, the relation between the two:
   SAME   they are equal, on every device;
-  FILL   every element of both is the same one number (scalars too); the shapes may differ;
-  Shard  the first is this device's part of the second, cut as a leaf is;
+  FILL   all elements of both are one number (scalars too); the shapes may differ;
+  Shard  the first is this device's shard of the second, cut like a leaf;
   Mixed  nothing is known.
-The update must return a Shard for each leaf that is cut, and SAME for each leaf kept whole (FILL will do for both). An
-operation that is not known to keep these relations gives Mixed, so anything that cannot be proved is refused. So is an
-operation with an effect, wherever it stands.
-Where no leaf is cut, the update is traced once, and compared with itself: SAME says equal on every device.
+The update must return a Shard for each cut leaf, and SAME for each whole leaf (FILL is right for both). An operation
+without a known rule gives Mixed, so anything unproven is refused. So is any operation with an effect.
+
+If no leaf is cut, the update is traced once, and compared with itself: SAME then means equal on every device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,14 +49,14 @@ from jaxshard.programs.primitives import (
     SCAN,
 )
 
-_SHAPES = frozenset({"shape", "new_sizes"})  # of results, which are compared themselves
-_FOLLOWED = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})  # programs of loops, which are followed
+_SHAPES = frozenset({"shape", "new_sizes"})  # parameters that repeat the results' shapes, which are compared anyway
+_FOLLOWED = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})  # programs, which are walked themselves
 KNOWN = POINTWISE | PURE
-"""Operations that keep relations, as the rules below say; `CALLS` and `CONTROL` are followed, others are refused."""
+"""Operations that the rules below know; `CALLS` and `CONTROL` are followed, others are refused."""
 
 
 class NotElementwise(Exception):
-    """The computation mixes elements, varies or has an effect; `mixed` says how, and where."""
+    """The computation mixes elements, varies or has an effect; `mixed` tells how and where."""
 
     def __init__(self, mixed: Mixed):
         super().__init__(mixed.what)
@@ -64,7 +64,7 @@ class NotElementwise(Exception):
 
 
 class Result(NamedTuple):
-    """What a result must be: the leaf it belongs to, how that is cut, and the shape of a device's part."""
+    """The requirement for a result: the leaf it belongs to, how that is cut, and the shape of a device's shard."""
 
     path: str
     label: Label
@@ -78,10 +78,10 @@ def check_elementwise(
 
     Args:
       on_shards: the closed jaxpr of the update, traced on shards.
-      on_whole: the same, traced on whole leaves; or `on_shards` itself, where nothing is cut.
+      on_whole: the same, traced on whole leaves; or `on_shards` itself, if nothing is cut.
       labels: the relation of each pair of inputs.
-      results: what each result must be.
-      axes: the mesh axes along which devices hold different parts of leaves and batch.
+      results: the requirement for each result.
+      axes: the mesh axes along which devices hold different shards of leaves and batch.
 
     Raises:
       NotElementwise: the check cannot prove it.
@@ -100,12 +100,12 @@ def check_elementwise(
 
 
 def _check_effects(program: Jaxpr, trail: Trail) -> None:
-    """Raises NotElementwise for an equation with an effect, at any depth; a look at values is none."""
+    """Raises NotElementwise for an equation with an effect, at any depth; debugging callbacks are allowed."""
     for eqn in open_jaxpr(program).eqns:
         inside = list(subprograms(eqn)) if eqn.primitive.name in CALLS | CONTROL else []
         for inner in inside:
             _check_effects(inner, (*trail, eqn))
-        has_one = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)  # that: it names an axis
+        has_one = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)  # it names an axis
         if has_one and not inside and eqn.primitive.name not in DEBUGGING:
             what = f"it applies `{eqn.primitive.name}`, which has an effect"
             raise NotElementwise(Mixed(what, (*trail, eqn), "has an effect"))
@@ -130,12 +130,12 @@ class _Comparison(NamedTuple):
                 found = [env.read(v, w, (*trail, a)) for v, w in zip(a.invars, b.invars, strict=True)]
                 for v, w, label in zip(a.outvars, b.outvars, self._through(a, b, found, (*trail, a)), strict=True):
                     env.write(v, w, label)
-        except Unlike as parted:  # from here on, so later values are not related
+        except Unlike as parted:  # values after this point are unrelated
             env.parted = _parted(parted.one, parted.two, env, trail)
         return [env.read(v, w, trail) for v, w in zip(one.outvars, two.outvars, strict=True)]
 
     def _constants(self, on_shards: Jaxpr, on_whole: Jaxpr, trail: Trail) -> Iterator[tuple[Var, Var, Label]]:
-        """The labels of what the programs close over; a tracer's type says whether it differs between devices."""
+        """The labels of the programs' constants; a tracer's type says whether it differs between devices."""
         one, two = open_jaxpr(on_shards).constvars, open_jaxpr(on_whole).constvars
         values = [list(getattr(jaxpr, "consts", ())) for jaxpr in (on_shards, on_whole)]
         known = len(values[0]) == len(one) == len(values[1]) == len(two)
@@ -176,7 +176,7 @@ class _Comparison(NamedTuple):
         return _through_parts(a, b, labels, trail)
 
     def _reduces_to_one(self, eqn: Equation) -> bool:
-        """Whether it gives all devices one result, which is then right: where nothing is cut."""
+        """Whether an equation gives all devices one result, which is right if nothing is cut."""
         everywhere = self.is_one and eqn.params.get("axis_index_groups") is None
         return everywhere and eqn.primitive.name in ALL_REDUCES and self.axes <= set(eqn.params["axes"])
 
@@ -281,7 +281,7 @@ def _mix(eqn: Equation, labels: Sequence[Label], trail: Trail, operation: str) -
 
 
 def _unknown(eqn: Equation, labels: Sequence[Label], trail: Trail) -> Mixed:
-    """The label of the results of an operation of which nobody knows whether equal operands give equal results."""
+    """The label of the results of an operation that may give different results for equal operands."""
     for label in labels:
         if isinstance(label, Mixed):
             return label
@@ -294,6 +294,6 @@ def _same_shapes(a: Equation, b: Equation) -> bool:
 
 
 def _same_params(a: Equation, b: Equation) -> bool:
-    """Whether two equations of one primitive have equal parameters, but for shapes of results and programs of loops."""
+    """Whether two equations of one primitive have equal parameters, except result shapes and loops' programs."""
     apart = _FOLLOWED if a.primitive.name in CONTROL else _SHAPES
     return all(key in apart or same(x, b.params.get(key)) for key, x in a.params.items())

@@ -1,4 +1,4 @@
-"""What is known of a pair of values: one of an update of shards, the other of the update of whole leaves."""
+"""Labels of pairs of values: one from an update of shards, the other from the update of whole leaves."""
 
 import dataclasses
 import math
@@ -22,10 +22,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixed:
-    """Nothing is known of the pair, since the update has a fault; `what` says in words where it first had it.
+    """The pair is unrelated, since the update has a fault; `what` names its first place in words.
 
-    The faults: an operation combines elements that lie on different devices; nobody knows whether it does; a value
-    differs from device to device; an operation has an effect, which each device would have.
+    The faults: an operation combines elements of different devices, or it is unknown whether it does; a value differs
+    from device to device; an operation has an effect, which would happen on each device.
     """
 
     what: str
@@ -37,7 +37,7 @@ Label = str | Shard | Mixed
 
 
 def mixed(eqn: Equation, labels: Sequence[Label], trail: Trail, operation: str) -> Mixed:
-    """The label Mixed for the results of `eqn`; if one of `labels` is Mixed already, that one."""
+    """The label Mixed for the results of `eqn`: the first Mixed one of `labels`, else a new one."""
     for label in labels:
         if isinstance(label, Mixed):
             return label if label.trail else dataclasses.replace(label, trail=trail)

@@ -1,4 +1,4 @@
-"""What the local view refuses, before anything is computed: what would differ between devices, or be wrong on parts."""
+"""Checks of the local view: refuses updates that would differ between devices, or be wrong on shards."""
 
 import math
 from collections.abc import Collection
@@ -55,15 +55,15 @@ def _manual(setup: Setup) -> tuple[str, ...]:
     return tuple(axis for axis in setup.batch_axes if axis in collectives.manual_axes())
 
 
-# What it is given.
+# Its inputs.
 
 
 def check_inputs(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: Extra) -> Tree:
-    """Checks shapes and varying types; returns the shapes of the whole state, of which `state` is a part.
+    """Checks shapes and varying types; returns the shapes of the whole state, of which `state` is a shard.
 
     Raises:
       TypeError: gradients do not vary, or something else does.
-      ValueError: the state is no part of a state of this optimizer.
+      ValueError: the state is not a shard of this optimizer's state.
     """
     for names, g in named_leaves(updates):
         if missing := sorted({*setup.split_axes} - collectives.varying(g)):
@@ -83,7 +83,7 @@ def check_inputs(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
 
 
 def _check_same(setup: Setup, what: str, names: Names, x: Tree, but: Collection[str] = ()) -> None:
-    """Raises a TypeError for an array that differs from device to device over another axis than those of `but`."""
+    """Raises a TypeError for an array that varies over an axis that is not in `but`."""
     if isinstance(x, jax.Array) and (wrong := sorted((collectives.varying(x) & {*setup.split_axes}) - {*but})):
         raise TypeError(
             f"{setup.config.strategy}: {what} {path_of(names)} varies over {wrong}; pass params as they came in, not "
@@ -113,25 +113,25 @@ def _whole_state(setup: Setup, state: Tree, params: Tree) -> tuple[Tree, tuple[L
 
 
 def _part(setup: Setup, leaf: Leaf) -> tuple[int, ...]:
-    """The shape of a device's part of a leaf; the model's axes, which XLA may see to, cut nothing in a shard_map."""
+    """The shape of a device's shard of a leaf; the model's axes, if left to XLA, cut nothing in a shard_map."""
     shape = list(leaf.shape)
     for dim, axes in leaf.dims:
         shape[dim] //= math.prod(setup.sizes[axis] for axis in axes)
     return tuple(shape)
 
 
-# What it computes.
+# Its computation.
 
 
 def check_update(setup: Setup, parts: tuple[Tree, Tree, Tree], whole: tuple[Tree, Tree, Tree], extra: Extra) -> None:
-    """Checks that the update of a device's parts is its part of the update of whole leaves, and has no effect.
+    """Checks that the update of a device's shards is its shard of the update of whole leaves, and has no effect.
 
     Args:
       parts: gradients, state and params (or None) of this device.
       whole: shapes of the whole ones.
 
     Raises:
-      ValueError: that cannot be proved; the message has the operation, its place in the chain, and the cure.
+      ValueError: this cannot be proved; the message has the operation, its place in the chain, and the cure.
     """
     try:
         on_whole, (_, after) = _traced(setup, whole, extra)  # first: if this raises, the shards are not to blame
@@ -151,7 +151,7 @@ def check_update(setup: Setup, parts: tuple[Tree, Tree, Tree], whole: tuple[Tree
         elementwise.check_elementwise(on_shards, on_whole, labels, results, frozenset(setup.split_axes))
     except elementwise.NotElementwise as error:
         _refuse_update(setup, error.mixed)
-    except Exception as error:  # of any type: the user's own code, run on shapes that it may not be made for
+    except Exception as error:  # of any type: the user's own code, on shapes that it may not support
         paths = ", ".join(leaf.path for leaf in leaves if leaf.dims)
         _refuse_update(
             setup, Mixed(f"it cannot run on the shards of {paths}: {error}"), blame.of_error(error, setup.inner)
@@ -167,7 +167,7 @@ def _result(setup: Setup, leaf: Leaf) -> elementwise.Result:
 
 
 def _traced(setup: Setup, trees: tuple[Tree, Tree, Tree], extra: Extra) -> tuple[Jaxpr, Tree]:
-    """The inner step and its results' shapes, on plain shapes: in varying types, shards would differ from wholes."""
+    """The traced inner step and its results' shapes. Plain shapes: varying types would differ on shards and wholes."""
     leaves, treedef = jax.tree.flatten(trees)
     new = setup.config.widens
 
@@ -202,7 +202,7 @@ def _refuse_update(setup: Setup, mixed: Mixed, place: str = "") -> NoReturn:
 
 
 def _explained(setup: Setup, error: TypeError) -> str:
-    """JAX's words about a value whose type began to vary, and their likely cause."""
+    """The message for JAX's error about a value whose type began to vary, with its likely cause."""
     place = blame.of_error(error, setup.inner)
     return (
         f"{setup.config.strategy}: {_IN_WORDS['varies']}: {f'in {place}, ' if place else ''}it uses a value that "

@@ -1,4 +1,4 @@
-"""Work for owners: jobs of several units, what of them lies where, and how operands are packed for the way."""
+"""Work for owners: jobs of several units, the layout of their arrays, and the packing of operands to send."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.types import Jaxpr
 from jaxshard.programs.paired import same
 
-Buffers: TypeAlias = dict[np.dtype, jax.Array]  # flat arrays by dtype, all of the same leading dims
+Buffers: TypeAlias = dict[np.dtype, jax.Array]  # flat arrays by dtype, all with the same leading dims
 
 
 class Kind(NamedTuple):
-    """An operand or result of one unit: the shape of a device's part of it, where it lies, and its dtype.
+    """An operand or result of one unit: the shape of a device's shard (`part`), its spec, and its dtype.
 
-    `stacked`: a job has a stack of these on each device, one for each of its units. One that is not stacked may be the
-    same `value` for several jobs.
+    `stacked`: a job has a stack of these on each device, one for each of its units. If it is not stacked, several jobs
+    may share one `value`.
     """
 
     part: tuple[int, ...]
@@ -32,20 +32,20 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of a part."""
+        """The number of elements of a shard."""
         return math.prod(self.part)
 
     @property
     def is_cut(self) -> bool:
-        """Whether devices have different parts of it."""
+        """Whether devices have different shards of it."""
         return any(axes_in(entry) for entry in self.spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """`num_units` units of one program, each for one device; stacks of operands have one part for each.
+    """`num_units` units of one program, each for one device; stacks of operands have one shard for each unit.
 
-    `run` computes one unit, from operands whose stacks are of one; jobs of equal programs compute the same.
+    `run` computes one unit, from operands whose stacks have size 1.
     """
 
     program: Jaxpr
@@ -55,30 +55,30 @@ class Job:
     outs: tuple[Kind, ...]
 
     def is_like(self, other: "Job") -> bool:
-        """Whether a round can have units of both."""
+        """Whether units of both can share a full round."""
         plain = [[kind._replace(stacked=False, value=0) for kind in (*job.ins, *job.outs)] for job in (self, other)]
         several = [any(kind.stacked for kind in job.ins) for job in (self, other)]
         return plain[0] == plain[1] and several[0] == several[1] and same(self.program, other.program)
 
 
 class Share(NamedTuple):
-    """Some units of one program, on their way: a row of each buffer for each unit, and what every device has whole."""
+    """Some units of one program, packed to send: a row of each buffer for each unit, and the replicated operands."""
 
     job: Job
     num_units: int
     rows: Buffers
-    whole: dict[int, jax.Array]  # by place among the operands, a row for each unit
-    common: dict[int, jax.Array]  # the same, of one value for all
+    whole: dict[int, jax.Array]  # by operand index, a row for each unit
+    common: dict[int, jax.Array]  # by operand index, one value for all units
 
     def part(self, start: int, stop: int) -> "Share":
-        """Its units from `start` to `stop`."""
+        """The units from `start` to `stop`."""
         rows = {key: x[start:stop] for key, x in self.rows.items()}
         whole = {k: x[start:stop] for k, x in self.whole.items()}
         return Share(self.job, stop - start, rows, whole, self.common)
 
 
 def packed(jobs: Sequence[Job], operands: Sequence[Sequence[jax.Array]]) -> Share:
-    """The units of jobs of one program, in order, from the parts of their operands on this device."""
+    """The units of jobs of one program, in order, from this device's shards of their operands."""
     rows, whole, common = dict[np.dtype, list[jax.Array]](), dict[int, jax.Array](), dict[int, jax.Array]()
     for k, kind in enumerate(jobs[0].ins):
         if not kind.is_cut and len({job.ins[k].value for job in jobs}) == 1 and not kind.stacked:
@@ -112,7 +112,7 @@ def unpacked(kinds: Sequence[Kind], home: Buffers, gathered: Buffers) -> list[ja
 
 
 def unstacked(x: jax.Array, kind: Kind) -> jax.Array:
-    """(units, *part) -> the part of a job's result."""
+    """(units, *part) -> the shard of a job's result."""
     return x.reshape((x.shape[0], *kind.part[1:])) if kind.stacked else x[0]
 
 
@@ -121,7 +121,7 @@ def concatenated(pieces: dict[np.dtype, list[jax.Array]], axis: int) -> Buffers:
 
 
 def sizes_of(kinds: Sequence[Kind], *, cut: bool, times: int = 1) -> dict[np.dtype, int]:
-    """The elements of a unit's row, by dtype."""
+    """dtype -> the number of elements in a unit's row."""
     found: dict[np.dtype, int] = {}
     for kind in kinds:
         if kind.is_cut == cut:
@@ -134,7 +134,7 @@ def widest(rows: Sequence[dict[np.dtype, int]]) -> dict[np.dtype, int]:
 
 
 def padded(x: jax.Array | None, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """`x`, filled up with zeros along its last dim."""
+    """`x`, padded with zeros along its last dim."""
     if x is None:
         return jnp.zeros(shape, dtype)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, shape[-1] - x.shape[-1])])

@@ -1,9 +1,9 @@
-"""Whether a unit of matrix work treats the layers of a stack apart and alike, and what it does to one layer.
+"""Finds out whether a unit runs the same program on each layer of a stack, independently; and that program.
 
-Its program is compared with that of a stack of another number of layers. A dim is one of layers if its size grows with
-their number. Each operation is then checked by itself: one that has such a dim in an operand must keep it, element by
-element, and one that has it in a result alone must repeat the same numbers along it. What does so has a program for one
-layer; what no rule below covers counts as work on all layers together.
+The unit's program is compared with that for another number of layers. A dim counts layers if its size grows with
+their number. Each operation is then checked by itself: if an operand has such a dim, the operation must keep it,
+element by element; if only a result has it, it must repeat the same numbers along it. If all do, the unit has a
+program for one layer; an operation that no rule covers counts as work on all layers together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from jaxshard.programs.paired import Partners, Unlike, paired, same, same_consts
 from jaxshard.programs.primitives import CALLS, COND, CONTROL, SCAN, SIZES, SOLVES
 from jaxshard.programs.rerun import Values, anew
 
-Changed: TypeAlias = dict[int, Mapping[str, Any]]  # by the id of an equation
+Changed: TypeAlias = dict[int, Mapping[str, Any]]  # equation id -> changed parameters
 
 
 class OneLayer(NamedTuple):
-    """What a unit does to one layer, as a stack of one.
+    """A unit's work on one layer, as a stack of one.
 
     Attributes:
-      program: of the whole stack.
-      changed: by the id of an equation, the parameters that it has for one layer.
+      program: the program for the whole stack.
+      changed: equation id -> its parameters for one layer.
       stacked: for each operand, then for each result, whether it is a stack.
     """
 
@@ -41,7 +41,7 @@ class OneLayer(NamedTuple):
 
 
 def one_layer(unit: Unit, other: Unit, size: int, other_size: int) -> OneLayer | None:
-    """What `unit` does to each of `size` layers; None where it does not treat them apart and alike.
+    """The work of `unit` on each of `size` layers; None if it does not run the same program on each, independently.
 
     `other` is the same unit for `other_size` layers.
     """
@@ -65,7 +65,7 @@ class _Pair:
         self.changed: Changed = {}
 
     def compare(self, x: Jaxpr, y: Jaxpr) -> None:
-        """Raises `Unlike` unless both treat all layers apart and alike; notes parameters for one layer."""
+        """Raises `Unlike` unless both run the same program on each layer; notes the parameters for one layer."""
         partners = Partners()
         for a, b in paired(x, y, partners):
             if a.params.keys() != b.params.keys() or not partners.all_are(a.invars, b.invars):
@@ -107,7 +107,7 @@ class _Pair:
         self._note(a, b, SIZES.get(a.primitive.name))
 
     def _note(self, a: Equation, b: Equation, sizes: str | None) -> None:
-        """Notes the parameters for one layer; none but `sizes`, a tuple, may differ."""
+        """Notes the parameters for one layer; only `sizes`, a tuple, may differ."""
         for key, value in a.params.items():
             if "sharding" in key or _same_param(value, b.params[key]):
                 continue
@@ -119,14 +119,14 @@ class _Pair:
             self.changed[id(a)] = {key: tuple(m if m == n else m // self.size for m, n in pairs)}
 
     def _enter(self, a: Equation, b: Equation, ins: Sequence[Dim], outs: Sequence[Dim]) -> None:
-        """The inner programs are checked by themselves; here only what a scan runs over."""
+        """Checks the inner programs; a scan must not run over the layers."""
         name = a.primitive.name
         if name == SCAN:
             num_consts, num_carry = scan_split(a)
             if 0 in ins[num_consts + num_carry :] or 0 in outs[num_carry:]:
-                raise Unlike  # it goes from layer to layer
+                raise Unlike  # the scan runs over the layers
         if name == COND and a.params.get("branches_platforms"):
-            raise Unlike  # XLA chooses the branch, so that none is run anew
+            raise Unlike  # XLA chooses the branch, so `anew` cannot run it
         mine, others = list(subprograms(a)), list(subprograms(b))
         if len(mine) != len(others) or not all(same(a.params[key], b.params[key]) for key in _compared_params(a)):
             raise Unlike

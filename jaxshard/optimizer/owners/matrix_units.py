@@ -1,8 +1,7 @@
-"""Finds, in a traced update, what matrix operations compute of one leaf alone: a unit of work, which one device can do.
+"""Cuts an update into units: per leaf, everything between its first and last matrix operation, for one device.
 
-Muon, Shampoo and SOAP treat each leaf by itself, but for a few numbers (a global norm). All that lies between the first
-and the last matrix operation on a leaf is its unit. What comes before and after is element-wise, or couples leaves, and
-stays in the global view.
+Muon, Shampoo and SOAP treat each leaf by itself, but for a few scalars (a global norm). The equations before and after
+a unit are elementwise, or couple leaves, and stay in the global view.
 """
 
 import dataclasses
@@ -20,13 +19,13 @@ from jaxshard.programs.primitives import BROADCAST, CONTROL, LINEAR_ALGEBRA, POI
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What one device can compute: `program` makes the values of `outs` from those of `ins`.
+    """Work that one device can do: `program` computes `outs` from `ins`.
 
     Attributes:
-      leaf: the index of the gradient in it.
+      leaf: the index of its gradient.
       phase: units of one phase do not depend on each other.
-      specs, out_specs: where `ins` lie, and `outs` should.
-      replaces: the equations that it stands for, by their places.
+      specs, out_specs: the layouts of `ins`, and the wanted layouts of `outs`.
+      replaces: the indices of the equations that it replaces.
     """
 
     leaf: int
@@ -46,7 +45,7 @@ def units(
 
     Args:
       program: a flat program without constants; its first inputs are the gradients.
-      specs, out_specs: where its inputs lie, and its outputs should.
+      specs, out_specs: the layouts of its inputs, and the wanted layouts of its outputs.
     """
     eqns = open_jaxpr(program).eqns
     if not any(map(_is_heavy, eqns)) or any(eqn.effects for eqn in eqns):  # whose order counts
@@ -55,7 +54,7 @@ def units(
 
 
 def _is_heavy(eqn: Equation) -> bool:
-    """Whether it is, or has in it, a product of two matrices, or linear algebra."""
+    """Whether an equation is, or contains, a product of two matrices or linear algebra."""
     name = eqn.primitive.name
     if name == PRODUCT:
         return bool(eqn.outvars[0].aval.ndim) and all(v.aval.ndim >= 2 for v in eqn.invars)
@@ -65,7 +64,7 @@ def _is_heavy(eqn: Equation) -> bool:
 
 
 class _Finder(Components):
-    """Finds the units of one program; indices are places of equations."""
+    """Finds the units of one program; equations are given by index."""
 
     def __init__(
         self, jaxpr: OpenJaxpr, num_grads: int, specs: Sequence[P | None], out_specs: Sequence[P | None] | None
@@ -86,10 +85,10 @@ class _Finder(Components):
         made = [self._unit(*key, inside, taken - inside) for key, inside in cores.items()]
         return sorted((unit for unit in made if unit is not None), key=lambda unit: min(unit.replaces))
 
-    # What belongs together.
+    # Which equations belong together.
 
     def _phases(self) -> tuple[list[int], list[bool]]:
-        """The phase of each equation, and whether a matrix operation of its component and phase comes before it."""
+        """The phase of each equation; whether it is, or depends on, a matrix operation of its component and phase."""
         heavy = [_is_heavy(eqn) for eqn in self.eqns]
         phase, after = self.phases(heavy), list[bool]()
         for i, yes in enumerate(heavy):
@@ -109,7 +108,7 @@ class _Finder(Components):
     # Where values lie.
 
     def _specs(self, specs: Sequence[P | None]) -> dict[Var, P | None]:
-        """Where big values lie, None where nobody knows."""
+        """The layout of each array; None if unknown."""
         found: dict[Var, P | None] = dict(zip(self.jaxpr.invars, specs, strict=True))
         for eqn in self.eqns:
             name, big = eqn.primitive.name, [v for v in eqn.invars if not is_literal(v) and is_big(v)]
@@ -123,7 +122,7 @@ class _Finder(Components):
         return found
 
     def _by_shape(self) -> dict[tuple[Component, tuple[int, ...]], P]:
-        """Where arguments of a component lie, by their shapes."""
+        """(component, shape) -> the layout of its arguments of that shape."""
         found: dict[tuple[Component, tuple[int, ...]], P] = {}
         for v in self.jaxpr.invars:
             spec, key = self.spec.get(v), (self.component_of.get(v, FREE), tuple(getattr(v.aval, "shape", ())))
@@ -167,7 +166,7 @@ class _Finder(Components):
     def _with_readers(
         self, own: Component, phase: int, inside: set[int], others: set[int] | frozenset[int]
     ) -> set[int]:
-        """With what reads a result as a whole (its transpose, its norm), up to what works element by element."""
+        """Adds the equations that read a result as a whole (its transpose, its norm), up to elementwise ones."""
         while True:
             added = {
                 user
@@ -193,7 +192,7 @@ class _Finder(Components):
         return not is_big(v) or v in self.asked or (own, tuple(v.aval.shape)) in self.by_shape
 
     def _closed(self, own: Component, phase: int, inside: set[int]) -> set[int]:
-        """With every equation of this component and phase that lies on a path between two of these."""
+        """Adds every equation of this component and phase that lies on a path between two of these."""
         mine = [i for i in range(len(self.eqns)) if (self.component[i], self.phase[i]) == (own, phase)]
         after, before = set(inside), set(inside)
         for i in mine:
@@ -205,8 +204,8 @@ class _Finder(Components):
         return after & before
 
     def _made_again(self, own: Component, inside: set[int], others: set[int] | frozenset[int]) -> set[int]:
-        """What a unit makes itself: constants, spread numbers, operands of which nobody knows where they lie, and what
-        is made of one array, where that is less to send."""
+        """The equations that a unit repeats: constants, broadcast scalars, operands of unknown layout, and values made
+        from one array if that is less to send."""
         again: set[int] = set()
         while True:
             ins = [v for v in operands_of([self.eqns[i] for i in sorted(inside | again)]) if is_big(v)]
@@ -231,7 +230,7 @@ class _Finder(Components):
         return self.component[maker] == FREE or small or unknown
 
     def _origin(self, own: Component, v: Var) -> tuple[Var, list[int]]:
-        """The array that a value is made of alone, by moves and element-wise operations; and these equations."""
+        """(the one array that a value is made from by moves and elementwise operations, these equations)."""
         steps: list[int] = []
         while (i := self.maker.get(v)) is not None and self.component[i] == own and not self.forwards[i]:
             eqn = self.eqns[i]

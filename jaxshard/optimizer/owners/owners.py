@@ -1,7 +1,7 @@
-"""Deals the matrix work of an update out to the devices: each unit runs whole on one of them, its owner.
+"""Distributes the matrix work of an update: each unit runs whole on one device, its owner.
 
-All devices send their parts of the operands to the owners, the owners compute, and the results go home (see
-`core.rounds`). The state stays cut at rest.
+All devices send their shards of the operands to the owners, the owners compute, and the results go back (see
+`rounds`). The state stays cut at rest.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ from jaxshard.programs.primitives import LINEAR_ALGEBRA
 from jaxshard.programs.rerun import anew, flat
 from jaxshard.system.users_lines import warn
 
-_WORTH_SENDING = 2**18  # the elements of a leaf that no axis cuts, whose results must be sent to all
+_WORTH_SENDING = 2**18  # elements: a replicated leaf needs as many, since its results must be sent to all devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Dealing:
-    """What is dealt out, and how.
+    """How matrix work is distributed.
 
     Attributes:
       mesh: the devices.
-      axes: the mesh axes that cut the state, larger than 1.
-      grads, params: where these lie in the update, leaf by leaf.
-      state: where the inner state lies, by path.
+      axes: the mesh axes of size above 1 that cut the state.
+      grads, params: the layout of each leaf in the update.
+      state: path -> the layout of the inner state's leaf.
       leaves: for each gradient, whether its units have owners.
       stacks: for each gradient, the number of matrices along its first dim, or 0.
     """
@@ -59,7 +59,7 @@ class Dealing:
     def update(
         self, inner: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Tree]
     ) -> tuple[Tree, Tree]:
-        """As `inner.update`, its matrix work by owners."""
+        """As `inner.update`, with its matrix work done by owners."""
         if not is_traced((grads, state, params, extra)):
             return update(inner, grads, state, params, extra)
         leaves, treedef = jax.tree.flatten((fast(grads), state, params, dict(extra)))
@@ -97,7 +97,7 @@ class Dealing:
         params: Tree,
         num_grads: int,
     ) -> list["_Member"]:
-        """The units, each matrix of a stack by itself where the update treats these apart and alike."""
+        """The units; each matrix of a stack is one if the update runs the same program on each, independently."""
         wanted = {unit.leaf: _OTHER[self.stacks[unit.leaf] == _OTHER[0]] for unit in found if self.stacks[unit.leaf]}
         others = _of_other_stacks(inner, grads, state, params, num_grads, wanted) if wanted else {}
         members: list[_Member] = []
@@ -110,7 +110,7 @@ class Dealing:
         return [one for one in members if one.axes_of_stack() is not None and one.is_worth(self)]
 
 
-_OTHER = (2, 3)  # numbers of layers that a stack is compared with
+_OTHER = (2, 3)  # the numbers of layers to compare a stack with
 
 
 def _of_other_stacks(
@@ -121,7 +121,7 @@ def _of_other_stacks(
     num_grads: int,
     layers: Mapping[int, int],
 ) -> dict[int, list[Unit]]:
-    """The units of the same update where stacks have other numbers of layers, by the place of their gradient."""
+    """Gradient index -> the units of the same update for other numbers of layers."""
     like = grads if params is None else params
     if jax.tree.structure(like) != jax.tree.structure(grads):
         return {}
@@ -133,7 +133,7 @@ def _of_other_stacks(
     other = jax.tree.unflatten(treedef, shapes)
     try:
         start = first_state(inner, other)
-    except Exception:  # of any type: it is the user's own code, for params that it was not given
+    except Exception:  # of any type: it is the user's own code, for params of other shapes
         return {}
     if start.why or jax.tree.structure(start.state) != jax.tree.structure(state):
         return {}
@@ -149,41 +149,41 @@ def _of_other_stacks(
 
 
 class _Member(NamedTuple):
-    """A unit in the deal, which runs once, or, with `layer`, for each of the `size` layers of its stacks."""
+    """A unit to distribute: it runs once, or, with `layer`, for each of the `size` layers of its stacks."""
 
     unit: Unit
     layer: OneLayer | None
     size: int
 
     def values(self) -> list[tuple[Var, P, bool]]:
-        """(value, where it lies, whether it is a stack) of all operands and results."""
+        """(value, its layout, whether it is a stack) of all operands and results."""
         variables, specs = (*self.unit.ins, *self.unit.outs), (*self.unit.specs, *self.unit.out_specs)
         return list(zip(variables, specs, self.layer.stacked if self.layer else [False] * len(specs), strict=True))
 
     def axes_of_stack(self) -> tuple[str, ...] | None:
-        """The mesh axes that cut the stacks, where devices have other layers; None: not all stacks are cut alike."""
+        """The mesh axes that cut the stacks, so that devices have different layers; None if not all are cut alike."""
         found = {axes_in(spec[0]) if spec else () for _, spec, stacked in self.values() if stacked}
         return None if len(found) > 1 else next(iter(found), ())
 
     def _named(self) -> set[str]:
-        """The mesh axes that cut something of it."""
+        """The mesh axes that cut any of its values."""
         return axes_of([spec for _, spec, _ in self.values()])
 
     def axes(self, dealing: Dealing) -> tuple[str, ...]:
-        """The mesh axes over which it is dealt out."""
+        """The mesh axes over which it is distributed."""
         of_stack = self.axes_of_stack() or ()
         used = (self._named() | set(dealing.axes)) - set(of_stack)
         return tuple(axis for axis in dealing.mesh.axis_names if axis in used)
 
     def is_worth(self, dealing: Dealing) -> bool:
-        """Whether it is cut, or large."""
+        """Whether it is worth distributing: it is cut, or large."""
         return (
             bool(set(dealing.axes) & self._named())
             or max(math.prod(v.aval.shape) for v in self.unit.ins) >= _WORTH_SENDING
         )
 
     def job(self, sizes: AxisSizes) -> Job:
-        """It as a job for owners."""
+        """The unit as a job for owners."""
         ways = math.prod(sizes[axis] for axis in self.axes_of_stack() or ())
         kinds = []
         for v, spec, stacked in self.values():
@@ -202,7 +202,7 @@ class _Member(NamedTuple):
 
 
 def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None:
-    """Warns of simulated devices that may wait for each other forever, in the one pool of threads that they have."""
+    """Warns if simulated devices, which share one pool of threads, may wait for each other forever."""
     if not platforms.of(mesh).blocks_threads or not isinstance(mesh, Mesh):
         return
     names = {eqn.primitive.name for one in members for eqn in equations(one.unit.program)} & LINEAR_ALGEBRA
@@ -230,7 +230,7 @@ def _evaluated(program: Jaxpr, values: Sequence[jax.Array], members: Sequence[_M
 
 
 def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
-    """Owners compute the members, which do not depend on each other."""
+    """The piece that has owners compute these members, which do not depend on each other."""
     sizes = dict(dealing.mesh.shape)
     rounds = Rounds([member.job(sizes) for member in members], members[0].axes(dealing), sizes)
     counts = [len(member.unit.ins) for member in members]

@@ -1,8 +1,8 @@
-"""Has each of several jobs done whole on one device, its owner; all this runs inside `jax.shard_map`.
+"""Runs each unit of several jobs whole on one device, its owner, inside `jax.shard_map`.
 
-Owners work in rounds, in which each device owns one unit of work. Before a round, one all-to-all brings the parts of
-the operands together at the owners; after it, another takes the parts of the results home. In a full round all units
-run the same program; what is left over of all programs shares the last rounds.
+Owners work in rounds; in each, a device owns one unit. Before a round, one all-to-all brings the shards of the operands
+to the owners; after it, another sends the shards of the results back. In a full round all units run the same program;
+the last rounds may run a different program on each device.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ from jaxshard.optimizer.owners.jobs import (
 
 PART = "the update: matrices go to their owners, and home"  # in a step, for `programs.source`
 
-_AT_ONCE = 2**22  # the elements of the matrices that one device works on at the same time
+_AT_ONCE = 2**22  # the most elements of matrices that one device works on at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The rounds in which the devices along `axes` do some jobs."""
+    """The rounds in which the devices along `axes` run some jobs."""
 
     jobs: Sequence[Job]
     axes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Rounds:
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     def run(self, operands: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """The parts of each job's operands -> the parts of its results."""
+        """The shards of each job's operands -> the shards of its results."""
         found: dict[int, list[jax.Array]] = {}
         left: list[tuple[list[int], Share, list[list[jax.Array]]]] = []
         for places in self._alike():
@@ -70,14 +70,14 @@ class Rounds:
         return [found[i] for i in range(len(self.jobs))]
 
     def _alike(self) -> list[list[int]]:
-        """The places of the jobs, those of one program together."""
+        """The indices of the jobs, those of one program together."""
         groups: list[list[int]] = []
         for i, job in enumerate(self.jobs):
             mine = next((some for some in groups if job.is_like(self.jobs[some[0]])), None)
             groups.append([i]) if mine is None else mine.append(i)
         return groups
 
-    # A full round, and those after it: all devices run the same program.
+    # Full rounds: all devices run the same program.
 
     def _full(self, share: Share) -> list[jax.Array]:
         """(units, ...) of each result, from units that fill all rounds."""
@@ -97,7 +97,7 @@ class Rounds:
     # A round in which devices run different programs.
 
     def _mixed(self, shares: Sequence[Share]) -> list[list[jax.Array] | None]:
-        """(units, ...) of each result of each share, together; None for one without units."""
+        """(units, ...) of each result, for each share; None for a share without units."""
         units = [(i, row) for i, share in enumerate(shares) for row in range(share.num_units)]
         units.sort(key=lambda unit: -sum(kind.size for kind in shares[unit[0]].job.ins))
         rows: dict[int, dict[int, list[jax.Array]]] = {}
@@ -150,7 +150,7 @@ class Rounds:
         ]
 
     def _side_by_side(self, units: Sequence[Buffers]) -> Buffers:
-        """(devices, elements): the row of each unit in front of its owner, filled up to the longest."""
+        """(devices, elements): each unit's row at its owner's index, padded to the longest."""
         widths = widest([{key: x.shape[1] for key, x in rows.items()} for rows in units])
         found: Buffers = {}
         for key, width in widths.items():
@@ -161,7 +161,7 @@ class Rounds:
     # One unit, on its owner.
 
     def _one(self, share: Share, given: tuple[Buffers, dict[int, jax.Array]]) -> tuple[Buffers, Buffers]:
-        """A unit's operands, from all devices -> its results: by the device they go to; those for all devices."""
+        """A unit's operands, from all devices -> (its results by destination device, its results for all devices)."""
         job, (sent, whole) = share.job, given
         whole = whole | share.common
         start, operands = dict.fromkeys(sent, 0), list[jax.Array]()
@@ -182,10 +182,10 @@ class Rounds:
         return concatenated(made, 1), concatenated(everywhere, 0)
 
     def _assembled(self, parts: jax.Array, kind: Kind) -> jax.Array:
-        """(devices, elements of a part) -> the whole array."""
+        """(devices, elements of a shard) -> the whole array."""
         x = parts.reshape((*(self.sizes[axis] for axis in self.axes), *kind.part))
         left = list(self.axes)
-        for axis in self.axes:  # devices along an axis that does not cut it have equal parts
+        for axis in self.axes:  # devices along an axis that does not cut the array have equal shards
             if all(axis not in axes_in(entry) for entry in kind.spec):
                 x = lax.index_in_dim(x, 0, left.index(axis), keepdims=False)
                 left.remove(axis)
@@ -197,7 +197,7 @@ class Rounds:
         return x.transpose(order).reshape(shape)
 
     def _in_parts(self, x: jax.Array, kind: Kind) -> jax.Array:
-        """The inverse: (devices, elements of a part)."""
+        """The inverse of `_assembled`: (devices, elements of a shard)."""
         shape, at = list[int](), dict[str, int]()
         dims: list[int] = []
         for dim, size in enumerate(kind.part):
@@ -215,7 +215,7 @@ class Rounds:
     # Between devices.
 
     def _exchanged(self, x: jax.Array) -> jax.Array:
-        """(..., devices, elements), for each device -> the same, from each device."""
+        """(..., devices, elements) to send -> the same shape, received from each device."""
         return lax.all_to_all(x, self.axes, split_axis=x.ndim - 2, concat_axis=x.ndim - 2, tiled=True)
 
     def _gathered(self, x: jax.Array) -> jax.Array:
@@ -223,5 +223,5 @@ class Rounds:
         return lax.all_gather(x, self.axes, axis=x.ndim - 1)
 
     def _own(self, x: jax.Array) -> jax.Array:
-        """(rounds, devices, ...) -> (rounds, ...), this device's."""
+        """(rounds, devices, ...) -> (rounds, ...), this device's slice."""
         return lax.dynamic_index_in_dim(x, lax.axis_index(self.axes), 1, keepdims=False)
