@@ -1,4 +1,4 @@
-"""What a loss is called with: a batch, whose rows are split, and further arguments, which every device gets whole."""
+"""The arguments of a loss: a batch, whose rows are split, and further arguments, which every device gets whole."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,14 +30,14 @@ class LossOptions:
     def checked(self) -> bool:
         """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
 
-        Over the batch axes our own code makes every sum, so it needs no check.
+        Over the batch axes our own code makes every sum, so it needs no type check.
         """
         ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
         return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
 
 def check_options(who: str, options: LossOptions) -> None:
-    """Raises a TypeError for a loss that is no function or a flag that is no bool, a ValueError for `microbatches`."""
+    """Raises a TypeError if the loss is not a function or a flag not a bool, a ValueError for bad `microbatches`."""
     if not callable(options.loss_fn):
         raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
     for name in ("has_aux", "weighted", "fold_keys"):
@@ -49,19 +49,19 @@ def check_options(who: str, options: LossOptions) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A further argument that every device is to get whole; `whole` makes it."""
+    """A further argument that every device should get whole; made by `whole`."""
 
     tree: Tree
 
 
 def whole(tree: Tree) -> Whole:
-    """Marks a further argument of a loss as meant for every device whole, although it has as many rows as the batch.
+    """Marks a further argument of a loss to go to every device whole, although it has as many rows as the batch.
 
     Args:
       tree: any tree of arrays.
 
     Returns:
-      What to pass in its place; the loss gets the tree itself: `step(params, state, batch, jaxshard.whole(y))`.
+      The mark to pass in its place; the loss gets the tree itself: `step(params, state, batch, jaxshard.whole(y))`.
     """
     return Whole(tree)
 
@@ -95,11 +95,11 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
 
 
 def checked_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -> tuple[Tree, ...]:
-    """The further arguments, `Whole` taken off.
+    """The further arguments, with `Whole` removed.
 
     Raises:
-      ValueError: one has as many rows as the batch, and nobody said that it is meant whole; or another mesh is set.
-      TypeError: one has a leaf that is no array and no number.
+      ValueError: one has as many rows as the batch, and is not marked `whole`; or another mesh is set.
+      TypeError: one has a leaf that is neither an array nor a number.
     """
     check_context("the loss", options.setup.mesh)
     for i, arg in enumerate(args):

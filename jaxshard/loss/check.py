@@ -1,4 +1,4 @@
-"""`check`: compares a loss and its gradients with what they are when the batch's rows are dealt out in other ways."""
+"""`check`: computes a loss and its gradients again with the batch's rows distributed differently, and compares."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
     "each row twice, on two devices",
     "all rows on one device",
 )
-_UNKNOWN_BYTES = 2**30  # what a device has free that does not say how much
+_UNKNOWN_BYTES = 2**30  # assumed free memory of a device that does not report it
 
 
 def check(
@@ -45,25 +45,24 @@ def check(
     weighted: bool = False,
     raises: bool = False,
 ) -> LossReport:
-    """Finds out by numbers whether a loss is what data parallelism averages: a mean over rows, each by itself.
+    """Tests numerically whether a loss is a mean of independent rows, which data parallelism may average.
 
-    Computes the loss and all gradients of the same rows dealt out to the devices in other ways, none of which changes a
-    right loss, but for rounding: in another order on each device, to other devices, in twice as many parts (or each of
-    them twice); and on one device, where the program fits there. Before that, no device holds the whole of anything
-    that is cut in training.
+    Computes the loss and all gradients again with the same rows distributed differently, which changes a right loss
+    only by rounding: in another order on each device, on other devices, in twice as many parts (or each row twice); and
+    on one device, if the program fits there. Before that last test, every array stays sharded as in training.
 
     Args:
       loss_fn, opt, has_aux, microbatches, weighted: as for `value_and_grad`.
-      params: as they are at rest, or as the user has them.
-      batch: of the size that is trained with: a tree of (rows, ...).
+      params: placed on the mesh, or not yet.
+      batch: a tree of (rows, ...), of the size used in training.
       *args: further arguments of the loss. Random numbers hide errors: turn dropout off.
-      raises: raise a `RowsError` where the loss is wrong.
+      raises: raise a `RowsError` if the loss is wrong.
 
     Returns:
       A `LossReport`.
 
     Raises:
-      RowsError: a ValueError with the report as its text, if `raises`.
+      RowsError: a ValueError with the report as its message, if `raises`.
     """
     setup = setup_of(opt, "check")
     options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True)
@@ -75,7 +74,7 @@ def check(
 
 
 class _Comparison:
-    """The loss and gradients of a batch as it was given, and of the same rows dealt out otherwise."""
+    """The loss and gradients of a batch as given, and of the same rows distributed differently."""
 
     def __init__(self, options: LossOptions, params: Tree, batch: Tree, args: tuple[Tree, ...]):
         setup = options.setup
@@ -112,9 +111,9 @@ class _Comparison:
         return LossReport(not wrong, float(self.loss), differences, tolerance, causes, tuple(notes))
 
     def _ways(self, notes: list[str]) -> dict[str, LossDifference]:
-        """The differences where the same devices compute, by the way in which rows are dealt out.
+        """The differences on the same devices, by the way in which rows are distributed.
 
-        `notes` get a sentence if the loss takes no other number of rows.
+        Adds a sentence to `notes` if the loss cannot run with another number of rows.
         """
         found, options = dict[str, LossDifference](), self.options
         if self.rows > 1:
@@ -122,12 +121,12 @@ class _Comparison:
         if self.parts > 1:
             found[_ACROSS] = self._difference(*self._of(options, self._dealt(_ACROSS)))
         if axes_named(self.program.jaxpr) & set(options.setup.split_axes):
-            return found  # such a loss may depend on the number of rows: on that of negatives
+            return found  # a loss with collectives may depend on the number of rows: the number of negatives
         failed = ""
         for way in (_PARTS, _TWICE)[self.rows % 2 :]:
             try:
                 return found | {way: self._difference(*self._with_other_numbers(way))}
-            except Exception as error:  # of any type: it is the user's own code, on a number of rows not given to it
+            except Exception as error:  # of any type: it is the user's own code, on another number of rows
                 failed = str(error).partition("\n")[0]
         notes.append(
             f"not compared with other numbers of rows on each device: the loss cannot run there: {failed:.200}"
@@ -146,21 +145,21 @@ class _Comparison:
         params = jax.device_get(jax.jit(_norms)(self.params, self.params))[1]
         whole = math.sqrt(sum(float(size) ** 2 for size in sizes))
         steep = abs(float(self.loss)) / (math.sqrt(sum(float(size) ** 2 for size in params)) or 1.0)
-        least = 1e-3 * max(whole, steep) or 1.0  # a smaller gradient hardly moves the loss: rounding may be most of it
+        least = 1e-3 * max(whole, steep) or 1.0  # smaller gradients hardly move the loss, and may be mostly rounding
         paths = [path_of(names) for names, _ in named_leaves(self.grads)]
         gradients = {path: float(x) / max(float(size), least) for path, x, size in zip(paths, far, sizes, strict=True)}
         one, two = float(self.loss), float(loss)
         return LossDifference(abs(two - one) / (abs(one) or 1.0), gradients, two / one if one else math.nan)
 
     def _tolerance(self, differences: Mapping[str, LossDifference]) -> float:
-        """What rounding may do: at least what another order of a device's rows does, unless that is much."""
+        """The largest difference that rounding explains: at least that of another row order, unless it is large."""
         rounding = 0.3 * math.sqrt(_coarsest_rounding(self.program.jaxpr, platforms.of(self.options.setup.mesh)))
         seen = differences.get(_WITHIN)
         far = 0.0 if seen is None else max(or_inf(seen.loss), or_inf(seen.worst[1]))
         return max(rounding, 10 * far) if far <= 30 * rounding else rounding
 
     def _is_random(self, tolerance: float) -> bool:
-        """Whether the loss draws other numbers where its keys are not folded."""
+        """Whether the loss differs if its keys are not folded, so that it draws random numbers."""
         if not {"key", "raw key"} & set(self.program.roles):
             return False
         other = self._difference(*self._of(dataclasses.replace(self.options, fold_keys=False), self.batch))
@@ -206,9 +205,9 @@ def _num_bytes(tree: Tree) -> int:
 
 
 def _dealt(batch: Tree, parts: int, group: int, way: str) -> Tree:
-    """The rows of each part the other way round; or dealt out one by one to all parts; or each part with the next.
+    """The rows of each part reversed; or distributed one by one over all parts; or each part with the next.
 
-    `group` rows that follow each other stay together.
+    Each `group` of neighbouring rows stays together.
     """
 
     def deal(x: jax.Array) -> jax.Array:
@@ -242,7 +241,7 @@ def _coarsest_rounding(jaxpr: Jaxpr, platform: Platform) -> float:
 def _causes(
     wrong: Sequence[str], differences: Mapping[str, LossDifference], tolerance: float, problem: str, is_random: bool
 ) -> tuple[str, ...]:
-    """What is likely wrong, the likeliest first."""
+    """The likely causes, the likeliest first."""
     found: list[str] = []
     if not all(math.isfinite(each.loss) for each in differences.values()):
         found.append("the loss is not finite: look at the batch and the params first")

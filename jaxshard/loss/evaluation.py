@@ -1,4 +1,4 @@
-"""Evaluates the traced loss with parameters that are cut: each is gathered, or looked up, where the loss needs it."""
+"""Evaluates the traced loss with cut parameters: each is gathered, or its rows exchanged, where the loss needs it."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Evaluation:
 
     Attributes:
       env: the values of its variables.
-      always_prevents_cse: a remat's gradients wait for what comes after it, also where the loss asks for none of that.
+      always_prevents_cse: recomputation waits for the gradients of later operations, whatever a remat's `prevent_cse`.
     """
 
     always_prevents_cse = False
@@ -32,7 +32,7 @@ class Evaluation:
         self.jaxpr, self.in_loop = open_jaxpr(closed), in_loop
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
-        self._waiting: list[Equation] = []  # plain equations since the last one that is none
+        self._waiting: list[Equation] = []  # plain equations, queued to run as one call
 
     @classmethod
     def run(cls, closed: Jaxpr, values: Sequence[Tree], **how: Any) -> list[Value]:
@@ -41,7 +41,7 @@ class Evaluation:
         Args:
           closed: the program.
           values: its inputs; parameters may be `Sharded` or `AtFirstUse`.
-          how: as for the class: `in_loop`, the program is the body of a scan.
+          how: arguments of the class: `in_loop`, the program is the body of a scan.
         """
         if not any(isinstance(value, Sharded | AtFirstUse) for value in values) and not cls.concerns(closed):
             return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
@@ -49,12 +49,12 @@ class Evaluation:
 
     @classmethod
     def concerns(cls, closed: Jaxpr) -> bool:
-        """Whether a program without cut parameters has to be evaluated equation by equation."""
+        """Whether even a program without cut parameters must be evaluated equation by equation."""
         del closed
         return False
 
     def results(self) -> list[Value]:
-        """Runs the program; a result that waits for its first use is gathered."""
+        """The program's outputs; a parameter that still waits for its first use is gathered."""
         for place, eqn in enumerate(self.jaxpr.eqns):
             with as_written_at(eqn):
                 self._run(place, eqn)
@@ -63,7 +63,7 @@ class Evaluation:
         return [x.whole() if isinstance(x, AtFirstUse) else x for x in outs]
 
     def _run(self, place: int, eqn: Equation) -> None:
-        """Runs an equation, or has it wait for others to run with; first it gathers what the equation needs whole."""
+        """Runs an equation, or queues it so that plain equations run as one call; gathers its operands first."""
         del place
         self._gather_first_used(eqn)
         if self._takes_cut(eqn):
@@ -83,16 +83,16 @@ class Evaluation:
         self._waiting = []
 
     def _value(self, v: Var) -> Value | None:
-        """The value of a variable; None of a literal, and of a result of an equation that waits."""
+        """The value of a variable; None for a literal, and for a result of a queued equation."""
         return None if is_literal(v) else self.env.get(v)
 
-    # Equations that take parameters that are cut.
+    # Equations with cut parameters as operands.
 
     def _takes_cut(self, eqn: Equation) -> bool:
         return any(isinstance(self._value(v), Sharded | AtFirstUse) for v in eqn.invars)
 
     def _gather_first_used(self, eqn: Equation) -> None:
-        """Gathers what `eqn` is the first to use whole; a call that alone uses it does so itself, inside."""
+        """Gathers parameters that `eqn` is the first to use whole; a call that is the only user gathers inside."""
         for position, v in enumerate(eqn.invars):
             value = self._value(v)
             if isinstance(value, AtFirstUse) and not self._stays_cut(eqn, position, value):
@@ -102,7 +102,7 @@ class Evaluation:
         self.env[v] = value.whole()
 
     def _stays_cut(self, eqn: Equation, position: int, value: AtFirstUse) -> bool:
-        """Whether the equation takes its operand as it is."""
+        """Whether the equation takes its operand without a gather."""
         if uses.looks_up(self.jaxpr, eqn, position, value.sharded.looked_up_by, asked=value.asked):
             return True
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None
@@ -153,19 +153,19 @@ class Evaluation:
 
     @classmethod
     def rematerialized(cls, again: Callable[..., list[Value]], inner: OpenJaxpr, eqn: Equation, in_loop: bool) -> Any:
-        """`again`, which evaluates the program `inner` of a remat, so that the backward pass computes it again."""
+        """`again`, which evaluates the program `inner` of a remat, wrapped so that the backward pass recomputes it."""
         del inner, in_loop
         policy = eqn.params["policy"]
-        called = jax.jit(again) if policy is None else again  # so that JAX differentiates and lowers it once, too
+        called = jax.jit(again) if policy is None else again  # so JAX differentiates and lowers it once, too
         return jax.checkpoint(called, policy=policy, prevent_cse=eqn.params["prevent_cse"] or cls.always_prevents_cse)
 
 
 def _rematerialized(kind: type[Evaluation], eqn: Equation, in_loop: bool) -> Callable[..., list[Value]]:
-    """The function that a remat runs. One for all equations of one inner program, so that JAX traces it once."""
+    """The function that a remat runs: one for all equations with the same inner program, so that JAX traces it once."""
     inner = open_jaxpr(inner_jaxpr(eqn))
     known, how = _remats.setdefault(inner, {}), (eqn.params["policy"], eqn.params["prevent_cse"], kind, in_loop)
     if how not in known:
-        program = inner.replace()  # a copy, which JAX may keep to differentiate later, and which keeps no key alive
+        program = inner.replace()  # a copy: JAX may keep it, and that must not keep the key of `_remats` alive
 
         def again(*values: Value) -> list[Value]:
             return kind.run(program, values, in_loop=in_loop)
@@ -178,7 +178,7 @@ _remats: weakref.WeakKeyDictionary[OpenJaxpr, dict] = weakref.WeakKeyDictionary(
 
 
 def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Value:
-    """A parameter after its mark: whole, unless lookups wait for it."""
+    """A parameter after its mark: whole, unless lookups follow."""
     if isinstance(value, Sharded) and value.local is not None:
         asked = uses.mark(eqn) == LOOKUP_MARK
         if asked or uses.is_looked_up(jaxpr, eqn.outvars[0], value.looked_up_by):

@@ -46,7 +46,7 @@ class LossFunction:
 
     @property
     def compiler_options(self) -> dict[str, Value]:
-        """The options for XLA that it is compiled with; give them to a `jax.jit` of your own around it."""
+        """The XLA options that it is compiled with; pass them to your own `jax.jit` around it."""
         cuts = self.setup.config.cuts
         kind = StepKind(params_cut=cuts.params, state_cut=cuts.state, checked=self.options.checked)
         return compilers.ours(self.setup.mesh, kind)
@@ -84,10 +84,7 @@ class LossFunction:
             ) from error
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """The layout, and where each parameter is gathered and why. Traces the loss, compiles nothing.
-
-        Args: as in a call; `ShapeDtypeStruct`s will do.
-        """
+        """The layout, with where and why each parameter is gathered; takes arrays or shapes, compiles nothing."""
         return self.planned_layout(params, self.plan(params, batch, *args))
 
     def planned_layout(self, params: Tree, plan: LossPlan, state: Tree | None = None) -> Layout:
@@ -98,7 +95,7 @@ class LossFunction:
         return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan.program.verdict), sums=sums)
 
     def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
-        """The traced loss, and what happens to each parameter in it; takes what `layout` takes."""
+        """The traced loss and the plan of each parameter; takes the arguments of `layout`."""
         check_batch(batch, self.options)
         return self._plan(params, batch, checked_arguments(args, batch, self.options), None)
 
@@ -111,7 +108,7 @@ class LossFunction:
         return jax.eval_shape(self._on_devices(body, P()), params, batch, args, scale).value
 
     def _on_devices(self, body: Callable[..., Tree], out_specs: Tree) -> Callable[..., Tree]:
-        """`body(params, batch, args, scale)` on each device, with its parts of the params and the batch."""
+        """`body(params, batch, args, scale)` on each device, with its shards of the params and the batch."""
         setup, auto = self.setup, self.setup.config.auto_axes
 
         def everywhere(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
@@ -131,7 +128,7 @@ class LossFunction:
         return everywhere
 
     def _without_single(self, specs: T) -> T:
-        """The PartitionSpecs without axes of one device, which are in no type, so that nothing sums over them."""
+        """The PartitionSpecs without axes of size 1, so that types do not name them, and nothing sums over them."""
         single = tuple(axis for axis, size in self.setup.sizes.items() if size == 1)
         return jax.tree.map(lambda spec: without(spec, single), specs)
 
@@ -143,7 +140,7 @@ class LossFunction:
         return value, self.setup.with_frozen(found.grads, params, lambda _: jnp.zeros(()))
 
     def measure(self, params: Tree, batch: Tree, args: tuple[Tree, ...], *, scale: Scale = None) -> "Measured":
-        """Loss, aux, weight and gradients, inside a trace; warns of a loss that is no mean over rows.
+        """Loss, aux, weight and gradients, inside a trace; warns of a loss that is not a mean over rows.
 
         The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients.
         """
@@ -170,7 +167,7 @@ class LossFunction:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    """What a trace returns besides arrays: it is part of its results' structure."""
+    """A value that a trace returns besides arrays, as part of its results' structure."""
 
     value: LossPlan
 
@@ -185,14 +182,14 @@ class Measured(NamedTuple):
 
 
 def _put_together(program: Program, averaged: Sequence[jax.Array], rows: Sequence[jax.Array]) -> Tree:
-    """aux, from its leaves that were averaged and those that have the batch's rows, first."""
+    """aux, from its averaged leaves and its leaves with the batch's rows in the first dim."""
     rest, with_rows = iter(averaged), iter(rows)
     leaves = [next(rest) if dim is None else jnp.moveaxis(next(with_rows), 0, dim) for dim in program.row_dims]
     return jax.tree.unflatten(program.out_tree, [None, None, *leaves])[2]
 
 
 def _warn_if_mixed(program: Program, options: LossOptions) -> None:
-    """Warns of a loss that is known to be no mean over rows, or of outputs that depend on other rows than their own."""
+    """Warns of a loss that is not a mean over rows, or of per-row outputs that depend on other rows."""
     problem = program.verdict.problem
     if problem and options.setup.config.rows != "mixed":
         of_loss = "loss_fn: the loss is no mean over rows"
@@ -202,7 +199,7 @@ def _warn_if_mixed(program: Program, options: LossOptions) -> None:
 
 
 def _warn_of_aux(program: Program, options: LossOptions) -> None:
-    """Warns of leaves of aux whose average over devices and microbatches is not what one device would return."""
+    """Warns of leaves of aux whose average over devices and microbatches differs from one device's result."""
     if options.per_row or options.setup.config.rows == "mixed" or program.verdict.alone:
         return
     outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
@@ -213,7 +210,7 @@ def _warn_of_aux(program: Program, options: LossOptions) -> None:
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:
-    """Warns of mesh axes along which all devices compute the same, on the same rows."""
+    """Warns of mesh axes along which all devices do the same work on the same rows."""
     used = {*setup.batch_axes, *setup.config.auto_axes, *cut_over, *axes_named(program.jaxpr)}
     idle = {axis: size for axis, size in setup.sizes.items() if size > 1 and axis not in used}
     if idle:
@@ -225,7 +222,7 @@ def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> Non
 
 
 def _of_sums(options: LossOptions, plans: Sequence[LeafPlan]) -> str:
-    """A sentence for gradients of 2 bytes that are added up over several microbatches; else ""."""
+    """A sentence about 2-byte gradients that are summed over several microbatches; else ""."""
     dtypes = {plan.sum_dtype for plan in plans if not plan.leaf.frozen}
     narrow = sorted(str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4)
     if not narrow or options.microbatches == 1 or not options.differentiate:

@@ -1,8 +1,7 @@
-"""What happens to each parameter in a step's loss: where it becomes whole, and where its gradient is summed.
+"""The plan of each parameter in a step's loss: where it is gathered, and where its gradient is reduced.
 
-Shards go in. The plan of a parameter says where it is gathered and where its gradient is reduced. Microbatches are a
-scan, and the sums are divided once. Plans are made by pure functions of the layout, the options and the traced loss,
-before the loss is evaluated.
+Shards go in. Microbatches are a scan, and the sums are divided once. Pure functions make the plans from the layout, the
+options and the traced loss, before the loss is evaluated.
 """
 
 import dataclasses
@@ -31,17 +30,17 @@ from jaxshard.programs.source import line_of
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """What happens to one parameter in the loss, on its way from rest to a reduced gradient.
+    """The plan of one parameter in the loss, from rest to a reduced gradient.
 
     Attributes:
       leaf: its shape, and where it lives.
-      gather: where it becomes whole: "never" (it is whole at rest), at the "start" of the step, or at each "use".
-      reduce: where its gradient is reduced: "none" is asked for, "after" the backward pass, or "at use", within it.
+      gather: where it is gathered: "never" (it is whole at rest), at the "start" of the step, or at each "use".
+      reduce: where its gradient is reduced: "none" (no gradient), "after" the backward pass, or "at use", within it.
       scattered: the dims along which a microbatch's gradient is scattered, and the sum over microbatches is cut.
-      summed: the axes over which its gradient is summed: those that split the batch, without those that its spec names.
+      summed: the axes over which its gradient is summed: those that split the batch, except those in its spec.
       sum_dtype: the dtype of these sums.
-      reason: why the loss gets it whole at its first use; None: it goes to marks (`unshard`) and lookups alone.
-      looks_up: the loss looks rows up in it, which devices exchange, and does nothing else with it.
+      reason: why it is gathered at its first use; None: only marks (`unshard`) and lookups use it.
+      looks_up: the loss only looks rows up in it, which devices exchange.
     """
 
     leaf: Leaf
@@ -55,7 +54,7 @@ class LeafPlan:
 
     @property
     def held(self) -> Dims:
-        """The dims along which it is cut when the loss begins."""
+        """The dims along which it is still cut when the loss begins."""
         return self.leaf.params.dims if self.gather == "use" else ()
 
     @property
@@ -65,7 +64,7 @@ class LeafPlan:
 
     @property
     def table_dims(self) -> Dims:
-        """The dims along which a table is cut whose rows are exchanged; () where they cannot be."""
+        """The dims along which a table is cut for lookups that exchange rows; () if they cannot."""
         return lookup_dims(self.scattered, self.held)
 
     def __str__(self) -> str:
@@ -103,7 +102,7 @@ def _before_the_trace(leaf: Leaf, options: LossOptions) -> LeafPlan:
 
 
 def _sum_dtype(setup: Setup, leaf: Leaf) -> DType:
-    """The dtype in which the gradients of a parameter are added up over microbatches and devices."""
+    """The dtype in which a parameter's gradients are summed over microbatches and devices."""
     given = like(setup.config.reduce_dtype, leaf.dtype)
     is_wide = setup.config.auto_axes and platforms.of(setup.mesh).widens_sums
     return jnp.promote_types(given, jnp.float32) if is_wide else given
@@ -125,15 +124,12 @@ def after_the_trace(plans: Sequence[LeafPlan], jaxpr: Jaxpr, options: LossOption
 
 
 def _reduces_once(jaxpr: Jaxpr, options: LossOptions) -> bool:
-    """Whether gradients that are summed whole are reduced once all the same where autodiff makes them.
-
-    They are if the step has one microbatch, and no pipeline, which makes several.
-    """
+    """Whether an all-reduce may run inside the backward pass: with one microbatch, and no pipeline."""
     return options.differentiate and options.microbatches == 1 and not uses.defers(jaxpr)
 
 
 def _reduced_once(plan: LeafPlan, min_shard_size: int) -> LeafPlan:
-    """The plan of a whole parameter whose gradient is reduced at its one use, if it is worth a reduction of its own."""
+    """The plan of a whole parameter, whose gradient is reduced at its one use if it is large enough."""
     if plan.leaf.frozen:
         return plan
     is_large = bool(plan.summed) and math.prod(plan.leaf.shape) >= max(min_shard_size, 1)
@@ -148,9 +144,9 @@ def _by_uses(index: int, plan: LeafPlan, jaxpr: Jaxpr, once: bool) -> LeafPlan:
 
 
 def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) -> None:
-    """Raises a ValueError if rows meet a parameter that `specs` cut over their own axis, and do not move along it.
+    """Raises a ValueError if `specs` cut a parameter over a batch axis, and the loss has no collective along it.
 
-    Each device would train on the parts of such a parameter that its own rows meet.
+    Otherwise each device would train its shard of the parameter on its own rows alone.
     """
     for axis in sorted(axes_of(leaf.spec) & {*options.setup.split_axes}):
         wrt = [i == index for i in range(len(open_jaxpr(jaxpr).invars))]
@@ -163,7 +159,7 @@ def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) 
 
 
 def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
-    """Raises a ValueError for a frozen parameter of which a schedule with a backward pass of its own would fail."""
+    """Raises a ValueError for a frozen parameter that a schedule with its own backward pass (1F1B) cannot take."""
     leaf = plan.leaf
     if not leaf.frozen or not options.differentiate or not uses.defers(jaxpr):
         return
@@ -175,13 +171,13 @@ def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
         )
 
 
-# Where in the user's source.
+# Lines of the user's source.
 
 
 def lines(jaxpr: Jaxpr, plans: Sequence[LeafPlan]) -> list[tuple[str, ...]]:
-    """For each parameter the lines where the loss gathers it or looks its rows up, or where its gradient is reduced.
+    """For each parameter, the lines where the loss gathers it, looks rows up in it, or reduces its gradient.
 
-    They are in the order in which the loss comes to them. () where that happens outside of the loss, or not at all.
+    They are in the loss's order; () if this happens outside of the loss, or not at all.
     """
     program = open_jaxpr(jaxpr)
     each = zip(program.invars, plans, strict=False)  # more inputs follow
@@ -199,7 +195,7 @@ def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
 def _used(
     program: Jaxpr, var: Var, around: Sequence[Equation], entered: frozenset[str]
 ) -> Iterator[tuple[Equation, ...]]:
-    """Each use of a variable, after the calls around it; the programs of `entered` calls are entered."""
+    """The trail of each use of a variable: the calls around it, then the use; `entered` calls are searched inside."""
     for eqn, position in uses.uses_of(open_jaxpr(program), var):
         trail, name = (*around, eqn), eqn.primitive.name
         if name in CASTS:

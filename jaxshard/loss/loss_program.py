@@ -27,8 +27,8 @@ class Program:
     """The traced loss: its flat inputs are (params, batch, args, scale), its flat outputs (loss, weight, aux).
 
     Attributes:
-      verdict: what is known of its rows.
-      roles: what each input is.
+      verdict: the findings about its rows.
+      roles: the role of each input.
     """
 
     jaxpr: Jaxpr
@@ -38,12 +38,12 @@ class Program:
 
     @property
     def row_dims(self) -> tuple[int | None, ...]:
-        """For each leaf of aux the dim along which it has the batch's rows; None: it has none."""
+        """For each leaf of aux, the dim that holds the batch's rows, or None."""
         return self.verdict.row_dims[2:] or (None,) * (self.out_tree.num_leaves - 2)
 
     @property
     def roles_of_args(self) -> list[str]:
-        """What each leaf of the further arguments is: "key" and "raw key" are folded."""
+        """The role of each leaf of the further arguments; "key" and "raw key" are folded."""
         return [role for role in self.roles if role in ("key", "raw key", "other")]
 
     @classmethod
@@ -60,7 +60,7 @@ class Program:
         """Traces the loss of whole params (a list of shapes, some of them frozen), a microbatch and further arguments.
 
         Raises:
-          TypeError: `loss_fn` returns another form than the options say, or values that cannot be averaged.
+          TypeError: `loss_fn` does not return what the options say, or returns values that cannot be averaged.
         """
 
         def flat(leaves, batch, args, scale):
@@ -103,7 +103,7 @@ class Program:
 
 
 def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which of these inputs the loss, or the backward pass of a custom rule in it, reads as keys."""
+    """Which of these inputs the loss, or a custom backward pass in it, reads as keys."""
     if not any(inputs):
         return [False] * len(inputs)
     if any(eqn.primitive.name in OWN_BACKWARD for eqn in equations(jaxpr)):
@@ -112,7 +112,7 @@ def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
-    """The program of all its outputs' gradients with respect to all its inputs."""
+    """A program that returns the outputs, and their gradients with respect to all inputs."""
     run = core().jaxpr_as_fun(jaxpr)
 
     def gradients(*values: jax.Array) -> list[jax.Array]:
@@ -134,7 +134,7 @@ def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
 def _verdict(
     jaxpr: Jaxpr, trace: Callable[[int], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
 ) -> Verdict:
-    """What is known of the loss's rows."""
+    """The verdict on the loss's rows."""
     setup = options.setup
     alone = setup.num_batch_shards * options.microbatches == 1
     if alone and not options.has_aux:
@@ -155,7 +155,7 @@ def _verdict(
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
-    """(loss, weight, aux) from whatever form `loss_fn` returns."""
+    """(loss, weight, aux) from the form that `loss_fn` returns."""
     aux = ()
     if options.has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -176,15 +176,14 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
         raise TypeError(
             f"loss_fn: the loss must be a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
         )
-    loss = loss.astype(sum_dtype(loss))  # it is summed over devices, for which bf16 is too narrow
+    loss = loss.astype(sum_dtype(loss))  # bf16 is too narrow for the sum over devices
     return loss, weight, jax.tree.map(jnp.asarray, aux)
 
 
 def _noted(
     error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], options: LossOptions
 ) -> TypeError | ValueError:
-    """The error, with how many rows the loss was given: it may have the number of all rows written into it; and what
-    flags and numbers among the further arguments are."""
+    """The error, with notes: the number of rows that the loss gets, and that flags among its arguments are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
         error.add_note(
             "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
@@ -201,7 +200,7 @@ def _noted(
 
 
 def _explained(error: TypeError | ValueError, options: LossOptions) -> TypeError | ValueError:
-    """JAX's error about varying types, or about sharding constraints, with the cure added; any other one unchanged."""
+    """JAX's error about varying types or sharding constraints, with the cure; any other error unchanged."""
     text = str(error)
     if isinstance(error, ValueError):
         return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
@@ -230,7 +229,7 @@ def _about_constraints(text: str) -> str:
 
 
 def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
-    """Refuses a loss, weight or aux leaf that differs over a model axis: it was made of shards, and not summed."""
+    """Refuses a loss, weight or aux leaf that differs over a model axis: it comes from shards, without a sum."""
     if not options.checked:
         return
     kinds = ("loss", "weight", "aux leaf")
@@ -245,9 +244,9 @@ def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
 
 
 def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
-    """Refuses aux leaves that are no numbers to average and depend on the batch or on folded keys.
+    """Refuses aux leaves that depend on the batch or on folded keys, and cannot be averaged.
 
-    Leaves that keep the batch's rows need no average; of keys the first device's are taken.
+    Leaves that keep the batch's rows need no average; for keys, the first device's count.
     """
     differs = [role in ("batch", "key", "raw key") for role in program.roles]
     outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
@@ -277,7 +276,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
 
 
 def _refuse_counts(program: Program, shapes: Tree) -> None:
-    """Refuses aux leaves that are made from the number of rows of one microbatch on one device, such as `len(x)`."""
+    """Refuses aux leaves that depend on the number of rows of one device's microbatch, such as `len(x)`."""
     for (names, leaf), counted in zip(named_leaves(shapes), program.verdict.counted, strict=False):
         if counted:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What `check` finds: the differences between a loss and the same loss of rows that lie otherwise."""
+"""The findings of `check`: how a loss differs when its rows are distributed differently."""
 
 import dataclasses
 import math
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class LossDifference:
-    """How far a loss and its gradients are from those of the batch as it was given.
+    """The distance of a loss and its gradients from those of the batch as given.
 
     Attributes:
       loss: |difference| / |loss|.
-      gradients: path -> |difference| / |gradient| (norms), of each parameter.
-      factor: the loss divided by that of the batch as it was given.
+      gradients: path -> |difference| / |gradient| (norms), for each parameter.
+      factor: the loss divided by that of the batch as given.
     """
 
     loss: float
@@ -21,25 +21,25 @@ class LossDifference:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter whose gradient is furthest off, and by how much."""
+        """(the parameter whose gradient differs most, its difference)."""
         return max(self.gradients.items(), key=lambda each: or_inf(each[1]), default=("", 0.0))
 
     def exceeds(self, tolerance: float) -> bool:
-        """Whether the loss or a gradient is further off than this, or not finite."""
+        """Whether the loss or a gradient differs by more than this, or is not finite."""
         return not (or_inf(self.loss) <= tolerance and or_inf(self.worst[1]) <= tolerance)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossReport:
-    """What `check` found; `print(report)` shows it.
+    """The report of `check`; `print(report)` shows it.
 
     Attributes:
-      ok: whether the loss and all gradients stayed what they were.
-      loss: of the batch as it was given.
-      differences: by the way in which rows were dealt out.
-      tolerance: the largest difference that rounding may make.
-      causes: what is likely wrong, in words, the likeliest first.
-      notes: what was not compared, and why.
+      ok: whether the loss and all gradients stayed the same.
+      loss: the loss of the batch as given.
+      differences: way of distributing rows -> `Difference`.
+      tolerance: the largest difference that rounding explains.
+      causes: the likely causes, in words, the likeliest first.
+      notes: the comparisons that were not made, and why.
     """
 
     ok: bool
@@ -62,7 +62,7 @@ class LossReport:
 
 
 class RowsError(ValueError):
-    """A loss is not what data parallelism averages. `report`: what `check` found."""
+    """A loss is not a mean of independent rows. `report`: the report of `check`."""
 
     def __init__(self, report: LossReport):
         super().__init__(str(report))

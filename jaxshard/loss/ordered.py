@@ -1,13 +1,13 @@
 """An evaluation of the loss that orders its backward pass, for GPU and TPU (`platforms.backward` says how and why).
 
-It has rules for the backward pass alone, so that forward-mode differentiation fails. (The order is not written into
-the program beforehand: barriers hold back the gradients of cut parameters, which only an evaluation has, and a program
-written anew would be traced once more.)
+Its rules cover the backward pass alone, so forward-mode differentiation fails. (It does not rewrite the program
+beforehand: barriers hold back the gradients of cut parameters, which exist only in an evaluation, and a rewritten
+program would have to be traced again.)
 
-Unrolled models on GPU: XLA puts all reduce-scatters of a program without loops off until the backward pass has ended,
-joins them, and keeps all whole gradients until then. So parameters are grouped into buckets, in the order in which the
-loss first uses them, as in Li et al. 2020 (PyTorch Distributed, section 3.2.3). The backward pass does not go on from
-one bucket to the bucket before until the gradients of the bucket after it are reduced.
+Unrolled models on GPU: in a program without loops, XLA delays all reduce-scatters until the backward pass has ended,
+joins them, and keeps all unsharded gradients until then. So parameters are grouped into buckets, in the order in which
+the loss first uses them, as in Li et al. 2020 (PyTorch Distributed, section 3.2.3). The backward pass goes from one
+bucket to the previous one only once the gradients of the bucket after it are reduced.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,11 +30,11 @@ from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smo
 def run(
     closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), smooth: Sequence[bool] | None = None
 ) -> list[Value]:
-    """Evaluates a program that is differentiated, on GPU and TPU with an ordered backward pass.
+    """Evaluates a program for differentiation; on GPU and TPU its backward pass is ordered.
 
     Args:
       closed, values: as for `Evaluation.run`.
-      weights: which inputs are parameters. (Those that are cut are known to be.)
+      weights: which inputs are parameters. (Cut ones are known to be.)
       smooth: which inputs may have gradients; None: all.
     """
     if not platforms.here().orders_backward:
@@ -46,7 +46,7 @@ class OrderedEvaluation(Evaluation):
     """One evaluation of a program, with an ordered backward pass.
 
     Attributes:
-      weights: the variables that are whole parameters, cast and reshaped ones too.
+      weights: the variables that are whole parameters, also cast or reshaped.
       smooth: the variables that may have gradients.
     """
 
@@ -68,7 +68,7 @@ class OrderedEvaluation(Evaluation):
 
     @classmethod
     def concerns(cls, closed: Jaxpr) -> bool:
-        """Whether a program has an equation with a rule of its own."""
+        """Whether a program has an equation with its own backward rule."""
         return backward.concerns(closed)
 
     def _run(self, place: int, eqn: Equation) -> None:
@@ -102,7 +102,7 @@ class OrderedEvaluation(Evaluation):
         return self.run(inner_jaxpr(eqn), values, weights=weights, in_loop=self.in_loop, smooth=smooth)
 
     def _run_by_own_rule(self, eqn: Equation) -> bool:
-        """Runs an equation whose backward pass has rules of its own, or a call of such; False if it is neither."""
+        """Runs an equation with its own backward rule, or a call of such; False if it is neither."""
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None and backward.concerns(inner_jaxpr(eqn))
         if not is_call and (not backward.has_own_rule(eqn) or any(is_literal(v) for v in eqn.invars)):
             return False
@@ -120,7 +120,7 @@ class OrderedEvaluation(Evaluation):
         return reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
 
     def _order(self, place: int) -> None:
-        """Has the backward pass go past an equation when the gradients of the next bucket are reduced."""
+        """Adds a barrier: backward continues here only after the next bucket's reductions."""
         self._run_waiting()
         variables = live(self.jaxpr, place, self.weights)
         variables = [v for v in variables if isinstance(self.env[v], jax.Array)]
@@ -128,18 +128,15 @@ class OrderedEvaluation(Evaluation):
         self.env |= dict(zip(variables, tied, strict=True))
 
     def _gradients_before(self, place: int, eqn: Equation) -> list[Var]:
-        """The cut parameters whose gradients are to be reduced before a scan's backward pass begins.
-
-        That is, those that only equations after the scan use.
-        """
+        """The cut parameters used only after a scan, whose gradients must be reduced before its backward pass."""
         if eqn.primitive.name != SCAN:
             return []
         return [v for v in uses.first_used_after(self.jaxpr, place) if _gradient_slot(self._value(v)) is not None]
 
     def _after_gradients_of(self, params: list[Var], variables: list[Var], values: list[Value]) -> list[Value]:
-        """The values of variables, whose backward pass begins when the gradients of these parameters are reduced.
+        """The values of variables, whose backward pass starts only when these parameters' gradients are reduced.
 
-        Only of those that have gradients: else JAX would differentiate what is made of the others, too.
+        Values without gradients stay as they are; otherwise JAX would differentiate what depends on them, too.
         """
         places = [i for i, v in enumerate(variables) if v in self.smooth]
         if not params or not places:
@@ -155,28 +152,28 @@ class OrderedEvaluation(Evaluation):
 
     @classmethod
     def rematerialized(cls, again: Callable[..., list[Value]], inner: OpenJaxpr, eqn: Equation, in_loop: bool) -> Any:
-        """`again`, computed again in the backward pass; in a loop only activations wait for that."""
+        """`again`, recomputed in the backward pass; in a loop only activations wait for the results' gradients."""
         if in_loop and eqn.params["policy"] is None and not eqn.effects:
             return backward.Recomputed(again, tuple(varies_smoothly(inner, [True] * len(inner.invars))))
         return super().rematerialized(again, inner, eqn, in_loop)
 
 
 def _gradient_slot(value: Value | None) -> jax.Array | None:
-    """The array by which the loss is differentiated in place of a cut parameter."""
+    """The array that the loss is differentiated with respect to, in place of a cut parameter."""
     if isinstance(value, AtFirstUse):
         return _gradient_slot(value.sharded)
     return value.stand_in if isinstance(value, Sharded) and value.local is not None else None
 
 
-BUCKET_BYTES = 32 * 2**20  # of whole gradients: enough for a collective to be fast
+BUCKET_BYTES = 32 * 2**20  # of unsharded gradients: enough for a fast collective
 
 
 def reduced_before(jaxpr: OpenJaxpr, num_bytes: Mapping[Var, int]) -> dict[int, list[Var]]:
-    """By the index of an equation: the parameters whose gradients are reduced before the backward pass goes past it.
+    """Equation index -> the parameters whose gradients are reduced before the backward pass goes past that equation.
 
     Args:
       jaxpr: the loss.
-      num_bytes: of the whole gradient of each parameter that is reduced where the loss uses it.
+      num_bytes: the size of the unsharded gradient, for each parameter that is reduced where the loss uses it.
     """
     starts, buckets = _buckets(jaxpr, num_bytes)
     return dict(zip(starts, buckets[1:], strict=False))
@@ -201,7 +198,7 @@ def _buckets(jaxpr: OpenJaxpr, num_bytes: Mapping[Var, int]) -> tuple[list[int],
 
 
 def live(jaxpr: OpenJaxpr, place: int, but: Iterable[Var]) -> list[Var]:
-    """The floating results of the equations before the one at `place` that are used at it or after, without `but`."""
+    """The floating values computed before equation `place` and used at it or later, without `but`."""
     made = {v for eqn in jaxpr.eqns[:place] for v in eqn.outvars} - set(but)
     later = [v for eqn in jaxpr.eqns[place:] for v in eqn.invars] + jaxpr.outvars
     used = dict.fromkeys(v for v in later if not is_literal(v) and v in made)

@@ -28,14 +28,14 @@ Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
 
 class LossPlan(NamedTuple):
-    """The traced loss, and what happens to each of its parameters."""
+    """The traced loss, and the plan of each of its parameters."""
 
     program: Program
     leaves: tuple[LeafPlan, ...]
 
 
 class DeviceLoss:
-    """One device's part of the loss, inside shard_map; `params` are its shards, as they lie at rest."""
+    """One device's part of the loss, inside shard_map; `params` are its shards at rest."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DeviceLoss:
         return collectives.gather(x, plan.leaf.params.dims) if plan.gather == "start" else x
 
     def plan(self) -> LossPlan:
-        """The loss, traced for whole parameters, and the plans that follow from how it uses them."""
+        """The loss, traced for whole parameters, and the plans that its uses of them give."""
         whole = collectives.shapes_of(
             lambda: [_without_gradient(x) for x in self._values(self.shards, self._differentiated())]
         )
@@ -70,7 +70,7 @@ class DeviceLoss:
     def run(self, program: Program) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
 
-        The rows of a leaf are its first dim here.
+        Rows are moved to a leaf's first dim.
         """
         self.program = program
         if not self.options.differentiate:
@@ -90,7 +90,7 @@ class DeviceLoss:
     # The loss.
 
     def _differentiated(self) -> list[jax.Array]:
-        """The arrays that the loss is differentiated by: zeros in place of what is reduced at use, else the leaves."""
+        """The arrays passed to jax.grad: zero slots if gradients are reduced in the backward pass, else the leaves."""
         pairs = zip(self.shards, self.plans, strict=True)
         return [
             self._gradient_slot(x, plan) if plan.reduce == "at use" else x for x, plan in pairs if not plan.leaf.frozen
@@ -101,12 +101,12 @@ class DeviceLoss:
         shape = list(x.shape)
         for dim, axes in beyond(plan.scattered, plan.held):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
-        summed = () if plan.scattered else plan.summed  # where its gradient is made, with that type
+        summed = () if plan.scattered else plan.summed  # a summed gradient does not vary over these axes
         axes = collectives.varying(x).difference(summed)
         return collectives.vary(jnp.zeros(shape, plan.sum_dtype), tuple(axes))
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
-        """The loss's parameters, cut ones not yet gathered; with one data device, exactly as the user gave them."""
+        """The loss's parameters, cut ones not yet gathered; with one data device, exactly the user's arrays."""
         rest = iter(diff)
 
         def value(x: jax.Array, plan: LeafPlan) -> Value:
@@ -138,7 +138,7 @@ class DeviceLoss:
     def _varied(self, x: jax.Array) -> jax.Array:
         """`x` with a type that varies over the batch axes.
 
-        If the user averaged it over devices already, the sum over devices then counts it as one of N equal means.
+        If the user has averaged it over devices, the sum over devices then counts it as one of N equal means.
         """
         averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
         return collectives.vary(x, self.setup.split_axes) if averaged else x
@@ -165,7 +165,7 @@ class DeviceLoss:
         return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])
 
     def _like_folded(self) -> Tree:
-        """The further arguments with the types that folding gives."""
+        """The further arguments with the types that they have after folding."""
 
         def varied(x: Tree) -> Tree:
             return collectives.vary(x, self.setup.split_axes) if is_key(x) or is_like_raw_key(x) else x
@@ -177,7 +177,7 @@ class DeviceLoss:
     def _grad(
         self, shards: Sequence[jax.Array], diff: list[jax.Array], batch: Tree, index: Index
     ) -> tuple[list[jax.Array], Tree]:
-        """Gradients of one microbatch's loss, in the dtype they are summed in, and its (loss, weight, aux)."""
+        """(gradients of one microbatch's loss, in the dtype of their sums; its (loss, weight, aux))."""
 
         def loss_of(diff):
             outs = self._loss(shards, diff, batch, index)
@@ -187,7 +187,7 @@ class DeviceLoss:
         return [g.astype(plan.sum_dtype) for g, plan in zip(grads, self._trained, strict=True)], outs
 
     def _accumulated(self) -> tuple[list[jax.Array], Tree]:
-        """Gradients summed over microbatches, and each microbatch's (loss, weight, aux), stacked."""
+        """(gradients summed over microbatches, each microbatch's (loss, weight, aux), stacked)."""
         m, diff = self.options.microbatches, self._differentiated()
         if m == 1:
             grads, outs = self._grad(self.shards, diff, self._microbatch(0), 0)
@@ -206,7 +206,7 @@ class DeviceLoss:
     def _bound_to(self, index: jax.Array, sums: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """The shards, tied to the microbatch, so that XLA does not gather them before the loop and keep them whole.
 
-        On GPU they are tied to the sums of the microbatches before, too.
+        On GPU they are also tied to the sums of the previous microbatches.
         """
         cut = [x for x, plan in zip(self.shards, self.plans, strict=True) if plan.held]
         if not cut:
@@ -220,7 +220,7 @@ class DeviceLoss:
 
     @part("the gradients' reduction, after the backward pass")
     def _finish(self, g: jax.Array, plan: LeafPlan, denominator: jax.Array | int) -> jax.Array:
-        """The gradient averaged over all devices, as the inner optimizer takes it: cut as the state is."""
+        """The gradient averaged over all devices, cut like the state, for the inner optimizer."""
         leaf, is_reduced = plan.leaf, plan.reduce == "at use"
         if not is_reduced or plan.scattered:
             g = collectives.scatter_sum(g, beyond(leaf.dims, plan.scattered if is_reduced else ()))
@@ -233,8 +233,8 @@ class DeviceLoss:
     def _reduced(
         self, losses: jax.Array, weights: jax.Array, auxes: Tree
     ) -> tuple[Tree, list[jax.Array], jax.Array | int]:
-        """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the number that
-        divides the sums of gradients)."""
+        """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the divisor of the
+        sums of gradients)."""
         axes = self.setup.split_axes
         denominator: jax.Array | int = self.options.microbatches * self.setup.num_batch_shards
         weight = jnp.ones(())
@@ -248,7 +248,7 @@ class DeviceLoss:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
             wide = x.astype(sum_dtype(x))
-            if self.options.weighted:  # what has no weight counts nothing, not even a NaN
+            if self.options.weighted:  # without weight nothing counts, not even a NaN
                 each = weights.reshape(-1, *(1,) * (x.ndim - 1))
                 wide = jnp.where(each == 0, jnp.zeros_like(wide), wide * each)
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
@@ -261,7 +261,7 @@ class DeviceLoss:
 
 
 def _scattered_here(g: jax.Array, leaf: Leaf) -> jax.Array:
-    """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
+    """`g` behind a barrier; without it, XLA for TPU sums unsharded gradients in the loop, then scatters the sum."""
     return lax.optimization_barrier(g) if leaf.grads.dims else g
 
 
@@ -272,7 +272,7 @@ def _one_after_the_other(x: jax.Array, row_dim: int) -> jax.Array:
 
 
 def _of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The keys that the first device over these axes has, on all devices."""
+    """The first device's keys, on all devices along these axes."""
     if not axes:
         return keys
     data = jax.random.key_data(keys)
@@ -288,12 +288,12 @@ def _at_the_start(x: Value) -> jax.Array:
 
 
 def _without_gradient(x: Value) -> jax.Array:
-    """As `_at_the_start`, where no gradient is asked for: less to trace."""
+    """As `_at_the_start`, if no gradient is needed: less to trace."""
     if isinstance(x, Sharded) and x.local is not None:
         return dataclasses.replace(x, stand_in=None).whole()
     return _at_the_start(x)
 
 
 def _at_first_use(x: Value) -> Value:
-    """The whole parameter, gathered where the loss first uses it; one that is not cut is whole at once."""
+    """A cut parameter, to be gathered at its first use; any other is whole at once."""
     return AtFirstUse(x) if isinstance(x, Sharded) and x.local is not None else _at_the_start(x)

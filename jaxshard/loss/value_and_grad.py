@@ -18,7 +18,7 @@ WithAux: TypeAlias = tuple[jax.Array, Any]
 
 
 class ValueAndGrad(Protocol[Value]):
-    """What `value_and_grad` returns: `f(params, batch, *args) -> (value, grads)`, to be called inside or outside `jit`.
+    """The result of `value_and_grad`: `f(params, batch, *args) -> (value, grads)`; call it inside or outside `jit`.
 
     The value is the loss, or with `has_aux` (loss, aux). Gradients are like the params.
     """
@@ -29,20 +29,17 @@ class ValueAndGrad(Protocol[Value]):
         ...
 
     def __call__(self, params: Params, batch: Tree, *args: Tree) -> tuple[Value, Params]:
-        """The loss of the whole batch, the same on all devices, and its gradients, cut as
-        `opt.shardings(params).grads` says."""
+        """The loss of the whole batch, the same on all devices, and its gradients, sharded by
+        `opt.shardings(params).grads`."""
         ...
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """The layout, and where each parameter is gathered and why. Traces the loss, compiles nothing.
-
-        Args: as in a call; `ShapeDtypeStruct`s will do.
-        """
+        """The layout, with where and why each parameter is gathered; takes arrays or shapes, compiles nothing."""
         ...
 
 
 class Evaluate(Protocol[Value]):
-    """What `evaluate` returns: `f(params, batch, *args) -> loss`, or with `has_aux` (loss, aux)."""
+    """The result of `evaluate`: `f(params, batch, *args) -> loss`, or with `has_aux` (loss, aux)."""
 
     @property
     def compiler_options(self) -> dict[str, str | bool | int | float]:
@@ -54,7 +51,7 @@ class Evaluate(Protocol[Value]):
         ...
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
-        """The layout, and where each parameter is gathered and why, as of `ValueAndGrad`."""
+        """As `ValueAndGrad.layout`."""
         ...
 
 
@@ -139,7 +136,7 @@ def evaluate(loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: bool = False, w
 
 
 def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
-    """Applies a function to the rows of a batch, each device to its own: logits, embeddings, losses of each row.
+    """Applies a function to a batch, each device to its own rows: logits, embeddings, per-row losses.
 
     Args:
       fn: `(params, batch, *args) -> outputs`, pure, written for one device's share of the batch: params come whole
@@ -152,7 +149,7 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
       axes. Keys among `args` are folded with the data shard's index.
 
     Raises:
-      TypeError: `opt` is not a `ShardedOptimizer`, or `fn` is no function.
+      TypeError: `opt` is not a `ShardedOptimizer`, or `fn` is not a function.
       ValueError: an output has no dim of rows; the batch's rows do not divide; params were donated.
     """
     setup = setup_of(opt, "predict")
@@ -162,7 +159,7 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
 
 
 class Predict:
-    """What `predict` returns: `f(params, batch, *args) -> outputs`, to be called inside or outside `jit`."""
+    """The result of `predict`: `f(params, batch, *args) -> outputs`; call it inside or outside `jit`."""
 
     def __init__(self, function: LossFunction):
         self._function = function

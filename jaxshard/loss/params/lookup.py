@@ -1,7 +1,7 @@
-"""Lookups in tables cut along their features: each device looks up all ids in its part, and rows are exchanged.
+"""Lookups in tables cut along their features: each device looks up all ids in its shard, and devices exchange rows.
 
-Of a table of V rows of D features, N devices that take T ids each exchange T rows and their gradients, an all-to-all,
-where gathering the table and scattering its gradient would move V rows. No device makes the whole gradient.
+With T ids per device, each device exchanges T rows, and their gradients, in an all-to-all; gathering a table of V rows
+and scattering its gradient would move V rows. No device computes the whole gradient.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxshard.programs.primitives import GATHER
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """How a `lax.gather` takes rows of a table."""
+    """The parameters of a `lax.gather` of rows of a table."""
 
     numbers: lax.GatherDimensionNumbers
     mode: lax.GatherScatterMode
@@ -31,19 +31,19 @@ class Lookup:
 
     @classmethod
     def of(cls, eqn: Equation) -> "Lookup":
-        """The lookup that an equation does."""
+        """The lookup of a gather equation."""
         return cls(*(eqn.params[name] for name in ("dimension_numbers", "mode", "fill_value")))
 
     def rows(self, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """(V, ...), (B, ..., 1) -> (B, ..., ...), the rows of the table; as `jax.vmap` makes it, (B, ..., 1, ...)."""
+        """(V, ...), (B, ..., 1) -> (B, ..., ...), the rows of the table; under `jax.vmap`, (B, ..., 1, ...)."""
         sizes = (1, *table.shape[1:])
         return lax.gather(table, ids, self.numbers, sizes, mode=self.mode, fill_value=self.fill_value)
 
 
 def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
-    """Whether an equation takes rows of its operand at `position`, a table cut by `dims`, and rows are to be exchanged.
+    """Whether an equation looks rows up in its operand at `position`, a table cut by `dims`, and should exchange rows.
 
-    They are if that moves less than half of the bytes, or if it is `asked` for.
+    It should if that moves less than half of the bytes, or if `lookup` asked for it.
     """
     if eqn.primitive.name != GATHER or position != 0 or len(dims) != 1:
         return False
@@ -59,7 +59,7 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
 def _takes_rows(eqn: Equation) -> bool:
     """Whether a gather takes whole rows, as `table[ids]` does, or `table[i]` under `jax.vmap`.
 
-    The latter's ids are whole starts, of which all but the first are clipped to 0, and it leaves each row's dim of 1.
+    In the latter, ids have one start per dim, all but the first clipped to 0, and each row keeps a dim of size 1.
     """
     table, ids = (v.aval for v in eqn.invars)
     numbers, starts = eqn.params["dimension_numbers"], eqn.params["dimension_numbers"].start_index_map
@@ -71,11 +71,11 @@ def _takes_rows(eqn: Equation) -> bool:
 
 
 def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool) -> jax.Array:
-    """The rows that this device's ids name.
+    """The rows of this device's ids.
 
     Args:
-      local: this device's part of the table (`is_shard`), or the whole table.
-      ids: (..., 1) or (..., 1 + more starts), as `lax.gather` takes them.
+      local: this device's shard of the table (`is_shard`), or the whole table.
+      ids: (..., 1) or (..., 1 + more starts), as for `lax.gather`.
     """
     if not is_shard:
         return lookup.rows(local, ids)
@@ -86,9 +86,9 @@ def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_s
 def looked_up(
     local: jax.Array, stand_in: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool
 ) -> jax.Array:
-    """As `exchanged`; the rows' gradient comes out as that of `stand_in`, this device's part of it.
+    """As `exchanged`; this device's shard of the table's gradient comes out as the gradient of `stand_in`.
 
-    `stand_in` is zeros of the part's shape, in the dtype in which gradients are reduced.
+    `stand_in`, the gradient slot, is zeros of the shard's shape, in the dtype in which gradients are reduced.
     """
     del stand_in
     return exchanged(local, ids, lookup, dims, is_shard)
@@ -120,13 +120,13 @@ def _all(ids: jax.Array, dims: Dims) -> jax.Array:
 
 
 def _to_own_rows(x: jax.Array, dims: Dims) -> jax.Array:
-    """(N * B, ..., D/N), all rows in part -> (B, ..., D), this device's rows."""
+    """(N * B, ..., D/N), this device's features of all rows -> (B, ..., D), this device's rows."""
     ((dim, _),) = dims
     return lax.all_to_all(x, _axes(dims), split_axis=0, concat_axis=x.ndim + dim, tiled=True)
 
 
 def _to_own_features(x: jax.Array, dims: Dims) -> jax.Array:
-    """(B, ..., D), this device's rows -> (N * B, ..., D/N), all rows in part."""
+    """(B, ..., D), this device's rows -> (N * B, ..., D/N), this device's features of all rows."""
     ((dim, _),) = dims
     return lax.all_to_all(x, _axes(dims), split_axis=x.ndim + dim, concat_axis=0, tiled=True)
 

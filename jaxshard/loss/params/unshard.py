@@ -1,9 +1,9 @@
-"""`unshard` and `lookup`, marks in a loss that say where parameters are needed; and the parameters that meet them.
+"""`unshard` and `lookup`, marks in a loss where parameters are needed; and the parameters that reach them.
 
-The loss is traced once with whole, abstract parameters, so that it sees the shapes, sizes and structure of one device.
-`unshard` leaves a mark on each leaf. A leaf is lazy if it goes to marks alone, through nothing but `scan`, `jit` and
-`jax.checkpoint` (see `loss.params.uses`). The traced program then runs with the leaf's shard in its place, and gathers
-it at the mark (see `loss.evaluation`). Any other leaf is gathered where the loss first uses it.
+The loss is traced once with whole, abstract parameters, so it sees the shapes, sizes and structure of one device.
+`unshard` marks each leaf. A leaf is lazy if only marks use it, directly or inside `scan`, `jit` and `jax.checkpoint`
+(see `loss.params.uses`). The traced program then runs with the leaf's shard in its place, and gathers it at the mark
+(see `loss.evaluation`). Any other leaf is gathered where the loss first uses it.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ LOOKUP_MARK = "jaxshard.lookup"
 def unshard(tree: T) -> T:
     """Inside a loss function, asks for these parameters to be gathered here.
 
-    Called at the start of each layer, also in the body of a `lax.scan` over stacked layers, it makes gathers (ZeRO-3)
-    and reduce-scatters of gradients (ZeRO-2, ZeRO-3) happen layer by layer, so that whole gradients never exist. Put
-    it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
+    Call it at the start of each layer, also in the body of a `lax.scan` over stacked layers. Gathers (ZeRO-3) and
+    reduce-scatters of gradients (ZeRO-2, ZeRO-3) then happen layer by layer, so the full gradients never exist at once.
+    Put it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
 
-    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf is whole from its
-    first use on. So results never depend on it. Outside of `value_and_grad` and `evaluate` it is the identity.
+    A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf is gathered at its
+    first use, and stays whole. Results are the same either way. Outside of `value_and_grad` and `evaluate` it is the
+    identity.
 
     Args:
-      tree: any part of the parameters, or a slice of stacked ones, as the loss function got it.
+      tree: any part of the parameters, or a slice of stacked ones, as passed to the loss function.
 
     Returns:
       The same tree.
@@ -58,19 +59,19 @@ def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.A
     """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
 
     If the data axes cut the table along its features, devices exchange these rows, and in the backward pass their
-    gradients, instead of gathering the table and scattering its gradient, of which no device then holds more than its
-    part. `table[ids]` does the same where that moves less than half of the bytes, as for most vocabularies; `lookup`
-    does it always. Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
+    gradients, instead of gathering the table and scattering its gradient; no device then holds more than its shard of
+    the gradient. `table[ids]` does the same if that moves less than half of the bytes, as for most vocabularies;
+    `lookup` always does. Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
 
     Args:
-      table: (V, ..., D), a parameter as the loss function got it, or cast to another dtype.
-      ids: whole numbers, an array of any shape or a list of them.
+      table: (V, ..., D), a parameter as passed to the loss function, or cast to another dtype.
+      ids: integers, an array of any shape or a list.
 
     Returns:
       `(*ids.shape, ..., D)`, in the table's dtype.
 
     Raises:
-      TypeError: `ids` are no whole numbers.
+      TypeError: `ids` are not integers.
 
     >>> import jax.numpy as jnp
     >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1])).tolist()
@@ -95,23 +96,23 @@ class Sharded:
     * a whole copy, whose gradient is all-reduced over `sum_axes` (DDP);
     * a parameter whose gradient is not reduced here: `local` is None.
 
-    The loss is differentiated by `stand_in` in place of `local`. Its gradient is cut by `dims`, if by any.
+    The loss is differentiated with respect to `stand_in`, a gradient slot, not `local`. `dims` cut the gradient.
     """
 
-    local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter
-    stand_in: jax.Array | None  # None: nothing is differentiated with respect to it
+    local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter itself
+    stand_in: jax.Array | None  # None: no gradient is needed
     dims: Dims = dataclasses.field(metadata={"static": True})
     held: Dims = dataclasses.field(metadata={"static": True})
     sum_axes: Names = dataclasses.field(default=(), metadata={"static": True})
 
     def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
-        """The same parameter, whose gradient is that of another stand-in."""
+        """The same parameter with another gradient slot."""
         return dataclasses.replace(self, stand_in=stand_in)
 
     def cast_later(self) -> "Sharded":
-        """The same parameter, bit for bit, but XLA for TPU does not cast a whole stack of layers before its loop.
+        """The same parameter, bit for bit, disguised so that XLA for TPU casts a stack of layers only inside its loop.
 
-        XLA moves casts past barriers and selects, but not past a sum with a number that it does not know.
+        XLA moves casts past barriers and selects, but not past the addition of an unknown number.
         """
         x = self.local
         if x is None or x.ndim < 2 or x.dtype != jnp.float32:
@@ -131,22 +132,22 @@ class Sharded:
 
     @property
     def looked_up_by(self) -> Dims:
-        """How the table that lookups exchange rows of is cut; by nothing where they cannot."""
+        """How a table is cut for lookups that exchange rows; () if they cannot."""
         return lookup_dims(self.dims, self.held)
 
 
 def lookup_dims(dims: Dims, held: Dims) -> Dims:
-    """How a table is cut whose rows are exchanged: as its gradient is, if it is whole, or cut as that is."""
+    """How a table is cut for lookups that exchange rows: like its gradient, if the table is whole or cut so, too."""
     return dims if held in ((), dims) else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class AtFirstUse:
-    """A cut parameter that is gathered where the loss first uses it, unless that is a lookup that exchanges rows.
+    """A cut parameter that is gathered at its first use in the loss, unless that is a lookup that exchanges rows.
 
     Attributes:
-      casts: the dtypes that the loss has cast it to, one after the other, before it looks rows up.
-      asked: lookups exchange rows because `lookup` asks for it, whatever that costs.
+      casts: the dtypes that the loss has cast it to so far, in order.
+      asked: `lookup` asks for exchanged rows, whatever they cost.
     """
 
     sharded: Sharded
@@ -158,7 +159,7 @@ class AtFirstUse:
         return self._cast(self.sharded.whole())
 
     def after(self, mark: str) -> "AtFirstUse":
-        """The same parameter, past a mark."""
+        """The same parameter after a mark."""
         return dataclasses.replace(self, asked=True) if mark == LOOKUP_MARK else self
 
     def as_dtype(self, dtype: DType) -> "AtFirstUse":
@@ -169,11 +170,11 @@ class AtFirstUse:
         return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
     def with_stand_in(self, stand_in: jax.Array) -> "AtFirstUse":
-        """The same parameter, whose gradient is that of another stand-in."""
+        """The same parameter with another gradient slot."""
         return dataclasses.replace(self, sharded=self.sharded.with_stand_in(stand_in))
 
     def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
-        """Its rows that `ids` name, exchanged with other devices."""
+        """The rows of these ids, exchanged with other devices."""
         s = self.sharded
         assert s.local is not None
         local = self._cast(s.local)
@@ -189,19 +190,19 @@ Scale: TypeAlias = jax.Array | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
-    """A part of the loss that can run again, later, with `Sharded` in place of some of its inputs.
+    """A sub-program with its own backward schedule (1F1B), which runs later, with `Sharded` as some of its inputs.
 
-    In the traced program it is a jitted call, found again by its name. (As the policy of a `jax.checkpoint` it would
-    need no names, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
+    In the traced program it is a jitted call, identified by its name. (As the policy of a `jax.checkpoint` it would
+    need no name, but on jax 0.12 the gradients of a pipeline in float64 were then off by 1e-8.)
     """
 
     run: Callable[[Sequence[Value]], list[Value]]
     """Flat outputs of flat inputs."""
     why_not_lazy: Callable[[int, int, Dims], str | None]
-    """As the function of that name: of the input at a position, its number of dims, how it is cut."""
+    """As `uses.why_not_lazy`, for (the input's position, its number of dims, how it is cut)."""
 
     def bind(self, values: Sequence[Value]) -> list[Value]:
-        """`run`, in a trace, where `deferred` finds it again."""
+        """Calls `run` in a trace, so that `deferred` can find it."""
 
         def named(*values: Value) -> list[Value]:
             return self.run(values)
@@ -218,7 +219,7 @@ _known: weakref.WeakValueDictionary[str, Deferred] = weakref.WeakValueDictionary
 
 @contextlib.contextmanager
 def scaled_by(scale: Scale) -> Iterator[None]:
-    """Sets, while the loss is traced, the scale that multiplies its backward pass (`LossScale`), or None."""
+    """While the loss is traced, sets the scale that multiplies its backward pass (`LossScale`), or None."""
     token = _scale.set(scale)
     try:
         yield
@@ -227,7 +228,7 @@ def scaled_by(scale: Scale) -> Iterator[None]:
 
 
 def loss_scale() -> Scale:
-    """The scale that `scaled_by` set, for parts of the loss that run a backward pass of their own."""
+    """The scale that `scaled_by` set, for parts of the loss with their own backward pass."""
     return _scale.get()
 
 
@@ -235,6 +236,6 @@ _scale: contextvars.ContextVar[Scale] = contextvars.ContextVar("loss_scale", def
 
 
 def deferred(eqn: Equation) -> Deferred | None:
-    """The part of the loss that a call stands for, if it was made by `Deferred.bind`."""
+    """The deferred part of the loss that a call runs, if `Deferred.bind` made the call."""
     name = eqn.params.get("name")
     return _known.get(name) if isinstance(name, str) and name.startswith(_DEFERRED) else None

@@ -1,4 +1,4 @@
-"""How the traced loss uses each parameter: through marks alone, to look rows up, or as a whole."""
+"""How the traced loss uses each parameter: through marks alone, for lookups, or as a whole."""
 
 import dataclasses
 
@@ -15,20 +15,20 @@ from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, m
 def why_not_lazy(
     jaxpr: Jaxpr, index: int, dims: Dims, *, looked_up_by: Dims | None = None, once: bool = False
 ) -> str | None:
-    """None if input `index` of the traced loss goes to marks and lookups alone, else its first other use, in words.
+    """None if only marks and lookups use input `index` of the traced loss, else its first other use, in words.
 
     Args:
-      jaxpr, index: the loss, and the parameter's place among its inputs.
+      jaxpr, index: the loss, and the parameter's index among its inputs.
       dims: how its gradient is cut.
-      looked_up_by: how a table is cut whose rows are exchanged; None: by `dims`.
-      once: its gradient is to be reduced once, so it may go to one mark only, and to none in a loop over other things.
+      looked_up_by: how a table is cut for lookups that exchange rows; None: by `dims`.
+      once: its gradient is reduced once, so allowed is exactly one mark, not inside a scan that does not slice it.
     """
     return _Search(dims, dims if looked_up_by is None else looked_up_by, once).why_not(jaxpr, index, in_loop=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """Looks for other uses of a parameter cut by `dims`. (A lookup in a loop would exchange rows at every step.)"""
+    """Finds other uses of a parameter cut by `dims`. (A lookup in a loop would exchange rows in each iteration.)"""
 
     dims: Dims
     looked_up_by: Dims
@@ -69,20 +69,20 @@ class _Search:
 
 
 def defers(jaxpr: Jaxpr) -> bool:
-    """Whether a part of the program runs later, by rules of its own: a pipeline."""
+    """Whether the program has a deferred part, with its own backward schedule: a pipeline."""
     return any(deferred(eqn) is not None for eqn in equations(jaxpr))
 
 
 def mark(eqn: Equation) -> str:
-    """The mark that an equation leaves: of `unshard`, of `lookup`, or none ("")."""
+    """The mark that an equation makes: that of `unshard` or `lookup`, or ""."""
     name = mark_of(eqn)
     return name if name in (MARK, LOOKUP_MARK) else ""
 
 
 def looks_up(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
-    """Whether all that an equation does with its operand, a table cut by `dims`, is to look rows up for an exchange.
+    """Whether an equation's operand, a table cut by `dims`, serves only lookups that exchange rows.
 
-    Before, the table may be cast and marked. `asked`: rows are exchanged whatever that costs.
+    The table may be cast and marked before. `asked`: rows are exchanged, whatever that costs.
     """
     name = eqn.primitive.name
     if mark(eqn):
@@ -97,7 +97,7 @@ def looks_up(jaxpr: OpenJaxpr, eqn: Equation, position: int, dims: Dims, *, aske
 
 
 def only_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims, *, asked: bool = False) -> bool:
-    """Whether all uses of a table, at least one, look rows up for an exchange."""
+    """Whether a table has uses, and all are lookups that exchange rows."""
     if any(out is var for out in jaxpr.outvars):
         return False
     uses = uses_of(jaxpr, var)
@@ -105,12 +105,12 @@ def only_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims, *, asked: bool = Fals
 
 
 def is_looked_up(jaxpr: OpenJaxpr, var: Var, dims: Dims) -> bool:
-    """Whether some use of a table looks rows up for an exchange."""
+    """Whether some use of a table is a lookup that exchanges rows."""
     return any(looks_up(jaxpr, eqn, i, dims, asked=False) for eqn, i in uses_of(jaxpr, var))
 
 
 def num_uses(jaxpr: OpenJaxpr, var: Var) -> int:
-    """How often a program's equations read a variable, or the program returns it."""
+    """How many times a program's equations read a variable, or the program returns it."""
     return len(uses_of(jaxpr, var)) + sum(v is var for v in jaxpr.outvars)
 
 
@@ -120,7 +120,7 @@ def uses_of(jaxpr: OpenJaxpr, var: Var) -> list[tuple[Equation, int]]:
 
 
 def first_used_after(jaxpr: OpenJaxpr, place: int) -> list[Var]:
-    """The variables that equations after the one at `place` use, and none before."""
+    """The variables that only equations after the one at `place` use."""
     used = {v for eqn in jaxpr.eqns[: place + 1] for v in eqn.invars if not is_literal(v)}
     later = dict.fromkeys(v for eqn in jaxpr.eqns[place + 1 :] for v in eqn.invars if not is_literal(v))
     return [v for v in later if v not in used]
