@@ -1,4 +1,4 @@
-"""Reads what users bring: a batch's rows, and the PartitionSpecs that params carry already."""
+"""Reads users' arrays: a batch's rows, and the PartitionSpecs that params already have."""
 
 import math
 
@@ -15,10 +15,10 @@ from jaxshard.optimizer.sharding import Setup
 
 
 def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
-    """The PartitionSpecs that arrays carry now, without the data axes and "replica"; pass them as `specs=`.
+    """The PartitionSpecs that arrays have now, without the data axes and "replica"; pass them as `specs=`.
 
     Args:
-      params: arrays; those that lie on no mesh (NumPy, one device) have `PartitionSpec()`.
+      params: arrays; those without a mesh (NumPy, one device) get `PartitionSpec()`.
       data_axes: the axes to leave out.
 
     Returns:
@@ -64,11 +64,11 @@ def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and is_key(x):
         data = _from_local(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy: loaders use their buffers again
+    return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy, since loaders reuse their buffers
 
 
 def _needed(setup: Setup, rows: tuple[int, ...], processes: int) -> str:
-    """What the first dim must be; and the numbers of rows next to `rows` that are right."""
+    """The requirement for the first dim, and the nearest right numbers of rows."""
     axes = " x ".join(axis for axis in setup.batch_axes if setup.sizes[axis] > 1) or setup.batch_axes[0]
     of_each = f" of each of {processes} processes" if processes > 1 else ""
     unit = setup.num_batch_shards // math.gcd(setup.num_batch_shards, processes)

@@ -1,4 +1,4 @@
-"""What is the same and should differ: random keys at every step, and the rows of all processes."""
+"""Warns of equal values that should differ: random keys at every step, and the rows of all processes."""
 
 import hashlib
 import itertools
@@ -18,9 +18,9 @@ _SMALL = 64  # elements
 
 
 class KeyWatch:
-    """Compares the further arguments of a step's first calls; later ones cost nothing.
+    """Compares the further arguments of a step's first calls; later calls cost nothing.
 
-    A key repeats if it stays the same, and so do all whole numbers, which it might be folded with (nnx counts draws).
+    A key counts as repeated only if all integers repeat too, since it may be folded with them (nnx counts draws).
     """
 
     def __init__(self):
@@ -28,9 +28,9 @@ class KeyWatch:
         self._batches: list[list[Tree]] = []
 
     def look(self, batch: Tree, args: tuple[Tree, ...], is_drawn_from: Callable[[], Sequence[bool]]) -> None:
-        """Warns at the third call if the keys among `args` are those of the calls before.
+        """Warns at the third call if the keys among `args` were the same in all three.
 
-        `is_drawn_from` says of each leaf of `args` whether random numbers depend on it; it is asked only then.
+        `is_drawn_from` returns for each leaf of `args` whether random numbers depend on it; it is called only then.
         """
         if len(self._seen) == _CALLS or not args:
             return
@@ -74,15 +74,15 @@ def _value(leaf: Tree) -> Hashable:
 
 
 def _are_one(batches: list[list[Tree]]) -> bool:
-    """Whether all calls had the very same arrays as their batch, as where time is measured."""
+    """Whether all calls had the very same arrays as their batch, as in a time measurement."""
     return all(len({id(leaf) for leaf in column}) == 1 for column in zip(*batches, strict=False))
 
 
 def warn_of_same_rows(batch: Tree) -> None:
-    """Warns, on process 0, if two processes hold other rows of the global batch, and gave the same for them.
+    """Warns, on process 0, if two processes gave equal rows for different places in the global batch.
 
-    Processes that hold the same rows, as those of one pipeline do, are not compared with each other; and rows that are
-    all alike, as ones for a measurement, are no sign.
+    Processes that hold the same places, such as those of one pipeline, are not compared; nor are batches whose rows are
+    all equal, such as ones for a measurement.
     """
     said = agreement.gathered("train_step: the batch's rows", json.dumps(_own_rows(batch)))
     found = [json.loads(text) for text in said]
@@ -98,7 +98,7 @@ def warn_of_same_rows(batch: Tree) -> None:
 
 
 def _own_rows(batch: Tree) -> dict[str, Tree]:
-    """Where this process's rows lie in the global batch, and their digest; None for rows that are all alike."""
+    """The places of this process's rows in the global batch, and their digest, None if all rows are equal."""
     digest, places, differ = hashlib.sha256(), set[int](), False
     for leaf in jax.tree.leaves(batch):
         x = jax.random.key_data(leaf) if is_key(leaf) else leaf

@@ -26,7 +26,7 @@ _CURES = (
 
 
 class Names(NamedTuple):
-    """The paths of the leaves of the params that are trained, and of the state."""
+    """The paths of the leaves of the trained params, and of the state."""
 
     params: list[str]
     state: list[str]
@@ -35,9 +35,9 @@ class Names(NamedTuple):
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss, a gradient or an update that is not finite.
 
-    `step` is the number of the last of them, where the first call of that `train_step` is 1; `leaf` is the path of its
-    first leaf whose gradient or new value is not finite ("the loss", if that alone was not), and `what` names it in
-    words. `broken` is the path of a parameter that was not finite before that step, or None.
+    `step` is the number of the last of them, counted from 1 for each `train_step`; `leaf` is the path of its first leaf
+    whose gradient or new value is not finite ("the loss", if only that was not), and `what` names it in words. `broken`
+    is the path of a parameter that was not finite before that step, or None.
     """
 
     def __init__(self, step: int, leaf: str, count: int, what: str | None = None, broken: str | None = None):
@@ -59,7 +59,7 @@ def _of_broken(path: str) -> str:
 def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(norm of the whole gradient, index of its first leaf that is not finite or -1, whether all is finite).
 
-    A gradient whose square overflows counts as not finite: the infinity would stay in second moments for ever.
+    A gradient whose square overflows counts as not finite: the infinity would stay in second moments forever.
     """
     squares = [_sum_of_squares(g) for g in jax.tree.leaves(grads)]
     if not squares:
@@ -71,21 +71,21 @@ def judged(loss: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of squares in float32 at least: in bf16 a sum of many squares would stop growing."""
+    """The sum of squares, at least in float32: in bf16 a sum of many squares would stop growing."""
     x = x.astype(sum_dtype(x))
     squares = lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
     return lax.reduce_sum(squares, tuple(range(x.ndim)))
 
 
 class Verdicts:
-    """The outcomes of past steps. A step's is read before the next but one is dispatched: devices have work meanwhile,
-    and nothing is left to do between a dispatch and the return, where an error would lose what was dispatched.
+    """The outcomes of past steps. Call n + 2 reads that of step n before it dispatches: devices have work meanwhile,
+    and nothing raises after a dispatch, which would lose its results.
 
-    Every call reads exactly the outcome of the one before the last, so that several processes raise at the same call.
-    What is still unread when the program ends is reported then.
+    Every call reads exactly one outcome, so that several processes raise at the same call. Outcomes that are unread
+    when the program ends are reported then.
 
     Args:
-      max_skips: how many steps in a row may be skipped; None: any number.
+      max_skips: the most steps in a row that may be skipped; None: any number.
       scaling: the loss scale, whose overflows do not count.
     """
 
@@ -93,7 +93,7 @@ class Verdicts:
         self._max_skips, self._scaling = max_skips, scaling
         self._calls, self._bad_in_a_row = 0, 0
         self._pending: list[tuple[int, Names, Metrics]] = []
-        atexit.register(_tell_at_exit, weakref.ref(self))  # before JAX, which registered earlier, takes devices down
+        atexit.register(_tell_at_exit, weakref.ref(self))  # runs before JAX's own handler, registered earlier
 
     def expect(self, names: Names, metrics: Metrics) -> None:
         """Notes a step that was dispatched; `names` are its leaves' paths."""
@@ -103,9 +103,9 @@ class Verdicts:
         self._pending.append((self._calls, names, kept))
 
     def tell(self, params: Tree = None, *, but: int = 0) -> None:
-        """Reads all outcomes, but for the last `but`, and warns of each skipped step.
+        """Reads all outcomes except the last `but`, and warns of each skipped step.
 
-        `params`: those of the next step, which a skipped step has left as they were.
+        `params`: those of the next call, which a skipped step has left unchanged.
 
         Raises:
           NonFiniteError: too many steps in a row were skipped.
@@ -132,7 +132,7 @@ class Verdicts:
         broken = None if finite else _not_finite(params)
         if self._max_skips is not None and self._bad_in_a_row > self._max_skips:
             count, self._bad_in_a_row = self._bad_in_a_row, 0
-            self._pending.clear()  # the later step had the same params, so its outcome says nothing new
+            self._pending.clear()  # the later step had the same params, so its outcome adds nothing
             raise NonFiniteError(call, leaf, count, what, broken)
         more = "" if broken is None else f". {_of_broken(broken)}"
         self._warn(call, f"{what} is not finite{more}")
@@ -142,7 +142,7 @@ class Verdicts:
 
 
 def _finite_before(metrics: Metrics) -> bool:
-    """Whether loss and gradients were finite, so that a step was skipped for what came of them."""
+    """Whether loss and gradients were finite, so that the update caused the skip."""
     return math.isfinite(float(metrics["loss"])) and math.isfinite(float(metrics["grad_norm"]))
 
 

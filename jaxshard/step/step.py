@@ -55,33 +55,32 @@ def train_step(
 
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys: as for `value_and_grad`.
-      donate: the step reuses the memory of params and state that already lie as `opt.shardings` says; these arrays are
-        gone afterwards. Arrays that lie elsewhere (NumPy, one device) are copied, and stay.
+      donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are gone
+        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
-        loss) and `grad`, if it takes them.
+        loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
-        not finite, or if params or state would no longer be (state in the host's memory is read once more to find out):
-        it changes nothing, on any device, and the next call but one warns (after the last steps `step.close()` does, or
-        the end of the program). After more than `max_skips` in a row, the second call after that raises
-        `NonFiniteError`. None: such steps go to the optimizer too, as `apply_if_finite` and `skip_not_finite` need,
-        which count them themselves.
-      compiler_options: options for XLA, by name, besides those that jaxshard sets (docs/compiler_options.md lists these
-        with their reasons), or in place of some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
+        not finite, or if params or state would no longer be (for this, state on the host is read once more): it changes
+        nothing on any device, and the second call after it warns (at the end, `step.close()` does, or the end of the
+        program). After more than `max_skips` in a row, the second call after that raises `NonFiniteError`. None: such
+        steps go to the optimizer, as `apply_if_finite` and `skip_not_finite` need, which count them themselves.
+      compiler_options: XLA options by name, in addition to those that jaxshard sets (docs/compiler_options.md lists
+        these with their reasons), or to override some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
     Returns:
       The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
       whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in
-      `jax.tree.leaves((params, state))`, without frozen params) of the first leaf whose gradient, or else whose new
-      value, is not finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and
-      with `has_aux` "aux", as `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
+      `jax.tree.leaves((params, state))`, without frozen params) of the first leaf whose gradient or new value is not
+      finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and with `has_aux` "aux", as
+      `value_and_grad` returns it. With `weighted`, a batch of weight 0 is skipped too.
       `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
     Raises:
       NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
         only lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
-      ValueError: an option that the compiler does not know (at the first step); arrays that were donated to an earlier
-        step, a batch whose rows do not divide, or (several processes) one that is not made of global arrays.
+      ValueError: the compiler does not know an option (at the first step); arrays were donated to an earlier step; the
+        batch's rows do not divide, or (several processes) the batch does not consist of global arrays.
     """
     setup = setup_of(opt, "train_step")
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
@@ -96,7 +95,7 @@ def train_step(
 
 
 class TrainStep:
-    """The step that `train_step` returns; it compiles one program for each structure, shapes and dtypes of params.
+    """The result of `train_step`; it compiles one program for each structure, shapes and dtypes of params and state.
 
     `with train_step(...) as step:` closes it at the end.
     """
@@ -126,7 +125,7 @@ class TrainStep:
             self._interrupts.release()
 
     def close(self) -> None:
-        """Waits for the last step, and warns if it was skipped; where it is not called, the program's end does.
+        """Waits for the last step, and warns if it was skipped; otherwise the end of the program does.
 
         Raises:
           NonFiniteError: too many steps in a row were skipped, the last one among them.
@@ -136,7 +135,7 @@ class TrainStep:
 
     @property
     def compiler_options(self) -> dict[str, Value]:
-        """The options for XLA that it is compiled with: jaxshard's, and those that were given."""
+        """The XLA options that it is compiled with: jaxshard's, and the user's."""
         return self._loss.compiler_options | self._given
 
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
@@ -175,11 +174,11 @@ class TrainStep:
         return results
 
     def lower(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Lowered:
-        """The lowered step, as that of a jitted function; takes arrays or their shapes, runs nothing."""
+        """The lowered step, like a jitted function's `lower`; takes arrays or their shapes, runs nothing."""
         return self.trace(params, state, batch, *args).lower()
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
-        """The traced step, as that of a jitted function; takes arrays or their shapes, on an abstract mesh too."""
+        """The traced step, like a jitted function's `trace`; takes arrays or their shapes, also on an abstract mesh."""
         state = self._arrays(state, params)
         check_batch(batch, self._loss.options)
         program = self._program(params, state)
@@ -193,14 +192,14 @@ class TrainStep:
         return self._loss.layout(params, batch, *args)
 
     def _arrays(self, state: State, params: Tree) -> State:
-        """The state, with Python numbers (hyperparameters that the user set) as arrays of the expected dtypes."""
+        """The state with Python numbers (hyperparameters set by the user) as arrays of the expected dtypes."""
         if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
             return state
         expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
         return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
     def _placed(self, program: "Program", params: Params, state: State) -> tuple[Params, State]:
-        """Both where the program takes them, the same on all processes."""
+        """Params and state under the program's shardings, checked to be the same on all processes."""
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
         found = placed((params, state), (program.params, program.state))
         self._returned.found(program, (params, state), found)
@@ -234,7 +233,7 @@ class TrainStep:
         return Program(run, wanted, before, batch, Names(of_params, of_state))
 
     def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
-        """The arguments whose memory the step takes over; not a state with leaves that no result is like."""
+        """The donated arguments; not the state if one of its leaves matches no result in shape and dtype."""
         fits = kinds_of(state) <= kinds_of(after)
         return (0, *([1] if fits else [])) if self.donate else ()
 
@@ -251,7 +250,7 @@ class TrainStep:
         scale = None if scaling is None else state.extra["loss_scale"]["scale"]
         found = self._loss.measure(params, batch, args, scale=scale)
         if self._max_skips is not None:
-            # The norm, the look at the update and the update read them: XLA would keep the sums beside the means.
+            # The norm, the verdict and the update read the means: without a barrier XLA would keep the sums, too.
             found = found._replace(grads=jax.tree.map(jax.lax.optimization_barrier, found.grads))
         judge = global_view.globally(judged, setup.mesh, (P(), P(), P()))
         norm, bad_leaf, finite = judge(found.loss, fast(found.grads))
@@ -271,7 +270,7 @@ class TrainStep:
         metrics = Metrics(loss=found.loss, grad_norm=norm, skipped=skipped, bad_leaf=bad_leaf)
         if scaling is not None and scale is not None:
             metrics["loss_scale"] = scale
-            stays = skipped & finite  # a batch of weight 0, or a bad update, says nothing about the scale
+            stays = skipped & finite  # a batch of weight 0, or a bad update, is no reason to change the scale
             if self._loss.options.weighted:
                 stays |= found.weight == 0
             next_scale = _next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
@@ -286,12 +285,12 @@ def _next_scale(scaling: LossScale, old: dict[str, jax.Array], overflowed: jax.A
 
 
 def loss_of(step: TrainStep) -> LossFunction:
-    """The loss of a step, which has its options and setup."""
+    """The loss of a step, with its options and setup."""
     return step._loss
 
 
 def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
-    """The same step on other devices; the mesh has the axes and sizes of the one that it was made for."""
+    """The same step on other devices; `mesh` must have the axes and sizes of the step's own mesh."""
     setup = step._setup
     assert dict(mesh.shape) == setup.sizes
     options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))

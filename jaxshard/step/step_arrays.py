@@ -1,4 +1,4 @@
-"""The arrays of a training step: those it gave back are known, others are looked at, and moved where they belong."""
+"""The arrays of a training step: recognizes those that it returned; checks and places all others."""
 
 import operator
 import weakref
@@ -15,34 +15,34 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 class Returned:
-    """The (params, state) that a step returned last. Where it gets the very same arrays, nothing is to be found out.
+    """The (params, state) that a step returned last: if it gets the very same arrays, it skips all checks.
 
-    It holds no array: who drops them frees their memory.
+    It holds only weak references, so dropping the arrays frees their memory.
     """
 
     def __init__(self):
         self._program: Any = None
-        self._takes_its_own = False  # the program takes what it returns, as it is
+        self._takes_its_own = False  # whether the program accepts its own results without placing them
         self._treedef: Any = None
         self._arrays: list[weakref.ref[jax.Array]] = []
 
     def note(self, program: object, params: Tree, state: Tree) -> None:
-        """What `program` has just returned."""
+        """Notes the results that `program` has just returned."""
         leaves, self._treedef = jax.tree.flatten((params, state))
         self._takes_its_own &= program is self._program
         self._program, self._arrays = program, list(map(weakref.ref, leaves))
 
     def program_for(self, params: Tree, state: Tree) -> Any:
-        """The program that takes these as they are; None: that is to be found out."""
+        """The program that accepts these as they are; None if unknown."""
         return self._program if self._takes_its_own and self._are(params, state) else None
 
     def found(self, program: object, given: tuple[Tree, Tree], taken: tuple[Tree, Tree]) -> None:
-        """`program` was given these, and takes those in their place."""
+        """Notes that `program` was given `given`, and got `taken` after placement."""
         stayed = all(map(operator.is_, jax.tree.leaves(given), jax.tree.leaves(taken)))
         self._takes_its_own = stayed and program is self._program and self._are(*given)
 
     def _are(self, params: Tree, state: Tree) -> bool:
-        """Whether these are the arrays, none of them deleted since."""
+        """Whether these are the noted arrays, none of them deleted since."""
         leaves, treedef = jax.tree.flatten((params, state))
         if len(leaves) != len(self._arrays) or not all(map(operator.is_, [ref() for ref in self._arrays], leaves)):
             return False
@@ -50,7 +50,7 @@ class Returned:
 
 
 def placed(tree: T, shardings: Tree) -> T:
-    """The tree under `shardings`; an array that is two leaves is copied, since it cannot be donated twice."""
+    """The tree under `shardings`; an array that occurs twice is copied, since it cannot be donated twice."""
     taken: set[int] = set()
 
     def place(x: Tree, sharding: NamedSharding) -> jax.Array:
@@ -64,15 +64,15 @@ def placed(tree: T, shardings: Tree) -> T:
 
 
 def placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
-    """`x` itself if it has this sharding, else a copy, so that a donating step takes the copy and leaves `x`."""
+    """`x` itself if it has this sharding, else a copy, so that a donating step consumes the copy, not `x`."""
     return x if isinstance(x, jax.Array) and x.sharding == sharding else global_view.copy_to(x, sharding)
 
 
 def run(program: Tree, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree, Metrics]:
-    """Runs a compiled step; it copies state on the host of which somebody has a view.
+    """Runs a compiled step; copies state on the host if someone holds a view of it.
 
-    There `np.asarray` copies nothing: who holds what it gave (a checkpoint that is being written) holds the memory, and
-    on GPU the runtime refuses to write over it, before it touches anything.
+    `np.asarray` of state on the host is a view, not a copy. While someone holds one (a checkpoint that is being
+    written), the runtime on GPU refuses to overwrite the memory, before it touches anything.
     """
     try:
         return program(params, state, batch, *args)
