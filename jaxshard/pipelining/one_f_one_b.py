@@ -21,7 +21,7 @@ from jaxshard.programs.jaxprs import without_consts
 
 
 class _Function(NamedTuple):
-    """A traced function of flat inputs; `consts`, the arrays that it closed over, are its last inputs."""
+    """A traced function of flat inputs; its constants, `consts`, are its last inputs."""
 
     jaxpr: Jaxpr
     consts: list[Tree]
@@ -38,7 +38,7 @@ class Pipe:
     """The user's three functions as traced programs, run by the schedule; params may be `unshard.Sharded`.
 
     Its inputs are flat: blocks and shared (which are differentiated), the scale of the backward pass, microbatches, and
-    the arrays that the functions closed over.
+    the functions' constants.
     """
 
     def __init__(self, parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str):
@@ -59,7 +59,7 @@ class Pipe:
         self.last = _Function.trace(parts.last_fn, shared, self.kind, microbatch, info)
         stages.check_loss(self.last.outs, self.cast)
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
-        # Held here, since the traced program holds this pipe: whoever meets the part's equation then finds the part.
+        # Held here: the traced program keeps this pipe alive, so `deferred` can find the part by its equation.
         self.part = unshard.Deferred(self.run, self.why_not_lazy)
 
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
@@ -106,10 +106,10 @@ class Pipe:
 
 
 class _Carry(NamedTuple):
-    """What a device carries from tick to tick.
+    """The scan carry of a device, from tick to tick.
 
-    `x` and `dx` are the activation and the gradient that came in, `kept` holds stage inputs for the backward pass,
-    `loss` and `grads` are sums so far.
+    `x` and `dx` are the received activation and gradient, `kept` holds stage inputs for the backward pass, `loss` and
+    `grads` are sums so far.
     """
 
     x: Tree
@@ -135,7 +135,7 @@ class _Device:
         return stages.of_round(diff[: self.pipe.num_blocks], turn, self.plan)
 
     def _stage(self, blocks: list[Tree], x: Tree, work: Work) -> Tree:
-        """One chunk's forward pass; `blocks` are the arrays of this round that the loss is differentiated by."""
+        """One chunk's forward pass; `blocks` are the differentiated arrays of this round."""
         n = self.pipe.num_blocks
         held = stages.of_round(self.held[:n], work.round, self.plan)
         values = [_joined(*p) for p in zip(self.params[:n], blocks, held, strict=True)]
@@ -164,7 +164,7 @@ class _Device:
     # Forward alone.
 
     def loss(self, diff: list[Tree]) -> Tree:
-        """The mean loss over microbatches, by forward ticks alone."""
+        """The mean loss over microbatches, from forward ticks alone."""
 
         def tick(at, t):
             x, total = at
@@ -182,11 +182,11 @@ class _Device:
         return diff[self.pipe.num_blocks :]
 
     def _entering(self, diff: list[Tree], x: Tree, work: Work) -> Tree:
-        """The chunk's input: for the first chunk from `first_fn`, else the activation from the stage before."""
+        """The chunk's input: for the first chunk from `first_fn`, else the previous stage's activation."""
         return stages.select(self.is_first & (work.round == 0), self._first(self._shared_diff(diff), work), x)
 
     def _in_last_chunk(self, work: Work) -> Tree:
-        """Whether the work is in the last chunk, which makes the loss."""
+        """Whether the work is in the last chunk, which computes the loss."""
         return self.is_last & (work.round == self.plan.virtual - 1)
 
     def _counted(self, loss: Tree, work: Work) -> Tree:
@@ -201,7 +201,7 @@ class _Device:
     # Forward and backward.
 
     def loss_and_grads(self, diff: list[Tree], scale: Tree) -> tuple[Tree, list[Tree]]:
-        """The mean loss, and the gradients of `scale` times that."""
+        """(the mean loss, the gradients of `scale` times the mean loss)."""
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
@@ -224,7 +224,7 @@ class _Device:
         return lax.scan(lambda at, t: (tick(self._at(t), at, t), None), at, ticks)[0]
 
     def _at(self, t: Scalar) -> "_Device":
-        """This device in tick `t`, its shards tied to the tick, so that XLA does not gather them before the loop."""
+        """A copy for tick `t` whose shards are tied to the tick, so that XLA does not gather them before the loop."""
         device = copy.copy(self)
         each = zip(self.held, self.params, strict=True)
         tied = [(x, isinstance(p, unshard.Sharded) and p.held) for x, p in each]
@@ -232,7 +232,7 @@ class _Device:
         return device
 
     def _forward(self, diff: list[Tree], at: _Carry, t: Scalar) -> tuple[_Carry, Tree, Work]:
-        """One forward tick: returns (the carry, the chunk's output, the work that was done)."""
+        """One forward tick: returns (the carry, the chunk's output, the work)."""
         work = self.plan.forward(t, self.index)
         x = self._entering(diff, at.x, work)
         kept = jax.tree.map(lambda k, x: stages.put(k, x, t % self.plan.num_kept), at.kept, x)
@@ -240,7 +240,7 @@ class _Device:
         return at._replace(x=self._passed(y, 1), kept=kept), y, work
 
     def _both(self, diff: list[Tree], scale: Tree, at: _Carry, t: Scalar) -> _Carry:
-        """One tick in both directions: a forward pass, its loss and the gradient of that, a backward pass."""
+        """One tick in both directions: a forward pass, its loss and the loss's gradient, a backward pass."""
         at, y, work = self._forward(diff, at, t)
 
         def head(shared: list[Tree], floats: list[Tree]) -> Tree:
@@ -277,7 +277,7 @@ class _Device:
         return at._replace(dx=self._passed(dx, -1), grads=grads)
 
     def _added(self, sums: list[Tree], start: int, grads: list[Tree], wanted: Scalar) -> list[Tree]:
-        """Adds gradients to the sums from `start` on, if they are `wanted`; those of idle ticks are dropped."""
+        """Adds gradients to the sums from `start` on if they are `wanted`; gradients of idle ticks are dropped."""
         new = list(sums)
         for i, g in enumerate(grads, start):
             new[i] = sums[i] + jnp.where(wanted, g, 0).astype(sums[i].dtype)
@@ -285,7 +285,7 @@ class _Device:
 
 
 def _apart(value: Tree) -> tuple[Tree, Tree]:
-    """(what the loss is differentiated by; the shard or whole copy that `_joined` puts beside it, or None)."""
+    """(the differentiated array; the shard or whole copy that `_joined` combines with it, or None)."""
     return (value.stand_in, value.local) if isinstance(value, unshard.Sharded) else (value, None)
 
 

@@ -1,9 +1,9 @@
 """Pipeline parallelism: layers cut into stages over a mesh axis, microbatches passed from stage to stage.
 
 S stages, M microbatches, v virtual stages on each device (S v chunks of layers in all), A the bytes of one activation.
-All devices run the same ticks in lockstep: in each, a device runs one chunk on one microbatch and sends an activation
-on. Forward and backward take v M + S - 1 ticks each, so that (S - 1) / (v M + S - 1) of the time is lost (Narayanan
-et al. 2021, section 2.2), and each device sends 2 (v M + S - 1) A bytes.
+All devices run the same ticks in lockstep: in each, a device runs one chunk on one microbatch and sends its activation
+to the next stage. Forward and backward take v M + S - 1 ticks each, so (S - 1) / (v M + S - 1) of the time is lost
+(Narayanan et al. 2021, section 2.2), and each device sends 2 (v M + S - 1) A bytes.
 """
 
 from collections.abc import Callable
@@ -39,15 +39,14 @@ def pipeline(
     remat: Literal["tick", "stage"] = "tick",
     axis: str = "pipeline",
 ) -> jax.Array:
-    """Inside a loss function: the mean loss over microbatches, the layers being cut into stages over `axis`.
+    """Inside a loss function: the mean loss over microbatches, with the layers cut into stages over `axis`.
 
-    The schedules `1f1b` and `interleaved` compute their gradients themselves, so they can be differentiated once only,
-    in reverse mode. Outside of `shard_map`, or if the mesh has no such axis, this is a loop over the microbatches.
+    The schedules `1f1b` and `interleaved` compute their own gradients, so they can be differentiated only once, in
+    reverse mode. Outside of `shard_map`, or if the mesh has no such axis, this is a loop over the microbatches.
 
     Args:
-      stage_fn: `(blocks, x, info) -> x`, or `(blocks, x, info, const)` where `const` is given: one chunk of layers.
-        `blocks` are that chunk's params; x must keep its shape and dtype. It may close over values that are not
-        differentiated.
+      stage_fn: `(blocks, x, info) -> x`, or `(blocks, x, info, const)` if `const` is given: one chunk of layers.
+        `blocks` are its params; x must keep its shape and dtype. It may close over values that need no gradient.
       first_fn: `(shared, microbatch, info) -> x`: the embedding.
       last_fn: `(shared, x, microbatch, info) -> loss`, a scalar: head and loss.
       blocks: the stacked layers' parameters, of (L, ...) cut over `axis` on their first dim; with virtual stages
@@ -55,22 +54,22 @@ def pipeline(
       shared: the parameters of `first_fn` and `last_fn`, whole on every stage; summed over stages once.
       batch: leaves of (rows, ...), rows divisible by `num_microbatches`.
       num_microbatches: M. With more, less time is lost to filling and draining the pipeline.
-      schedule: "1f1b" keeps the inputs of 2 S - 1 microbatches, however many there are (Narayanan et al. 2019), and
-        computes each stage again in the backward pass; "interleaved" has v chunks on each device, for 1/v of the time
-        lost (Narayanan et al. 2021); "gpipe" keeps an activation for each microbatch (Huang et al. 2019).
-      virtual: v, above 1 for "interleaved" alone.
+      schedule: "1f1b" keeps the inputs of 2 S - 1 microbatches, whatever M is (Narayanan et al. 2019), and recomputes
+        each stage in the backward pass; "interleaved" has v chunks on each device, and loses about 1/v of the time that
+        1f1b loses (Narayanan et al. 2021); "gpipe" keeps an activation per microbatch (Huang et al. 2019).
+      virtual: v, above 1 only for "interleaved".
       const: further arguments of `stage_fn`; gradients stop here.
       remat: the part that gpipe recomputes in the backward pass: the whole "tick", with embedding and head, or only the
-        "stage", which keeps more memory.
+        "stage", which takes more memory.
       axis: the mesh axis of the stages.
 
     Returns:
       A scalar, the same on every stage.
 
     Raises:
-      TypeError: blocks that are not cut over the axis, shared params that are; gradients asked of a value that has none
-        here (one that a function closes over); or a loss that is no floating scalar.
-      ValueError: sizes that do not divide, or an activation that changes its shape.
+      TypeError: blocks are not cut over the axis, or shared params are; a gradient is needed of a value that a function
+        closes over; or the loss is not a floating scalar.
+      ValueError: sizes do not divide, or the activation changes its shape.
     """
     _check_schedule(schedule, virtual, num_microbatches, remat)
     num_stages = collectives.axis_size(axis)
@@ -94,7 +93,7 @@ def pipeline(
 
 
 def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str) -> jax.Array:
-    """Runs the microbatches one after another, and recomputes each in the backward pass."""
+    """Runs the microbatches one after another, and recomputes them in the backward pass."""
     differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
     @jax.checkpoint
@@ -138,7 +137,7 @@ def _gpipe(
         stages.check_loss(loss)
         return stages.passed(y, axis, plan, 1), jnp.where(work.busy & is_last, loss, 0).astype(sum_dtype(loss))
 
-    # Real data fills the pipeline at first: its results are dropped, but their gradients must be finite too.
+    # Real data fills the pipeline at first: the results are dropped, but their gradients must be finite, too.
     filling = stages.at(microbatches, 0), Info(stage, collectives.vary(jnp.int32(0), (axis,)))
     kind = stages.settled(parts, axis, blocks, shared, *filling)
     x = jax.tree.map(collectives.vary_as, parts.first_fn(shared, *filling), kind)

@@ -1,4 +1,4 @@
-"""Parts that all schedules share: the user's functions, indexing by round and microbatch, checks of activations."""
+"""Functions for all schedules: the user's functions, indexing by round and microbatch, checks of activations."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from jaxshard.pipelining.timetable import Info, Plan
 
 
 class Parts(NamedTuple):
-    """The user's three functions, and `const`, the further argument of `stage_fn` (None: there is none)."""
+    """The user's three functions, and `const`, the further argument of `stage_fn`, or None."""
 
     stage_fn: Callable[..., Tree]
     first_fn: Callable[..., Tree]
@@ -37,7 +37,7 @@ def at(tree: Tree, index: Scalar) -> Tree:
 
 
 def put(x: Tree, row: Tree, index: Scalar) -> Tree:
-    """An array with another row `index`."""
+    """The array with row `index` replaced."""
     return lax.dynamic_update_index_in_dim(x, row, index, 0)
 
 
@@ -47,19 +47,19 @@ def select(which: Scalar, one: Tree, other: Tree) -> Tree:
 
 
 def passed(tree: Tree, axis: str, plan: Plan, step: int) -> Tree:
-    """Sends a tree to the next stage (`step` 1) or the one before (-1); with virtual stages the two ends are joined."""
+    """Sends a tree to the next stage (`step` 1) or the previous one (-1); with virtual stages, around a ring."""
     num = plan.num_stages
     pairs = [(i, (i + step) % num) for i in range(num) if plan.virtual > 1 or 0 <= i + step < num]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
 
 
 def axes_of_sums(microbatches: Tree, axis: str) -> tuple[str, ...]:
-    """The axes of the stages and of the batch; params cast to vary over these get gradients summed once, outside."""
+    """The axes of stages and batch: params cast to vary over them get their gradients summed once, outside."""
     return tuple(sorted({axis, *(a for x in jax.tree.leaves(microbatches) for a in collectives.varying(x))}))
 
 
 def cast(tree: Tree, axes: tuple[str, ...]) -> Tree:
-    """The tree, with types that vary over these axes too."""
+    """The tree with types that vary over these axes, too."""
     return jax.tree.map(lambda x: collectives.vary(x, axes), tree)
 
 
@@ -74,7 +74,7 @@ def with_floats(x: Tree, floats: list[Tree]) -> Tree:
 
 
 def settled(parts: Parts, axis: str, blocks: Tree, shared: Tree, microbatch: Tree, info: Info) -> Tree:
-    """The activation's shapes, dtypes and varying axes, which are the same into and out of every stage.
+    """The activation's shapes, dtypes and varying axes, which are the same before and after every stage.
 
     Raises:
       ValueError: a stage changes the shape or dtype.
@@ -104,7 +104,7 @@ def _check_activation(x: Tree, y: Tree) -> None:
 
 
 def check_loss(loss: Tree, axes: tuple[str, ...] | None = None) -> None:
-    """Raises a TypeError unless `last_fn` returned a floating scalar, which differs over none but `axes`, if given."""
+    """Raises a TypeError unless `last_fn` returned a floating scalar that varies only over `axes`, if given."""
     if not hasattr(loss, "shape"):
         raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):

@@ -1,6 +1,6 @@
-"""Pipeline schedules, in whole numbers: which stage works on which microbatch at which tick; and their picture.
+"""Pipeline schedules in integers: which stage works on which microbatch at which tick; and their picture.
 
-Pure: nothing here touches an array or a device (though ticks and stages may be traced).
+Pure: no arrays and no devices (though ticks and stages may be traced).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Info(NamedTuple):
-    """A stage's work, in whole numbers: `chunk` of layers, 0 (the first) to S v - 1, and `microbatch`, 0 to M - 1."""
+    """A stage's work, as integers: `chunk` of layers, 0 (the first) to S v - 1, and `microbatch`, 0 to M - 1."""
 
     chunk: Scalar
     microbatch: Scalar
@@ -57,18 +57,18 @@ class Plan:
         return self._work(tick - stage, backward=False)
 
     def backward(self, tick: Scalar, stage: Scalar) -> "Work":
-        """The backward work of a stage in a tick, which is counted from the start of the backward pass."""
+        """The backward work of a stage in a tick, counted from the start of the backward pass."""
         return self._work(tick - (self.num_stages - 1 - stage), backward=True)
 
     def forward_tick(self, work: "Work", stage: Scalar) -> Scalar:
-        """The tick of a stage's forward work whose backward work is `work`."""
+        """The tick in which a stage did the forward work for the backward work `work`."""
         group, place = work.microbatch // self.num_stages, work.microbatch % self.num_stages
         return (group * self.virtual + work.round) * self.num_stages + place + stage
 
     def _work(self, unit: Scalar, *, backward: bool) -> "Work":
         """The work that a stage does `unit` ticks after its first.
 
-        Units come in groups of S microbatches; each group goes v times around the stages.
+        Microbatches go in groups of S; each group goes v times around the stages.
         """
         count = self.virtual * self.num_microbatches
         clipped = jnp.clip(unit, 0, count - 1)
