@@ -1,4 +1,4 @@
-"""Layers whose weights are cut over an axis, experts on several devices, and sequences that are cut or whole."""
+"""Layers with weights cut over an axis, experts on several devices, and cut or whole sequences."""
 
 import functools
 from collections.abc import Callable
@@ -14,16 +14,16 @@ TENSOR = "tensor"
 
 
 def axis_size(axis: str = TENSOR) -> int:
-    """The number of devices that share each layer: 1 outside of `shard_map`, and where the mesh has no such axis."""
+    """The number of devices that share each layer; 1 outside of `shard_map`, or if the mesh has no such axis."""
     return collectives.axis_size(axis)
 
 
 def per_device(what: str, count: int, axis: str = TENSOR) -> int:
-    """`count` / T: the number of attention heads, say, that this device computes.
+    """`count` / T: for example, the number of attention heads that this device computes.
 
     Args:
       what: names the things in the message: "heads".
-      count: the number of them in the whole model.
+      count: their number in the whole model.
       axis: the mesh axis that they are cut over.
 
     Raises:
@@ -46,8 +46,8 @@ def column_parallel(x: jax.Array, kernels: Any, *, sequence: int | None = None, 
 
     Args:
       x: (..., D), whole on every device; with `sequence`, cut along that dim.
-      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such kernels: q, k and v, say, then share one
-        all-reduce.
+      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such kernels, which share one all-reduce (q, k
+        and v, say).
       sequence: the dim along which `x` is cut; it is gathered here.
 
     Returns:
@@ -63,12 +63,12 @@ def column_parallel(x: jax.Array, kernels: Any, *, sequence: int | None = None, 
 
 
 def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None, axis: str = TENSOR) -> jax.Array:
-    """`x @ kernel`, each device multiplying its rows; the sum over devices is made here, once.
+    """`x @ kernel`, each device multiplying its rows; sums over devices here, once.
 
     Args:
-      x: (..., F/T), as `column_parallel` makes it, or computed from that element by element.
+      x: (..., F/T), from `column_parallel`, perhaps after elementwise operations.
       kernel: (F/T, D), cut by `specs` over its first dim. Add a bias (D,), whole, to the result.
-      sequence: the dim along which the result is to be cut.
+      sequence: the dim along which to cut the result.
 
     Returns:
       (..., D), whole on every device, or cut along `sequence`.
@@ -83,10 +83,10 @@ def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None
 
 
 def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim, from the first device on.
+    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim, in the order of devices.
 
     Raises:
-      TypeError: `x` is cut, or partial, already.
+      TypeError: `x` is already cut, or partial.
       ValueError: T does not divide the dim.
     """
     if axis_size(axis) == 1:
@@ -104,13 +104,13 @@ def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
 
 
 def sum_shards(x: jax.Array, *, axis: str | tuple[str, ...] = TENSOR) -> jax.Array:
-    """Sums a value that each device made of its shard of a parameter; one made of a whole parameter stays as it is.
+    """Sums a value that each device computed from its shard of a parameter; one from a whole parameter is unchanged.
 
     For terms of the loss that read parameters: `lax.psum` would count whole ones T times.
 
     Args:
       x: a sum over the elements of a parameter, such as `jnp.sum(w * w)`.
-      axis: the axes that parameters are cut over, `("tensor", "pipeline")`, say.
+      axis: the axes that parameters are cut over, such as `("tensor", "pipeline")`.
 
     Returns:
       The same shape, the same on every device of these axes.
@@ -137,22 +137,22 @@ def expert_parallel(
     axis: str,
     capacity: int | None = None,
 ) -> jax.Array:
-    """A mixture of experts: each token goes to its experts, on whatever device these are, and comes back.
+    """A mixture of experts: sends each token to the devices of its experts, and the results back.
 
-    `axis` splits the batch, as "data" does, or one more of the `data_axes`. `specs` cut the experts over it:
-    [("experts/", P("data"))]. Their gradients are then neither summed nor cut over it. Tokens go there and back by an
-    all-to-all each (Lepikhin et al. 2020, GShard, section 3.2).
+    `axis` must split the batch: "data", or another one of the `data_axes`. `specs` cut the experts over it:
+    [("experts/", P("data"))]; their gradients are then neither summed nor cut over it. Tokens and results each take one
+    all-to-all (Lepikhin et al. 2020, GShard, section 3.2).
 
     Each row gives each expert at most `capacity` tokens: first choices before second ones, then in order. Further
-    tokens get 0 from this expert. So what is dropped depends on the row alone, not on the mesh.
+    tokens get 0 from this expert. So whether a token is dropped depends on its row alone, not on the mesh.
 
     Args:
       fn: one expert: (its params, tokens (T, D)) -> (T, F).
-      experts: params of all experts, stacked on the first dim, E; on each of N devices E/N of them.
+      experts: params of all experts, stacked on the first dim, E; each of N devices has E/N of them.
       x: (B, L, D), rows of tokens.
       ids: (B, L, K), the experts of each token, from 0 to E - 1, each at most once.
-      weights: (B, L, K), what multiplies each expert's result.
-      capacity: tokens of a row for an expert; None: L, so that none is dropped, at the cost of E/K times the products.
+      weights: (B, L, K), the factor of each expert's result.
+      capacity: the most tokens of a row for an expert; None: L, so none is dropped, for E/K times the products.
 
     Returns:
       (B, L, F), the weighted sum over each token's experts.
@@ -194,7 +194,7 @@ def _num_stacked(experts: Any) -> int:
 
 
 def _slots(ids: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """(L, K) -> (L, K), the place of each token among those that its row sends; past the last where it is dropped."""
+    """(L, K) -> (L, K), each token's slot among those that its row sends; past the last slot if it is dropped."""
     by_choice = ids.T.reshape(-1)
     one_hot = jax.nn.one_hot(by_choice, num_experts, dtype=jnp.int32)
     place = jnp.sum((jnp.cumsum(one_hot, 0) - 1) * one_hot, -1)
@@ -203,7 +203,7 @@ def _slots(ids: jax.Array, num_experts: int, capacity: int) -> jax.Array:
 
 
 def _put(x: jax.Array, slots: jax.Array, num_slots: int) -> jax.Array:
-    """(L, D), (L, K) -> (slots, D), each token at its places; 0 where there is none."""
+    """(L, D), (L, K) -> (slots, D), each token in its slots; 0 in empty ones."""
     empty = jnp.zeros((num_slots, x.shape[-1]), x.dtype)
     repeated = jnp.broadcast_to(x[:, None], (*slots.shape, x.shape[-1]))
     return empty.at[slots].add(repeated, mode="drop")
@@ -215,7 +215,7 @@ def _taken(made: jax.Array, slots: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(each * weights[..., None].astype(made.dtype), -2)
 
 
-# Whether a value is cut over an axis, and its sums.
+# Checks whether a value is cut over an axis, and sums.
 
 
 def entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
@@ -230,7 +230,7 @@ def entered(who: str, x: jax.Array, sequence: int | None, axis: str) -> jax.Arra
 
 
 def summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
-    """`x` summed over the axis, or, with `sequence`, this device's part of the sum; an `x` that is whole as it is."""
+    """`x` summed over the axis, or, with `sequence`, this device's part of the sum; a whole `x` is unchanged."""
     if not is_cut(x, axis):
         return x
     if sequence is None:
@@ -240,12 +240,12 @@ def summed(x: jax.Array, sequence: int | None, axis: str) -> jax.Array:
 
 
 def first_index(count: int, axis: str) -> Any:
-    """The index, in the whole dim, of this device's first element."""
+    """The index of this device's first element in the whole dim."""
     return lax.axis_index(axis) * count if axis_size(axis) > 1 else 0
 
 
 def is_cut(x: jax.Array, axis: str) -> bool:
-    """Whether the type of `x` varies over the axis; on one device too, where a sum changes the type alone."""
+    """Whether the type of `x` varies over the axis; also for size 1, where a sum changes only the type."""
     return axis in collectives.varying(x)
 
 

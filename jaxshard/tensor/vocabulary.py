@@ -1,4 +1,4 @@
-"""Layers whose vocabulary is cut over an axis: the embedding, and the cross entropy with and without its product."""
+"""Layers with the vocabulary cut over an axis: the embedding, and cross entropy with and without its product."""
 
 import functools
 
@@ -14,12 +14,12 @@ from jaxshard.tensor.blocks import TENSOR, check_cut, column_parallel, entered, 
 def vocab_parallel_embedding(
     tokens: jax.Array, table: jax.Array, *, sequence: int | None = None, axis: str = TENSOR
 ) -> jax.Array:
-    """`table[tokens]`, each device holding the rows of its part of the vocabulary.
+    """`table[tokens]`; each device holds the rows of its part of the vocabulary.
 
     Args:
       tokens: (...) whole numbers below V, the same on every device.
       table: (V/T, D), cut by `specs` over its first dim.
-      sequence: the dim along which the result is to be cut.
+      sequence: the dim along which to cut the result.
 
     Returns:
       (..., D), whole on every device, or cut along `sequence`.
@@ -30,7 +30,7 @@ def vocab_parallel_embedding(
     """
     check_cut("vocab_parallel_embedding: the table", table, axis)
     rows = table.shape[0]
-    mine = tokens.astype(jnp.int32) - first_index(rows, axis)  # uint8 cannot hold 256, a number of rows
+    mine = tokens.astype(jnp.int32) - first_index(rows, axis)  # uint8 cannot hold 256, a possible number of rows
     here = (mine >= 0) & (mine < rows)
     found = jnp.where(here[..., None], table[jnp.where(here, mine, 0)], 0)
     return summed(found, sequence, axis)
@@ -40,7 +40,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis:
     """-log softmax(logits)[target]; no device holds the whole logits.
 
     Args:
-      logits: (..., V/T), as `column_parallel` makes them.
+      logits: (..., V/T), from `column_parallel`.
       targets: (...) whole numbers below V, the same on every device.
 
     Returns:
@@ -62,15 +62,15 @@ def vocab_parallel_linear_cross_entropy(
     sequence: int | None = None,
     axis: str = TENSOR,
 ) -> jax.Array:
-    """-log softmax(x @ kernel)[target], a chunk of positions at a time: no more logits than those of a chunk exist.
+    """-log softmax(x @ kernel)[target], one chunk of positions at a time, so only one chunk's logits exist.
 
-    The backward pass makes them again. It sums the kernel's gradient over chunks in float32 at least.
+    The backward pass recomputes them. It sums the kernel's gradient over chunks, at least in float32.
 
     Args:
       x: (..., L, D), as for `column_parallel`.
       kernel: (D, V/T), cut by `specs` over its last dim.
       targets: (..., L) whole numbers below V, the same on every device.
-      chunk: positions of each row whose logits exist at once; it divides L. 0: all.
+      chunk: the number of positions of each row in a chunk; it divides L. 0: all.
       sequence: the dim along which `x` is cut; it is gathered here.
 
     Returns:
@@ -97,7 +97,7 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _loss_and_norm(logits: jax.Array, targets: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """(...) nats, and the logarithm of the sum of the exponentials of all logits."""
+    """((...) nats, the log-sum-exp of all logits)."""
     logits = logits.astype(sum_dtype(logits))
     highest = lax.stop_gradient(jnp.max(logits, -1))
     if is_cut(logits, axis):
