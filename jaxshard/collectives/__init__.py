@@ -1,9 +1,9 @@
 """Moves params, gradients and state between devices.
 
-Lookups, owners of matrices, tensor blocks, pipelines and digests have collectives of their own, beside what they do.
+Lookups, owners of matrices, tensor blocks, pipelines and digests have collectives of their own.
 
 A leaf's `dims` say how it is cut: pairs (dim counted from the end, data axes), which also fit a slice of a stacked
-leaf. Here is the local view (inside `jax.shard_map`), where functions take this device's part; in `global_view` they
+leaf. This file is the local view (inside `jax.shard_map`): functions take this device's shard; in `global_view` they
 take whole arrays. In shapes, D is a dim's size and N the number of devices that cut it.
 """
 
@@ -37,7 +37,7 @@ def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
 
 
 def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
-    """A different (D, ...) on each device -> (D/N, ...), this device's part of the sum over the data axes."""
+    """A different (D, ...) on each device -> (D/N, ...), this device's shard of the sum over the data axes."""
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -50,7 +50,7 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
 def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     """`scatter_sum` along one dim.
 
-    On TPU that of 2-byte elements goes along another dim if the shards' last dim is an odd multiple of 128.
+    On TPU, 2-byte arrays are scattered along another dim if the shards' last dim is an odd multiple of 128.
     """
     shard = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
     is_last = dim == x.ndim - 1 > 0
@@ -64,7 +64,7 @@ def _axis_by_axis(
 ) -> jax.Array:
     """Runs `along` over `axes` (outermost first): on TPU over one after another, in `order`; elsewhere all at once.
 
-    Both ways move the same bytes. Among GPUs, one ring of all devices sends less from node to node.
+    Both move the same bytes. On GPUs, one ring of all devices sends less between nodes.
     """
     if len(axes) == 1 or not platforms.here().axis_by_axis:
         return along(x, axes)
@@ -79,7 +79,7 @@ def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
-    """(D, ...) -> (D/N, ...), this device's part; nothing moves."""
+    """(D, ...) -> (D/N, ...), this device's shard, without communication."""
     for dim, axes in dims:
         part = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)
@@ -93,13 +93,13 @@ def varying_of_shape(x: jax.ShapeDtypeStruct) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """`x` with a type that varies over `axes`. No data moves, but each device's gradient of it is then partial."""
+    """`x` with a type that varies over `axes`. No data moves, but its gradient on each device is then partial."""
     missing = tuple(axis for axis in axes if axis not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary_as(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """`x` with a type that varies over the axes over which `shape` does."""
+    """`x` with a type that varies over the same axes as `shape`, too."""
     return vary(x, tuple(varying_of_shape(shape)))
 
 
@@ -110,7 +110,7 @@ def zeros(shapes: T) -> T:
 
 @jax.custom_vjp
 def whole_with_grad_apart(x: jax.Array) -> jax.Array:
-    """`x`, a parameter that is not cut; its gradient goes through `_apart_from_its_dot`."""
+    """`x`, an uncut parameter; its gradient goes through `_apart_from_its_dot`."""
     return x
 
 
@@ -121,9 +121,9 @@ whole_with_grad_apart.defvjp(lambda x: (x, None), lambda _, cotangent: (_apart_f
 def whole_with_scattered_grad(local: jax.Array, stand_in: jax.Array, dims: Dims, held: Dims) -> jax.Array:
     """The whole parameter; its gradient comes out reduce-scattered by `dims`, as the gradient of `stand_in`.
 
-    `local` is a shard, cut by `held` and gathered here (ZeRO-3), or the whole parameter (ZeRO-2). The gradient of
-    `local` itself is computed only if a caller differentiates through this function. `stand_in`, zeros of the shape of
-    the gradient's shard, has the dtype in which gradients are reduced and accumulated.
+    `local` is a shard, cut by `held` and gathered here (ZeRO-3), or the whole parameter (ZeRO-2). Its own gradient is
+    computed only if a caller differentiates with respect to it. `stand_in`, the gradient slot, is zeros of the shape of
+    the gradient's shard, in the dtype in which gradients are reduced and accumulated.
     """
     del stand_in, dims
     return gather(local, held)
@@ -141,7 +141,7 @@ def _whole_backward(dims, held, stand_in, cotangent):
 
 
 def _apart_from_its_dot(gradient: jax.Array) -> jax.Array:
-    """`gradient`, but XLA for CPU cannot fold the transpose that autodiff puts after a weight's dot into that dot."""
+    """`gradient`, behind a barrier: XLA for CPU must not fold autodiff's transpose into the dot before it."""
     if gradient.ndim < 2 or not platforms.here().parts_from_dots:
         return gradient
     return jnp.swapaxes(lax.optimization_barrier(jnp.swapaxes(gradient, -1, -2)), -1, -2)
@@ -152,7 +152,7 @@ whole_with_scattered_grad.defvjp(_whole_forward, _whole_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def whole_with_summed_grad(whole: jax.Array, stand_in: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The whole parameter; its gradient, summed over `axes`, comes out as that of `stand_in`, in its dtype."""
+    """The whole parameter; its gradient, summed over `axes`, comes out as the gradient of `stand_in`, in its dtype."""
     del stand_in, axes
     return whole
 
@@ -175,16 +175,16 @@ def first_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(first_copy(x.real, axes), first_copy(x.imag, axes))
-    # Summed as whole numbers: adding zeros to floats would lose -0.0 and the payload of NaNs.
+    # Summed as integers: adding zeros to floats would lose -0.0 and the payload of NaNs.
     bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     bits = lax.psum(jnp.where(lax.axis_index(tuple(axes)) == 0, bits, jnp.zeros_like(bits)), tuple(axes))
     return bits.astype(jnp.bool_) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(bits, x.dtype)
 
 
 def shapes_of(fn: Callable[..., T], *args: Tree) -> T:
-    """As `jax.eval_shape`, but its results can also be traced with where part of the mesh is left to XLA.
+    """As `jax.eval_shape`, but one can trace with its results even if some mesh axes are left to XLA.
 
-    There JAX (0.10 to 0.12) drops the mesh from the shapes, and then fails on the axes that their types name.
+    In that case JAX (0.10 to 0.12) drops the mesh from the shapes, and then fails on the axes that their types name.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -199,7 +199,7 @@ def shapes_of(fn: Callable[..., T], *args: Tree) -> T:
 
 
 def manual_axes() -> frozenset[str]:
-    """The axes of the shard_map that this runs in; none outside of one."""
+    """The manual axes of the enclosing shard_map; none outside of one."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -209,5 +209,5 @@ def axis_size(axis: str) -> int:
 
 
 def types_are_checked(axis: str) -> bool:
-    """Whether JAX's types say which values differ over a manual axis; under `shard_map(check_vma=False)` none do."""
+    """Whether JAX's types track which values vary over a manual axis; not under `shard_map(check_vma=False)`."""
     return axis in varying(lax.axis_index(axis))

@@ -1,4 +1,4 @@
-"""The global view: whole arrays, and trees of them, laid out over a mesh, copied and gathered; XLA partitions."""
+"""The global view: lays out, copies and gathers trees of whole arrays over a mesh; XLA partitions them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,40 +17,40 @@ from jaxshard.base.types import AnyMesh, T, Tree
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-    """Whether the mesh has Explicit axes, as `jax.make_mesh` makes them."""
+    """Whether the mesh's axes are Explicit, as those of `jax.make_mesh` are."""
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
     """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
 
-    If a leaf is traced, or `traced` is set, each leaf gets a sharding constraint. Otherwise an array whose sharding
-    differs is copied, and any other is returned itself.
+    If a leaf is traced, or `traced` is set, each leaf gets a sharding constraint. Otherwise an array is copied if its
+    sharding differs, and returned itself if not.
     """
     traced = traced or is_traced(tree)
     return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
 
 
 def on(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
-    """As `at(tree, mesh, tos)`, for a tree that lies under `froms`: in a trace, leaves that stay get no constraint."""
+    """As `at(tree, mesh, tos)`, for a tree laid out by `froms`: in a trace, leaves that stay get no constraint."""
     if not is_traced(tree):
         return at(tree, mesh, tos)
     return jax.tree.map(lambda x, a, b: x if a == b else _at(x, NamedSharding(mesh, b), True), tree, froms, tos)
 
 
 def moved(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
-    """As `at(tree, mesh, tos)`, and in a trace `tree` itself is laid out by `froms`.
+    """As `at(tree, mesh, tos)`; in a trace, `tree` itself is first laid out by `froms`.
 
-    Otherwise XLA lays out `tree` by `tos` too, and what the user's program makes of it: params would leave a scan cut.
+    Otherwise XLA lays out `tree`, and the user's values computed from it, by `tos`: params would leave a scan sharded.
     """
     return on(_held_at(tree, mesh, froms, tos) if is_traced(tree) else tree, mesh, froms, tos)
 
 
 def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
-    """As `at(tree, mesh, specs)`, in a trace, for a tree that goes on to `tos`.
+    """As `at(tree, mesh, specs)`, in a trace, for a tree that is then laid out by `tos`.
 
-    Of two constraints, one after the other, XLA takes the second for whatever else uses the array: `params + updates`
-    would be cut. So a shard_map that does nothing is between them.
+    If an array has two constraints in a row, XLA applies the second to its other users, too: `params + updates` would
+    be sharded. So an identity shard_map separates the two.
     """
     tree = at(tree, mesh, specs)
     if is_explicit(mesh):
@@ -63,10 +63,10 @@ def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
 
 
 def lying_anywhere(tree: T, mesh: AnyMesh) -> T:
-    """`tree`, which XLA may lay out in any way; for traced arrays on their way into a shard_map, or elsewhere.
+    """`tree`, left to XLA to lay out in any way; for traced arrays before a shard_map, or elsewhere.
 
-    Otherwise XLA lays out an array that a shard_map takes whole, but that nothing else lays out, as a whole one: new
-    params that a second loss takes as a further argument would leave the program whole.
+    Otherwise XLA replicates an array if only a shard_map that takes it whole determines its layout: new params that a
+    second loss takes as a further argument would leave the program replicated.
     """
 
     def anywhere(x: Tree) -> Tree:
@@ -86,7 +86,7 @@ def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
 
 
 def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
-    """`x`, whole on each device, in the order of its rows; within `globally`."""
+    """`x`, replicated, in row-major layout; for use within `globally`."""
     if not is_traced(x):
         return lying_at(x, NamedSharding(x.sharding.mesh, P())) if isinstance(x.sharding, NamedSharding) else x
     x = lax.with_sharding_constraint(x, P() if is_explicit(mesh) else NamedSharding(mesh, P()))
@@ -94,12 +94,12 @@ def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 
 
 def laid_out(tree: T, shardings: Tree) -> T:
-    """Concrete arrays laid out by `shardings`: each itself if it lies so already, else a copy."""
+    """Concrete arrays laid out by `shardings`: each itself if it already is, else a copy."""
     return jax.tree.map(lying_at, tree, shardings)
 
 
 def lying_at(x: Tree, sharding: NamedSharding) -> jax.Array:
-    """`x` itself if it lies under an equivalent sharding, else a copy under `sharding`."""
+    """`x` itself if it has an equivalent sharding, else a copy under `sharding`."""
     if isinstance(x, jax.Array) and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
         return x
     return copy_to(x, sharding)
@@ -122,16 +122,16 @@ def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and is_key(x):
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        whole = np.array(x)  # `device_put` would send the whole array to all processes, to compare
+        whole = np.array(x)  # `device_put` would send the whole array to all processes to compare it
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     placed = jax.device_put(x, sharding, may_alias=False)
     if is_traced(placed):
-        return placed  # a trace copies what it is given
+        return placed  # traced code copies its inputs
     if isinstance(x, jax.Array):
         return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
     start = np.asarray(x).ctypes.data
     if any(start <= address < start + placed.nbytes for address in buffers(placed)):
-        return jax.device_put(np.array(x), sharding)  # of a copy that nobody else has; `jnp.copy` would be compiled
+        return jax.device_put(np.array(x), sharding)  # from a private copy; `jnp.copy` would be compiled
     return placed
 
 
@@ -156,12 +156,12 @@ def gather_all(
     *,
     over: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """Gathers global arrays, laid out by `froms` and cut by `dims`, to lie under `tos`: an all-gather per cut leaf.
+    """Gathers global arrays, laid out by `froms` and cut by `dims`, into layouts `tos`: one all-gather per cut leaf.
 
     Args:
-      over: arrays under `tos` that are not used again. Stacks of layers are gathered layer by layer and written over
-        these, so that no more than a layer is there twice. (XLA for GPU gathers along the first dim in memory. A stack
-        that is cut along another it gathers whole, and then transposes.)
+      over: arrays under `tos` that are not used again. Stacks of layers are gathered layer by layer over these, so that
+        at most one layer exists twice. (XLA for GPU gathers along the first dim in memory; it would gather a stack that
+        is cut along another dim at once, and then transpose it.)
     """
     moved = [i for i, cuts in enumerate(dims) if cuts]
     if not moved:
@@ -193,7 +193,7 @@ def gather_all(
 
 
 def _stacks(arrays: Mapping[int, jax.Array], dims: Sequence[Dims]) -> dict[int, list[int]]:
-    """The arrays of three dims or more whose first dim is not cut, by its size."""
+    """First dim's size -> the indices of arrays with three dims or more whose first dim is not cut."""
     found: dict[int, list[int]] = {}
     for i, x in arrays.items():
         if x.ndim >= 3 and all(-dim != x.ndim for dim, _ in dims[i]):
