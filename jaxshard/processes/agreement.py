@@ -1,7 +1,7 @@
-"""Processes of a run tell each other what they are about to do, and stop together where they differ.
+"""Processes of a run exchange what they are about to do, and stop together if they differ.
 
-All processes must call each function here, in the same order. They meet at a barrier that names who is missing, and
-then exchange a few bytes through their devices. A process that runs alone agrees with itself at once.
+All processes must call each function here, in the same order. They meet at a barrier that names missing processes, and
+then exchange a few bytes through their devices. A lone process agrees with itself at once.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ import numpy as np
 from jaxshard.base.tree import is_key, named_leaves, path_of
 from jaxshard.base.types import T, Tree
 
-MEETING_SECONDS = 600  # how much later than the first process the last one may arrive: it may read larger shards
-_meetings = itertools.count()  # a barrier's name serves once
+MEETING_SECONDS = 600  # the longest wait of the first process for the last one, which may read larger shards
+_meetings = itertools.count()  # a barrier's name works only once
 
 
 class ProcessError(RuntimeError):
-    """Another process failed, or said something else than this one. `process`: its index."""
+    """Another process failed, or differs from this one. `process`: its index."""
 
     def __init__(self, process: int, reason: str):
         super().__init__(f"process {process}: {reason}")
@@ -34,14 +34,14 @@ def meet(what: str) -> None:
     """Waits until all processes are here. `what` names the call in messages.
 
     Raises:
-      TimeoutError: some did not come within MEETING_SECONDS; it says which.
+      TimeoutError: some did not come within MEETING_SECONDS; the message names them.
     """
     if jax.process_count() == 1:
         return
     name = f"jaxshard.{next(_meetings)}"
     try:
         _wait_for_all(name, MEETING_SECONDS)
-    except ModuleNotFoundError:  # no orbax: JAX's own barrier, which has no time limit
+    except ModuleNotFoundError:  # without orbax: JAX's own barrier, which has no time limit
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
@@ -53,15 +53,15 @@ def meet(what: str) -> None:
 
 
 def _wait_for_all(name: str, seconds: float) -> None:
-    """Waits until all processes have called this with the same name. Each name serves once.
+    """Waits until all processes have called this with the same name. Each name works only once.
 
-    JAX has this barrier in the client of its coordination service, and no public way to it: `sync_global_devices` waits
-    without a limit and names nobody. Orbax has a public way; no other module but `checkpoint.storage` uses orbax.
+    JAX has this barrier in the client of its coordination service, but no public access: `sync_global_devices` has no
+    time limit and names no process. Orbax gives public access; only `checkpoint.storage` also uses orbax.
 
     Raises:
       ModuleNotFoundError: orbax is not installed.
-      Exception: not all came within `seconds`. The message, which is the coordination service's, names who is missing;
-        its type depends on the version of JAX.
+      Exception: not all came within `seconds`. The coordination service's message names the missing processes; the
+        type depends on the version of JAX.
     """
     from orbax.checkpoint import multihost
 
@@ -72,10 +72,7 @@ def _wait_for_all(name: str, seconds: float) -> None:
 def take_leave(seconds: float) -> None:
     """Leaves `jax.distributed` in order if all processes call this within `seconds`; otherwise it changes nothing.
 
-    A process that ends without it breaks off what other processes still do; if it is the coordinator, it ends them.
-
-    Args:
-      seconds: how long to wait for the others.
+    A process that ends without it interrupts the others' work; if it is the coordinator, it ends them.
     """
     with contextlib.suppress(Exception):
         _wait_for_all("jaxshard.end", seconds)
@@ -90,10 +87,10 @@ def gathered(what: str, said: str) -> list[str]:
       said: this process's text.
 
     Raises:
-      TimeoutError: not all processes came within 600 seconds; it says which.
-      ProcessError: one came from another call, with another `what`.
+      TimeoutError: not all processes came within 600 seconds; the message names them.
+      ProcessError: a process came from another call, with another `what`.
 
-    >>> gathered("hosts", "node-7")  # of a lone process
+    >>> gathered("hosts", "node-7")  # in a lone process
     ['node-7']
     """
     if jax.process_count() == 1:
@@ -116,7 +113,7 @@ def gathered(what: str, said: str) -> list[str]:
 
 
 def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:
-    """Calls `attempt` on every process and tells all who failed.
+    """Calls `attempt` on every process, and exchanges the errors.
 
     Returns:
       (its result here, or None if it failed; process -> error: this process's own, the others' as `ProcessError`).
@@ -136,7 +133,7 @@ def together(what: str, attempt: Callable[[], T]) -> T:
 
     Args:
       what: names the call in messages; all processes give the same.
-      attempt: what each process does.
+      attempt: the work of each process.
 
     Raises:
       Exception: this process's own error, of its own type.
@@ -152,7 +149,7 @@ def together(what: str, attempt: Callable[[], T]) -> T:
 
 
 def raise_first(errors: dict[int, BaseException]) -> None:
-    """Raises this process's own error if it has one, else the first of the others', if any."""
+    """Raises this process's own error, else the first of another process, if any."""
     for error in (errors.get(jax.process_index()), *errors.values()):
         if error is not None:
             raise error
@@ -163,10 +160,10 @@ def from_first(what: str, make: Callable[[], T]) -> T:
 
     Args:
       what: names the call in messages; all processes give the same.
-      make: its result travels as JSON, so it must consist of strings, numbers, booleans, None, lists and dicts.
+      make: its result is sent as JSON, so it must consist of strings, numbers, booleans, None, lists and dicts.
 
     Raises:
-      Exception: what `make` raised, on process 0; on the others ProcessError.
+      Exception: on process 0 the error of `make`; on the others ProcessError.
       TimeoutError: as `gathered`.
 
     >>> from_first("resume", lambda: {"step": 100})
@@ -177,12 +174,12 @@ def from_first(what: str, make: Callable[[], T]) -> T:
 
 
 def check_same(what: str, said: str, cure: str) -> None:
-    """Checks that all processes say the same text.
+    """Checks that all processes give the same text.
 
     Args:
       what: names the call in messages; all processes give the same.
       said: this process's text, of one or more lines.
-      cure: ends the message: how the user mends it.
+      cure: how the user can repair it; ends the message.
 
     Raises:
       ProcessError: on every process, with the first line that differs.
@@ -201,8 +198,8 @@ def check_same(what: str, said: str, cure: str) -> None:
 
 
 def check_same_arrays(what: str, tree: Tree) -> None:
-    """Checks that all processes hold the same values in the leaves that each process holds for itself: NumPy arrays,
-    numbers, and arrays on its own devices only. Arrays on the devices of several processes are not looked at.
+    """Checks that all processes hold the same values in process-local leaves: NumPy arrays, numbers, and arrays on one
+    process's devices. Arrays on the devices of several processes are not checked.
 
     Raises:
       ProcessError: on every process, with the first leaf that differs.

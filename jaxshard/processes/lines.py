@@ -1,7 +1,7 @@
-"""The lines that processes exchange in a roll call: `jaxshard WORDS`, signed where the run has an id.
+"""The lines that processes exchange in a roll call: `jaxshard WORDS`, signed if the run has an id.
 
-What is signed comes from a process that knows the run's id. So a port scanner, another run's process, or a server that
-took the port by mistake is not counted. Who can read the network can repeat a line, and is not kept out.
+A signature proves that the sender knows the run's id. So a port scanner, another run's process, or a server that took
+the port by mistake is not counted. Someone who can read the network can repeat a line, and is not kept out.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ LONGEST_CALL = 256  # bytes
 LONGEST_ANSWER = 4096
 RUN_ID = "JAXSHARD_RUN_ID"
 _GREETING = b"jaxshard "
-_JOB_IDS = ("SLURM_JOB_ID", "SKYPILOT_TASK_ID")  # all processes of the job have the same
+_JOB_IDS = ("SLURM_JOB_ID", "SKYPILOT_TASK_ID")  # the same in all processes of a job
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+")
 _CALL = re.compile(r"([0-9]{1,9}) ([0-9]{1,9})")
 _ANSWER = re.compile(r"(go|(TimeoutError|ValueError|OSError) .+)", re.ASCII)
@@ -23,24 +23,24 @@ _ANSWER = re.compile(r"(go|(TimeoutError|ValueError|OSError) .+)", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a process says: its number, from 1, and how many processes there are."""
+    """A process's call: its number, from 1, and the number of processes."""
 
     rank: int
     count: int
 
 
 def run_id(environment: Mapping[str, str] = os.environ) -> str:
-    """What only processes of this run know: `JAXSHARD_RUN_ID`, else the id of its job; "" where there is neither.
+    """The secret of this run's processes: `JAXSHARD_RUN_ID`, else the id of its job; "" if there is neither.
 
     >>> run_id({"SLURM_JOB_ID": "77"})
     '77'
     """
-    of_job = () if "SLURM_HET_SIZE" in environment else _JOB_IDS  # parts of such a job have ids of their own
+    of_job = () if "SLURM_HET_SIZE" in environment else _JOB_IDS  # parts of a heterogeneous job have their own ids
     return next(filter(None, (environment.get(name) for name in (RUN_ID, *of_job))), "")
 
 
 def call_line(call: Call, run: str) -> bytes:
-    """The line of a process that calls.
+    """The line of a calling process.
 
     >>> call_line(Call(1, 2), "")
     b'jaxshard 1 2\\n'
@@ -49,25 +49,25 @@ def call_line(call: Call, run: str) -> bytes:
 
 
 def answer_line(words: str, run: str) -> bytes:
-    """The line that answers: "go", or the name of an error and its message."""
+    """The line of an answer: "go", or the name of an error and its message."""
     return _line(" ".join(words.split())[: LONGEST_ANSWER // 8], run)
 
 
 def call_in(line: bytes, run: str) -> Call | None:
-    """What a line says, None if no process of this run says it. Process 0 does not call."""
+    """The call in a line; None if it is not from a process of this run. Process 0 does not call."""
     found = _CALL.fullmatch(_words_in(line, run))
     call = Call(*map(int, found.groups())) if found else None
     return call if call and 0 < call.rank < call.count else None
 
 
 def answer_in(line: bytes, run: str) -> str | None:
-    """The words of an answer, None if it is none of this run's process 0."""
+    """The words of an answer; None if it is not from this run's process 0."""
     words = _words_in(line, run)
     return words if _ANSWER.fullmatch(words) and words.isprintable() else None
 
 
 def may_become_one(line: bytes) -> bool:
-    """Whether these first bytes are those of a line."""
+    """Whether these first bytes may begin a line."""
     return line[: len(_GREETING)] == _GREETING[: len(line)]
 
 
@@ -80,7 +80,7 @@ def _signature(words: bytes, run: str) -> bytes:
 
 
 def _words_in(line: bytes, run: str) -> str:
-    """The words, "" if it is no line, or not signed as those of this run are."""
+    """The words of a line; "" if it is not a line, or lacks this run's signature."""
     if not line.startswith(_GREETING) or not line.endswith(b"\n"):
         return ""
     words = line[len(_GREETING) : -1]
@@ -92,7 +92,7 @@ def _words_in(line: bytes, run: str) -> str:
 
 
 def is_http2(answer: bytes) -> bool:
-    """Whether a gRPC server answers, such as JAX's coordinator: by its settings, or by the preface of HTTP/2."""
+    """Whether an answer is from a gRPC server, such as JAX's coordinator: HTTP/2 settings, or its preface."""
     return (answer[:2], answer[3:9]) == (b"\0\0", b"\4\0\0\0\0\0") or answer.startswith(b"PRI * HTTP/2.0")
 
 
@@ -100,7 +100,7 @@ def host_and_port(address: str, name: str) -> tuple[str, int]:
     """The parts of "host:port", or of "[::1]:port".
 
     Raises:
-      ValueError: it is no address; `name` says whose.
+      ValueError: it is not such an address; `name` names it in the message.
 
     >>> host_and_port("[::1]:1234", "coordinator_address")
     ('::1', 1234)

@@ -1,4 +1,4 @@
-"""Process 0's side of the roll call. Whoever calls costs it a bounded number of bytes, and no time."""
+"""Process 0's side of the roll call. A caller costs it a bounded number of bytes, and never blocks it."""
 
 import contextlib
 import errno
@@ -11,18 +11,18 @@ from collections import deque
 from jaxshard.processes import lines
 from jaxshard.processes.lines import Call
 
-_CALL_SECONDS = 5  # in which a caller says who it is
-_MOST_STRANGERS = 256  # connections, at once, that have not said it yet
+_CALL_SECONDS = 5  # the time for a caller to identify itself
+_MOST_STRANGERS = 256  # open connections that have not identified themselves yet
 
 
 class Caller:
-    """A connection, and what it has said so far.
+    """A connection and its bytes so far.
 
     Attributes:
       connection: the socket; it never blocks.
-      until: when it must have said who it is.
+      until: the time by which it must identify itself.
       said: its bytes.
-      rank: its number, once it has said it; 0 before.
+      rank: its process's number; 0 until it has identified itself.
     """
 
     def __init__(self, connection: socket.socket):
@@ -31,7 +31,7 @@ class Caller:
         self.said, self.rank = b"", 0
 
     def hear(self) -> bool:
-        """Takes what has come; returns whether it may still become a call."""
+        """Reads received bytes; returns whether they may still become a call."""
         try:
             heard = self.connection.recv(lines.LONGEST_CALL)
         except BlockingIOError:
@@ -42,7 +42,7 @@ class Caller:
         return bool(heard) and len(self.said) < lines.LONGEST_CALL and lines.may_become_one(self.said)
 
     def is_gone(self) -> bool:
-        """Whether it has closed its connection, in which case it calls again."""
+        """Whether it has closed its connection; the process then calls again."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -55,9 +55,9 @@ class Roll:
     """The calls that have come to process 0.
 
     Args:
-      server: where it listens.
-      count: how many processes there are.
-      run: what only processes of this run know, "" where there is nothing.
+      server: the listening socket.
+      count: the number of processes.
+      run: the secret of this run's processes, or "".
     """
 
     def __init__(self, server: socket.socket, count: int, run: str):
@@ -65,18 +65,18 @@ class Roll:
         self._server, self._count, self._run = server, count, run
         self._present: dict[int, Caller] = {}
         self._strangers: deque[Caller] = deque()  # the oldest first
-        self._refused = False  # whether a call came from none of these processes
+        self._refused = False  # whether a call came from a process outside of this run
         self._trouble = ""
 
     def called(self, end: float, where: str) -> str:
-        """Waits until all have called, or time is up, and answers all who have.
+        """Waits until all have called, or time is up, and answers all callers.
 
         Args:
-          end: by `time.monotonic`.
-          where: for the message about who is missing.
+          end: the last moment, by `time.monotonic`.
+          where: for the message about missing processes.
 
         Returns:
-          The trouble: the name of an error and its message; "" where all have come.
+          The name of an error and its message; "" if all have come.
         """
         with selectors.DefaultSelector() as self._ready:
             self._ready.register(self._server, selectors.EVENT_READ)
@@ -95,11 +95,11 @@ class Roll:
 
     def _all_present(self) -> bool:
         if len(self._present) == self._count - 1:
-            self._step(0)  # those that are gone are dropped, and call again
+            self._step(0)  # drops closed connections, whose processes call again
         return len(self._present) == self._count - 1
 
     def _step(self, seconds: float) -> None:
-        """Takes what comes within this time."""
+        """Handles the events within this time."""
         for key, _ in self._ready.select(seconds):
             if key.data is None:
                 self._accept()
@@ -111,7 +111,7 @@ class Roll:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError as error:  # also where the caller has left already
+        except OSError as error:  # also if the caller has already left
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room()
             return
@@ -122,7 +122,7 @@ class Roll:
         self._ready.register(connection, selectors.EVENT_READ, caller)
 
     def _make_room(self) -> None:
-        """Makes room for another file: this process may have no more open."""
+        """Frees a file descriptor, since this process has no more."""
         if self._strangers:
             self._drop(self._strangers[0])
         else:
@@ -133,7 +133,7 @@ class Roll:
 
     def _hear(self, caller: Caller) -> None:
         may_call = caller.hear()
-        if caller.rank:  # it waits for the answer, and has nothing more to say: it is gone
+        if caller.rank:  # it only waits for the answer, so an event means that it is gone
             self._drop(caller)
         elif b"\n" in caller.said:
             self._take(caller, lines.call_in(caller.said, self._run))
@@ -141,7 +141,7 @@ class Roll:
             self._drop(caller)
 
     def _take(self, caller: Caller, call: Call | None) -> None:
-        """Counts a caller as the process that it says it is."""
+        """Registers a caller as the process that it claims to be."""
         if call is None:
             self._refused |= lines.may_become_one(caller.said)
             self._drop(caller)
@@ -179,11 +179,11 @@ class Roll:
 
 
 def listening_at(address: str, port: int) -> socket.socket:
-    """A server at process 0's address, or where JAX_COORDINATOR_BIND_ADDRESS says.
+    """A server at process 0's address, or at JAX_COORDINATOR_BIND_ADDRESS.
 
     Raises:
       OSError: the port is taken.
-      ValueError: the variable has no address.
+      ValueError: the variable does not hold an address.
     """
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host, port = lines.host_and_port(bind, "JAX_COORDINATOR_BIND_ADDRESS") if bind else ("::", port)

@@ -1,4 +1,4 @@
-"""The start of a run of several processes: each joins the others, or is told who is missing."""
+"""The start of a run of several processes: each joins the others, or gets an error that names missing ones."""
 
 import math
 import operator
@@ -15,12 +15,12 @@ from jaxshard.processes.lines import Call
 from jaxshard.processes.listening import Roll, listening_at
 
 _MOST_PROCESSES = 1_000_000
-_LAST_WORDS_SECONDS = 5  # when time is up, process 0 says who is missing
+_LAST_WORDS_SECONDS = 5  # the time for process 0's answer about missing processes, after time is up
 _PAUSE_SECONDS = 0.1  # between two calls
 
 
 class InitializeOptions(TypedDict, total=False):
-    """What `initialize` hands on to `jax.distributed.initialize`, where each is explained. Times are in seconds."""
+    """Options that `initialize` passes on to `jax.distributed.initialize`, which documents them. Times in seconds."""
 
     local_device_ids: int | Sequence[int] | None
     cluster_detection_method: str | None
@@ -32,7 +32,7 @@ class InitializeOptions(TypedDict, total=False):
 
 
 class _Place(NamedTuple):
-    """One process's place in the run, as far as it is known."""
+    """One process's place in the run, as far as known."""
 
     coordinator_address: str | None
     num_processes: int | None
@@ -47,21 +47,21 @@ def initialize(
 ) -> None:
     """Joins this process to the others of a run; call it first, once, in every process.
 
-    Takes what is given, else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else what
-    `jax.distributed` detects (Slurm, Open MPI, TPU pods, Kubernetes). A lone process needs no call and is left alone.
+    Uses its arguments, else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else the cluster that
+    `jax.distributed` detects (Slurm, Open MPI, TPU pods, Kubernetes). In a lone process it does nothing.
 
     Args:
       coordinator_address: "host:port" of process 0.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
-      **options: passed on to `jax.distributed.initialize`; `initialization_timeout`, 300 seconds by default, is how
-        long to wait for others.
+      num_processes: the number of processes.
+      process_id: this process's index, from 0.
+      **options: passed on to `jax.distributed.initialize`; `initialization_timeout`, 300 seconds by default, is the
+        longest wait for others.
 
     Raises:
       ValueError: some of the three are known and others not, a number is out of range, or processes disagree.
-      TimeoutError: some processes did not come; it says which. (Where JAX detects the processes, the error is JAX's.)
+      TimeoutError: some processes did not come; the message names them. (If JAX detects the processes, JAX raises.)
       OSError: the coordinator's port is taken.
-      RuntimeError: JAX runs already, or was initialized.
+      RuntimeError: JAX already runs, or was already initialized.
 
     >>> initialize(num_processes=1)  # a lone process: nothing happens
     """
@@ -115,7 +115,7 @@ def _from_environment(name: str) -> int | None:
 
 
 def _detect(options: InitializeOptions) -> None:
-    """Lets JAX find its cluster; a machine that is part of none stays alone."""
+    """Lets JAX detect a cluster; without one, the process stays alone."""
     try:
         jax.distributed.initialize(**options)
     except ValueError as error:
@@ -123,26 +123,26 @@ def _detect(options: InitializeOptions) -> None:
             raise
 
 
-# The roll call finds out who is there before JAX joins them: if one is missing, JAX ends the others and names none.
-# Process 0 listens at the port that JAX's coordinator takes later, and the others tell it their number. When all have
-# come, it answers "go" and frees the port; when time is up, it tells those that came which are missing.
+# The roll call checks that all processes are there before JAX joins them: if one is missing, JAX ends the others
+# without naming it. Process 0 listens at the port that JAX's coordinator uses later, and the others send it their
+# numbers. When all have come, it answers "go" and frees the port; when time is up, it answers with the missing ones.
 
 
 def roll_call(address: str, count: int, rank: int, seconds: float) -> None:
     """Waits until all processes have called this.
 
-    Where the environment has JAXSHARD_RUN_ID, or the id of a job, only processes with the same one are counted.
+    If the environment has JAXSHARD_RUN_ID, or the id of a job, only processes with the same one are counted.
 
     Args:
       address: "host:port" of process 0's coordinator.
-      count: how many processes there are.
-      rank: the number of this one, from 0.
+      count: the number of processes.
+      rank: this process's index, from 0.
       seconds: the longest wait.
 
     Raises:
-      TimeoutError: some are missing (it says which), or process 0 cannot be reached.
+      TimeoutError: some are missing (the message names them), or process 0 cannot be reached.
       OSError: the port is taken, on process 0.
-      ValueError: the address is none; two processes have the same number, or disagree on how many there are.
+      ValueError: the address is invalid; two processes have the same number, or disagree on the number of processes.
     """
     host, port = lines.host_and_port(address, "coordinator_address")
     end, run = time.monotonic() + seconds, lines.run_id()
@@ -162,7 +162,7 @@ def roll_call(address: str, count: int, rank: int, seconds: float) -> None:
 
 
 def _answer(host: str, port: int, call: Call, run: str, end: float) -> tuple[str, str]:
-    """(process 0's answer, "" if none came in time; what came of the last call)."""
+    """(process 0's answer, or "" if none came in time; the result of the last call)."""
     last = "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
@@ -180,7 +180,7 @@ def _answer(host: str, port: int, call: Call, run: str, end: float) -> tuple[str
 
 
 def _asked(host: str, port: int, words: bytes, end: float) -> bytes:
-    """What comes back: a line, or the first bytes of something else."""
+    """The reply to a call: a line, or the first bytes of something else."""
     answer = b""
     with socket.create_connection((host, port), timeout=max(0.1, min(10, end - time.monotonic()))) as connection:
         connection.sendall(words)
