@@ -1,6 +1,6 @@
-"""What one device of each kind can do at best: the figures that makers publish, and the bytes that a ring sends.
+"""The published peak figures of one device of each kind, and the bytes that a ring sends.
 
-The figures are peaks, dense: a real step reaches a part of each, never more.
+The figures are dense peaks: a real step reaches only a part of each.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 PAGED_BYTES = 24 * 10**6
-"""Simulated devices give temporary memory above this back to the operating system: glibc's `M_MMAP_THRESHOLD` is 32 MiB
-at most, and XLA for CPU takes about a third more than `predict` counts."""
+"""Simulated devices return temporary memory above this size to the operating system: glibc's `M_MMAP_THRESHOLD` is at
+most 32 MiB, and XLA for CPU takes about a third more than `predict` counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,23 +23,23 @@ class Chip:
         name: as in `machines.machine`, such as "v5e".
         platform: JAX's name: "tpu", "gpu" or "cpu".
         memory_bytes: size of its memory (HBM), in bytes. The runtime keeps some of it for itself.
-        flops: peak floating-point operations per second of matrix products, by the dtype of the operands, dense
-            (without sparsity). "float32" is what JAX runs by default: one bfloat16 pass on TPU, TF32 on GPU.
+        flops: peak floating-point operations per second of dense matrix products, by the dtype of the operands.
+            "float32" is JAX's default for it: one bfloat16 pass on TPU, TF32 on GPU.
         memory_bandwidth: bytes per second between it and its memory.
         link_bandwidth: bytes per second that it can send inside its fast domain, in one direction, all links together.
             GPU: half of NVLink's "total bandwidth", which counts both directions. TPU: half of the documented
             "bidirectional ICI bandwidth per chip", which is the sum over its 4 (2-D torus) or 6 (3-D torus) links; a
             ring along one axis of the torus uses 2 of them.
-        domain_size: how many devices the fast links join: 8 in an HGX node; for TPU the most chips of a pod.
+        domain_size: the number of devices that fast links join: 8 in an HGX node; for TPU the most chips of a pod.
         network_bandwidth: bytes per second that it can send to other domains, in one direction: its share of the
             host's network cards.
-        collective_seconds: what starting a collective takes, however small: nobody documents it, so this is rough.
-        source: where the figures come from.
-        torus_dims: in how many dims TPU chips are joined, 2 or 3; 0 for others.
-        machines: names of machines with it (`machines.machine`), for messages; () where they follow from its name.
+        collective_seconds: the latency of a collective of any size, in seconds; undocumented, so a rough value.
+        source: the source of the figures.
+        torus_dims: the number of torus dims of TPU chips, 2 or 3; 0 for others.
+        machines: names of machines with it (`machines.machine`), for messages; () if they follow from its name.
         host_bandwidth: bytes per second between it and its host's memory, in one direction: PCIe's, for TPUs a guess.
-        paging_bandwidth: bytes per second at which the operating system hands memory out, where a step asks for it
-            anew: on simulated devices, for all that comes and goes, if it is more than `PAGED_BYTES`.
+        paging_bandwidth: bytes per second at which the operating system provides memory. It matters on simulated
+            devices, which request temporary memory again in each step if it exceeds `PAGED_BYTES`.
     """
 
     name: str
@@ -173,11 +173,11 @@ _KINDS = (
     ("TPU v5p?", "v5p"),
     ("TPU v6 lite|TPU v6e", "v6e"),
 )
-"""JAX's names of whole devices whose figures are known; a part of one (MIG) or another board has others."""
+"""JAX's names of whole devices with known figures; a part of one (MIG) or another board has other figures."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so; None where its figures are not known.
+    """The chip with JAX's name `device_kind`; None if its figures are unknown.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -189,7 +189,7 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def nearest(name: str) -> str | None:
-    """The chip whose name is nearest to a wrong one, if one is near.
+    """The chip whose name is most similar to a wrong one, or None.
 
     >>> nearest("H10")
     'h100'

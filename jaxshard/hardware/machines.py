@@ -16,7 +16,7 @@ class Machine:
     """Devices that one program runs on.
 
     Attributes:
-        name: as given to `machine`.
+        name: the argument of `machine`.
         chip: the figures of each device.
         shape: the TPU torus, (nodes, GPUs of a node) or (GPUs,), or (devices,) of a CPU.
         num_devices: the product of `shape`. (JAX sees one device per chip, of v4 and v5p too.)
@@ -62,7 +62,7 @@ def examples(chip: str) -> str:
 
 
 def _misnomer(name: str) -> str:
-    """What is wrong with a name that cannot be read."""
+    """The error in a name that cannot be parsed."""
     chip = name.partition(":")[0]
     if chip in CHIPS or not re.fullmatch(r"\w*[a-zA-Z]\w*", chip):
         return "is no chip and shape"
@@ -71,7 +71,7 @@ def _misnomer(name: str) -> str:
 
 
 def _misfit(chip: Chip, shape: tuple[int, ...]) -> str:
-    """What is wrong with a shape, or ""."""
+    """The error in a shape, or ""."""
     if chip.platform == "tpu":
         if len(shape) != chip.torus_dims:
             return f"has {len(shape)} dims; {chip.name} chips are joined in {chip.torus_dims} dims"
@@ -87,7 +87,7 @@ def _misfit(chip: Chip, shape: tuple[int, ...]) -> str:
     return ""
 
 
-# What the TPU and GPU compilers must be told of chips that are not there, and where they need other options.
+# Descriptions of absent chips for the TPU and GPU compilers, and options that they need.
 
 
 PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -98,27 +98,27 @@ PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _NO_OFFLOAD: Mapping[str, str] = MappingProxyType({"xla_tpu_offload_gather_to_sparsecore": "false"})
 
 READABLE: Mapping[str, Mapping[str, str]] = MappingProxyType({"v5p": _NO_OFFLOAD, "v6e": _NO_OFFLOAD})
-"""Compiler options by chip, for programs that can be read back as text: those that use SparseCores cannot."""
+"""Chip -> compiler options for programs that can be read back as text; those that use SparseCores cannot."""
 
 TOPOLOGY_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"v4": MappingProxyType({"chip_config_name": "megacore"})}
 )
-"""Options of a chip's topology. JAX runs the two cores of a v4 as one device, and libtpu describes them apart."""
+"""Chip -> topology options. JAX runs the two cores of a v4 as one device; libtpu describes two by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """A GPU as its compiler knows it.
+    """A GPU as its compiler describes it.
 
     Attributes:
-        name: as the driver gives it.
+        name: the driver's name.
         num_cores: streaming multiprocessors.
         units_per_core: float32 units of each core.
         core_shared_bytes: shared memory of a core, in bytes.
         block_shared_bytes: the most shared memory that one block of threads can have, in bytes.
         l2_bytes: size of the L2 cache, in bytes.
         clock_ghz: clock rate, in GHz.
-        memory_bytes: size of its memory, in bytes, as the driver gives it.
+        memory_bytes: size of its memory, in bytes, according to the driver.
         memory_bandwidth: bytes per second between it and its memory.
         compute_capability: the major number.
     """
