@@ -1,8 +1,8 @@
-"""Compiling for machines that are not here: their devices, and the reports of programs compiled for them.
+"""Compiles for machines that you do not have: their devices, and the reports of programs compiled for them.
 
-A `Machine` is named by a chip and how many: "v5e:2x4", "v5p:8x8x8", "h100:4x8" (4 nodes of 8), "cpu:8". `devices` makes
-devices that exist only for the compiler, and `report` compiles a program lowered for a mesh of them by the real TPU or
-GPU compiler, on any machine. Nothing is run. See `jax.experimental.topologies`.
+A `Machine` is named by a chip and its number: "v5e:2x4", "v5p:8x8x8", "h100:4x8" (4 nodes of 8), "cpu:8". `devices`
+makes devices that exist only for the compiler; `report` compiles a program lowered for a mesh of them with the real TPU
+or GPU compiler, on any machine, and runs nothing. See `jax.experimental.topologies`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jaxshard.system.users_lines import warn
 
 __all__ = ["CompilerMissingError", "Machine", "compiled", "devices", "machine", "report"]
 
-_MOST_BYTES = 2**28  # of a report that is kept
+_MOST_BYTES = 2**28  # of a stored report
 
 
 class CompilerMissingError(ImportError):
@@ -41,8 +41,8 @@ class CompilerMissingError(ImportError):
 def devices(machine: Machine) -> list[Any]:
     """The devices of a machine, for `jaxshard.make_mesh(devices=...)` and `jax.sharding.Mesh`.
 
-    Those of a TPU or GPU machine cannot hold arrays: lower a jitted function for `ShapeDtypeStruct`s with shardings on
-    a mesh of them, and compile. Those of a CPU machine are real: `jax.devices("cpu")`. JAX_PLATFORMS may be "cpu".
+    TPU and GPU devices made so cannot hold arrays: lower a jitted function for `ShapeDtypeStruct`s with shardings on a
+    mesh of them, and compile. CPU devices are real: `jax.devices("cpu")`. JAX_PLATFORMS may be "cpu".
 
     Args:
         machine: as `machine` returns it.
@@ -82,7 +82,7 @@ def _cpu_devices(machine: Machine) -> list[Any]:
     return found[: machine.num_devices]
 
 
-# The compilers: whether they are there, and how they are loaded.
+# The compilers: whether they are installed, and how they are loaded.
 
 
 def _check_compiler(machine: Machine) -> None:
@@ -96,13 +96,13 @@ def _check_compiler(machine: Machine) -> None:
 
 @contextlib.contextmanager
 def _libtpu_alone() -> Iterator[None]:
-    """Sets libtpu's environment while it loads: it does not ask the cloud for this machine's TPU, and loads although
-    another process has it loaded. (It locks /tmp/libtpu_lockfile, as a TPU serves one process; no TPU is used here.)
+    """Sets libtpu's environment while it loads, so that it does not query the cloud for this machine's TPU, and loads
+    even if another process has loaded it. (It locks /tmp/libtpu_lockfile, as a TPU serves one process; we use none.)
     """
     wanted = {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any; without these two it writes warnings
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any type; without these two, libtpu writes warnings
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -147,17 +147,17 @@ def report(
     *,
     compiler_options: Mapping[str, str | float | bool] | None = None,
 ) -> Report:
-    """What a program costs each device of a machine: compiles it, or finds the report of an earlier compilation.
+    """A program's cost on each device of a machine: compiles it, or reads the report of an earlier compilation.
 
-    Reports are kept as JSON in $JAXSHARD_CACHE, or ~/.cache/jaxshard/reports, by what was compiled (the program with
-    its shardings and donations, its inputs, the order of devices), for which machine, and with which versions of JAX,
-    the compiler and `jaxshard.inspect`. A file that cannot be read is made anew.
+    Reports are stored as JSON in $JAXSHARD_CACHE, or ~/.cache/jaxshard/reports. Their key is the program (with its
+    shardings, donations, inputs and order of devices), the machine, and the versions of JAX, the compiler and
+    `jaxshard.inspect`. An unreadable file is replaced.
 
     Args:
         lowered: `jax.jit(f).lower(...)` or `train_step(...).lower(...)`, on a mesh of `devices(machine)`.
         machine: the machine that it was lowered for.
-        compiler_options: as for `Lowered.compile`. On v5p and v6e lookups in large tables are kept off the SparseCores
-            unless it says otherwise: programs that use them cannot be read back as text.
+        compiler_options: as for `Lowered.compile`. On v5p and v6e, lookups in large tables do not use the SparseCores
+            unless you set so: programs that use them cannot be read back as text.
 
     Returns:
         The `Report`, as `inspect.report` makes it.
@@ -165,13 +165,13 @@ def report(
     Raises:
         TypeError: if `lowered` is not a lowered program.
         ValueError: if it was lowered for another platform than the machine's.
-        jax.errors.JaxRuntimeError: if the compiler refuses the program; RESOURCE_EXHAUSTED where it does not fit.
+        jax.errors.JaxRuntimeError: if the compiler refuses the program; RESOURCE_EXHAUSTED if it does not fit.
     """
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(f"aot.report needs a lowered program, jax.jit(f).lower(...), got {type(lowered).__name__}")
     options = _readable(machine, compiler_options)
     path = _folder() / f"{_key(lowered, machine, options)}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there, or not whole
+    with contextlib.suppress(OSError, ValueError):  # missing or incomplete
         return Report.from_dict(cast(Any, small_files.read_json(path, _MOST_BYTES)))
     found = report_of(lowered.compile(compiler_options=options or None))
     if found.platform != machine.chip.platform:
@@ -188,7 +188,7 @@ def _folder() -> Path:
 
 
 def _key(lowered: jax.stages.Lowered, machine: Machine, options: Mapping[str, object]) -> str:
-    """The report's name: a digest of all that it depends on.
+    """The report's name: a digest of everything that it depends on.
 
     A program's text lacks its unused arguments and the order of the devices, so these are added.
     """
@@ -220,7 +220,7 @@ def _version(package: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, also while another process writes it."""
+    """Writes a file atomically, even if another process writes it at the same time."""
     try:
         files.make_folder(path.parent)
         files.replace(path, text)

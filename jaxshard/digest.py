@@ -1,8 +1,8 @@
-"""Digests of arrays, computed where they lie: 32 bits that do not depend on device count, mesh or sharding.
+"""Digests of arrays, computed on their devices: 32 bits that do not depend on device count, mesh or sharding.
 
-Each element's bits are mixed with its place in the array, and the results are added up mod 2**32. At a given place the
-mixing is one to one, so a change of any one element always changes the digest. A change of several elements goes
-unseen with a chance of one in 2**32.
+Each element's bits are mixed with its index in the array, and the results are summed mod 2**32. At a given index the
+mixing is a bijection, so a change of any one element always changes the digest. A change of several elements goes
+unnoticed with probability 2**-32.
 """
 
 import contextlib
@@ -25,36 +25,36 @@ from jaxshard.base.types import Tree
 
 __all__ = ["ReplicaError", "digests", "replica_digests"]
 
-_SMALL_BYTES = 2**14  # of a leaf's part on one device
-_SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 8  # in one program
+_SMALL_BYTES = 2**14  # of a leaf's shard on one device
+_SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 8  # leaves in one program
 
 Fault: TypeAlias = Literal["inf", "nan"]
-_FAULTS: tuple[Fault, ...] = ("inf", "nan")  # of levels 1 and 2
+_FAULTS: tuple[Fault, ...] = ("inf", "nan")  # for levels 1 and 2
 
 _Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
 @contextlib.contextmanager
 def unwatched() -> Generator[None]:
-    """Transfers are allowed, and arrays may hold NaNs, whatever the user has set. It decorates functions, too."""
+    """Allows transfers, and NaNs in arrays, whatever the user has set. Also a decorator."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 @unwatched()
 def digests(tree: Tree) -> dict[str, int]:
-    """The digest of each leaf of a tree, computed where it lies.
+    """The digest of each leaf of a tree, computed on its devices.
 
     All processes must call it, with the same tree.
 
     Args:
-      tree: arrays (of any sharding, typed PRNG keys too) and numbers.
+      tree: arrays (of any sharding; typed PRNG keys, too) and numbers.
 
     Returns:
       path -> 32 bits.
 
     Raises:
-      ReplicaError: devices that should hold the same bits hold others.
+      ReplicaError: devices that should hold the same bits do not.
 
     >>> import jax.numpy as jnp
     >>> digests({"w": jnp.arange(3.0)})
@@ -64,12 +64,12 @@ def digests(tree: Tree) -> dict[str, int]:
 
 
 def named_digests(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """As `digests`, of arrays that have names already."""
+    """As `digests`, for arrays that already have names."""
     return digests_and_faults(leaves)[0]
 
 
 def digests_and_faults(leaves: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Fault]]:
-    """The digest of each leaf by its name; and, of those that are not finite, "nan" where there is one, else "inf".
+    """(name -> digest; name -> "nan" or "inf", for leaves that are not finite: "nan" if they have one).
 
     Raises:
       ReplicaError: as `digests`.
@@ -77,19 +77,19 @@ def digests_and_faults(leaves: Mapping[str, Any]) -> tuple[dict[str, int], dict[
     found, faults = _replica_digests(leaves)
     differ = {path: digest for path, digest in found.items() if len(np.unique(digest)) > 1}
     if differ:
-        mesh = cast(Mesh, _mesh_of(_array(leaves[next(iter(differ))])))  # on one device there are no copies
+        mesh = cast(Mesh, _mesh_of(_array(leaves[next(iter(differ))])))  # not None: on one device no copies can differ
         raise ReplicaError(differ, mesh.devices)
     return {path: int(digest.flat[0]) for path, digest in found.items()}, faults
 
 
 @unwatched()
 def replica_digests(tree: Tree) -> dict[str, np.ndarray]:
-    """The digest of each copy of each leaf: of the copy that a device holds, or holds a part of.
+    """The digests of all copies of each leaf: for each device, of the copy that it holds a shard of.
 
     All processes must call it, with the same tree.
 
     Returns:
-      path -> uint32 for each device of the leaf's mesh, in the mesh's shape; of shape () for a leaf on one device.
+      path -> uint32 per device of the leaf's mesh, in the mesh's shape; of shape () for a leaf on one device.
 
     >>> import jax.numpy as jnp
     >>> replica_digests({"w": jnp.arange(3.0)})["w"].shape
@@ -103,14 +103,14 @@ def _named(tree: Tree) -> dict[str, Any]:
 
 
 def _replica_digests(named: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Fault]]:
-    """One small program for each kind of leaf, run as often as there are leaves of it, and one exchange for each mesh:
-    what is compiled does not grow with the number of leaves."""
+    """Runs one small program per kind of leaf, several times, and one exchange per mesh, so that compilation does not
+    grow with the number of leaves."""
     parts, found = dict[Mesh | None, dict[tuple[str, ...], jax.Array]](), dict[str, np.ndarray]()
     faults = dict[str, Fault]()
     for paths in _groups(named):
         arrays = [_array(named[path]) for path in paths]
         mesh = _mesh_of(arrays[0])
-        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():  # whatever mesh the caller has set
+        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():  # replaces any mesh of the caller
             parts.setdefault(mesh, {})[paths] = _parts(arrays, mesh, _spec_of(arrays[0]))
     for mesh, some in parts.items():
         for paths, columns in zip(some, _fetched(list(some.values()), mesh), strict=True):
@@ -122,10 +122,10 @@ def _replica_digests(named: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], d
 
 
 def _groups(named: Mapping[str, _Leaf]) -> Iterator[tuple[str, ...]]:
-    """The paths in groups that one program takes: of one shape, dtype and sharding.
+    """The paths in groups for one program: of one shape, dtype and sharding.
 
-    A group has 32 small leaves, the last of them repeated where fewer are left: one program serves all groups. It has
-    8, 4, 2 or 1 of other leaves: four programs serve, and nothing is computed twice.
+    A group has 32 small leaves, padded with copies of the last one, so all groups share one program. Of larger leaves
+    it has 8, 4, 2 or 1: four programs, without padding.
     """
     kinds = dict[Hashable, list[str]]()
     for path, x in named.items():
@@ -143,14 +143,14 @@ def _groups(named: Mapping[str, _Leaf]) -> Iterator[tuple[str, ...]]:
 
 
 def _is_small(leaf: _Leaf) -> bool:
-    """Whether each device holds few bytes of it: copying them takes less time than compiling a sum for each leaf."""
+    """Whether each device holds few bytes of a leaf: stacking such leaves is faster than compiling a sum for each."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf).nbytes <= _SMALL_BYTES
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize <= _SMALL_BYTES
 
 
 def _fetched(parts: Sequence[jax.Array], mesh: Mesh | None) -> list[np.ndarray]:
-    """What each device of the mesh found, on the host; of other processes' devices by one exchange between devices."""
+    """The result of each device of the mesh, on the host; those of other processes come by one all-gather."""
     if mesh is None or parts[0].is_fully_addressable:
         return jax.device_get(parts)
     here = [np.concatenate(rows) for rows in zip(*(_of_devices_here(x) for x in parts), strict=True)]
@@ -163,7 +163,7 @@ def _fetched(parts: Sequence[jax.Array], mesh: Mesh | None) -> list[np.ndarray]:
 
 
 def _of_devices_here(x: jax.Array) -> list[np.ndarray]:
-    """The parts of an array that lie on this process's devices, in the order of `mesh.local_devices`."""
+    """The shards of an array on this process's devices, in the order of `mesh.local_devices`."""
     found = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     mesh = _mesh_of(x)
     assert mesh is not None
@@ -171,7 +171,7 @@ def _of_devices_here(x: jax.Array) -> list[np.ndarray]:
 
 
 def _of_copies(parts: np.ndarray, mesh: Mesh | None, spec: P) -> np.ndarray:
-    """The digest of the copy that each device holds a part of: parts add up."""
+    """For each device, the digest of the copy that it holds a shard of: the sum over the copy's shards."""
     if mesh is None:
         return parts
     grid = parts.reshape(mesh.devices.shape)
@@ -183,7 +183,7 @@ class ReplicaError(RuntimeError):
     """Copies of an array differ between devices.
 
     Attributes:
-      digests: path -> uint32 for each device of the leaf's mesh, in the mesh's shape; only of leaves that differ.
+      digests: path -> uint32 per device of the leaf's mesh, in the mesh's shape; only for leaves that differ.
     """
 
     def __init__(self, digests: dict[str, np.ndarray], devices: np.ndarray):
@@ -201,7 +201,7 @@ class ReplicaError(RuntimeError):
 
 
 def _array(leaf: _Leaf) -> jax.Array:
-    """The leaf as an array in device memory; of typed PRNG keys their data."""
+    """The leaf as an array in device memory; for typed PRNG keys, their data."""
     x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     x = jax.random.key_data(x) if is_key(x) else x
     if x.sharding.memory_kind == "pinned_host":  # offloaded: devices compute on their own memory only
@@ -210,7 +210,7 @@ def _array(leaf: _Leaf) -> jax.Array:
 
 
 def _mesh_of(leaf: jax.Array) -> Mesh | None:
-    """The mesh that an array lies on; None: it is on one device."""
+    """The mesh of an array; None if it is on one device."""
     return cast(Mesh, leaf.sharding.mesh) if isinstance(leaf.sharding, NamedSharding) else None
 
 
@@ -221,8 +221,8 @@ def _spec_of(leaf: _Leaf) -> P:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array:
-    """What each device finds of its own parts of equal leaves: uint32 of shape (2 * leaves, devices of the mesh), each
-    column on its device; of shape (2 * leaves,) without a mesh. First the sums, then how finite they are."""
+    """Each device's sums, then levels, of its shards of leaves: uint32 of shape (2 * leaves, devices of the mesh), each
+    column on its device; of shape (2 * leaves,) without a mesh."""
     if mesh is None:
         return _sums_of(leaves, [0] * leaves[0].ndim)
     columns = P(None, mesh.axis_names)
@@ -237,13 +237,13 @@ def _parts(leaves: Sequence[jax.Array], mesh: Mesh | None, spec: P) -> jax.Array
         return _sums_of(leaves, starts)[:, None]
 
     specs = ([spec] * len(leaves),)
-    # check_vma=False: each device's own result is wanted, also where the types say that all are equal.
+    # check_vma=False: we need each device's own result, even if types say that all are equal.
     run = jax.shard_map(of_parts, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
     return run(list(leaves))
 
 
 def _sums_of(leaves: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
-    """The sum over each of these parts, then the level of each; many small ones are copied into one array first."""
+    """The sum over each shard, then the level of each; many small ones are stacked first."""
     if len(leaves) == _SMALL_AT_ONCE:
         return jnp.concatenate(jax.vmap(lambda x: sum_and_level(x, starts))(jnp.stack(leaves)))
     return jnp.stack(
@@ -253,7 +253,7 @@ def _sums_of(leaves: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _exchanged(cut: jax.Array, mesh: Mesh) -> jax.Array:
-    """A matrix whose columns lie on one device each, whole on every device."""
+    """Replicates a matrix whose columns lie on one device each."""
 
     def gathered(column: jax.Array) -> jax.Array:
         return lax.all_gather(column, mesh.axis_names, axis=1, tiled=True)

@@ -18,29 +18,29 @@ import jax
 
 __all__ = ["HUNG", "Preemption", "Watchdog"]
 
-HUNG = 75  # EX_TEMPFAIL: worth another try
+HUNG = 75  # EX_TEMPFAIL: try again
 _LAST_WORDS_SECONDS = 5
-_ANNOUNCEMENTS = {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}  # that an end is near: another signal follows
-_calls = itertools.count(1)  # of `reached`, in all of this process's loops: JAX wants numbers that rise by one
+_ANNOUNCEMENTS = {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}  # they announce that another signal follows
+_calls = itertools.count(1)  # calls of `reached` in all loops of this process: JAX needs consecutive numbers
 
 
 class Preemption:
     """While entered, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C ask the run to end between two steps; a second one
     ends it at once.
 
-    SIGHUP says that the terminal is gone. A shell sends several, or SIGTERM too, so it is never a second signal. Slurm
-    sends SIGUSR1 or SIGUSR2 before a job's time is over (`--signal`), and SIGTERM when it is: that is no second signal
-    either, but the same one twice is. SIGHUP, SIGUSR1 and SIGUSR2 are left alone where they are ignored, as by `nohup`,
-    or have a handler already, such as `faulthandler.register`'s.
+    SIGHUP means that the terminal is gone. A shell sends several, or SIGTERM too, so it never counts as a second
+    signal. Slurm sends SIGUSR1 or SIGUSR2 before a job's time is over (`--signal`), and SIGTERM when it is: that does
+    not count either, but the same signal twice does. SIGHUP, SIGUSR1 and SIGUSR2 keep their behaviour if they are
+    ignored, as by `nohup`, or have a handler already, such as `faulthandler.register`'s.
 
-    With several processes a signal to any of them reaches all, by way of JAX's preemption service, and all of them see
-    it at the same step. For this all of them must call `reached` at every step.
+    With several processes, JAX's preemption service passes a signal to any of them on to all, and all see it at the
+    same step. For this, all of them must call `reached` at every step.
 
     Args:
       say: called once, in the process that gets the signal, with a sentence about it.
 
     Raises:
-      RuntimeError: on entering, if it is entered already; with several processes, if JAX's preemption service is off.
+      RuntimeError: on entering, if already entered; with several processes, if JAX's preemption service is off.
 
     >>> with Preemption() as preemption:
     ...     [step for step in range(3) if not preemption.reached(step)]
@@ -51,15 +51,15 @@ class Preemption:
         self._say = say
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
-        self._handler: int | None = None  # JAX's own, of SIGTERM: its address
+        self._handler: int | None = None  # the address of JAX's own handler of SIGTERM
 
     @property
     def status(self) -> int:
-        """The exit status for the signal: 128 + its number; 143 in a process that did not get it itself."""
+        """The exit status for the signal: 128 + its number; 143 if another process got it."""
         return 128 + (self._signal or signal.SIGTERM)
 
     def reached(self, step: int) -> bool:
-        """Whether to save and end now, before `step`: the same on all processes."""
+        """Whether to save and end now, before `step`; the same on all processes."""
         del step  # JAX gets the number of this call instead: another loop may have counted the same steps
         if jax.process_count() == 1:
             return self._signal is not None
@@ -98,8 +98,8 @@ class Preemption:
             self._got(number)
 
     def _watch(self) -> None:
-        """With several processes a thread hears of signals, because the main thread may wait for other processes and
-        run no Python for long."""
+        """With several processes, a thread receives signals: the main thread may wait for other processes, and run no
+        Python for long."""
         here, there = socket.socketpair()
         there.setblocking(False)
         self._woken_before = signal.set_wakeup_fd(there.fileno())
@@ -134,10 +134,10 @@ class Preemption:
 
 
 def _is_default(number: int) -> bool:
-    """Whether nobody who starts this process, and no code in it, wants a signal for something else.
+    """Whether a signal is unused: not ignored by the parent process, and without a handler.
 
-    Python knows what was ignored at its start, as by nohup. What a library ignores later, Python does not know: libtpu
-    ignores SIGHUP for itself.
+    Python knows which signals were ignored when it started, as by nohup. A library may ignore one later, unknown to
+    Python, as libtpu ignores SIGHUP; that counts as unused.
     """
     action = ctypes.create_string_buffer(256)  # a `struct sigaction`, which begins with the handler's address
     _libc().sigaction(number, None, action)
@@ -153,7 +153,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _handler_of_jax() -> int:
-    """The address of JAX's handler of SIGTERM, a function in C that tells the other processes."""
+    """The address of JAX's handler of SIGTERM, a C function that notifies the other processes."""
     address = _libc().signal(signal.SIGTERM, None)
     if not address:
         raise RuntimeError(
@@ -163,14 +163,14 @@ def _handler_of_jax() -> int:
 
 
 class Watchdog:
-    """Ends the process, with the stacks of all threads on standard error, when `beat` was not called for too long.
+    """Ends the process, with the stacks of all threads on standard error, if `beat` is not called for too long.
 
-    A process that hangs keeps its heartbeats, so JAX never finds out, and all others wait for it. Each has a watchdog:
-    they all end, with status 75, and what started them can start them again.
+    A hanging process still sends heartbeats, so JAX does not notice, and all other processes wait for it. If each has a
+    watchdog, they all end, with status 75, and their launcher can start them again.
 
     Args:
       seconds: the longest time between two beats; more than the longest compilation, save or restore takes.
-      exit: ends the process; it gets the status.
+      exit: ends the process; called with the status.
 
     Raises:
       ValueError: `seconds` is not above 0.
@@ -187,7 +187,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Tells the watchdog that a step was taken."""
+        """Reports a finished step to the watchdog."""
         self._last = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -218,5 +218,5 @@ class Watchdog:
                 stream.flush()
             if jax.process_count() > 1 and jax.process_index() == 0:
                 time.sleep(_LAST_WORDS_SECONDS)  # the others write theirs: JAX ends them when the coordinator ends
-        finally:  # also where writing fails: nobody may read standard error any more
+        finally:  # even if writing fails because nobody reads standard error any more
             self._exit(HUNG)

@@ -21,7 +21,7 @@ def make_mesh(
     Neighbours on the tensor axis exchange the most, so they get the closest devices.
 
     Args:
-      data: the number of devices that share optimizer state, gradients and (zero3) parameters. -1: all that are left.
+      data: the number of devices that share optimizer state, gradients and (zero3) parameters; -1: all the rest.
       tensor: the number of devices that share each layer.
       pipeline: the number of stages that the layers are cut into.
       replica: the number of copies of the whole `data` x `tensor` x `pipeline` arrangement (`hsdp`).
@@ -31,7 +31,7 @@ def make_mesh(
       A `jax.sharding.Mesh` of Auto axes.
 
     Raises:
-      TypeError: something in `devices` is no device.
+      TypeError: something in `devices` is not a device.
       ValueError: the sizes' product is not the number of devices, or more than one size is -1.
 
     >>> dict(make_mesh(tensor=2).shape)
@@ -82,7 +82,7 @@ def abstract_mesh(
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """ "cpu", "gpu" (JAX's name for CUDA too) or "tpu"."""
+    """The platform of a mesh: "cpu", "gpu" (JAX's name for CUDA, too) or "tpu"."""
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform if mesh.abstract_device else "cpu"
     return mesh.devices.flat[0].platform
@@ -94,7 +94,7 @@ def platform_here() -> str:
 
 
 def torus_dims(mesh: Mesh | AbstractMesh) -> int:
-    """The number of torus dims along which the mesh has two or more TPU chips; 0 if that is not known."""
+    """The number of torus dims along which the mesh has two or more TPU chips; 0 if unknown."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         sides = kind.partition(":")[2].split("x")
@@ -104,14 +104,14 @@ def torus_dims(mesh: Mesh | AbstractMesh) -> int:
 
 
 def check_has_devices(who: str, mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh; raises a ValueError for an abstract one, on which no array can lie."""
+    """The mesh; raises a ValueError for an abstract one, which cannot hold arrays."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(f"{who}: the mesh is abstract and has no devices; make one with jaxshard.make_mesh")
     return mesh
 
 
 def check_context(who: str, mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ValueError where `jax.set_mesh` has set another mesh, in whose axes JAX would read every spec."""
+    """Raises a ValueError if `jax.set_mesh` has set another mesh: JAX would apply every spec to that one's axes."""
     current = jax.sharding.get_abstract_mesh()
     if current.empty:
         return
@@ -127,7 +127,7 @@ def check_context(who: str, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _set_mesh() -> Mesh | None:
-    """The mesh with devices that `jax.set_mesh` has set; None in a trace, where JAX does not say, or without one."""
+    """The mesh with devices that `jax.set_mesh` has set; None if there is none, or in a trace (JAX hides it)."""
     try:
         return jax.sharding.get_mesh()
     except ValueError:
@@ -135,7 +135,7 @@ def _set_mesh() -> Mesh | None:
 
 
 def _ids(mesh: Mesh | AbstractMesh | None) -> list[int]:
-    """The devices' ids, in the order of the mesh; none of an abstract mesh."""
+    """The devices' ids, in mesh order; empty for an abstract mesh."""
     return [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) and not mesh.empty else []
 
 

@@ -1,4 +1,4 @@
-"""The strategies side by side: each says what is sharded over the data axes. All take what `ddp` takes."""
+"""The strategies: each decides what is sharded over the data axes. All take the arguments of `ddp`."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Strategy = TypeVar("Strategy", bound=Callable[..., Any])
 
 
 def _with_options(strategy: Strategy) -> Strategy:
-    """Adds the options, a line each, to the docstring of a strategy: they are written once, in `Options`."""
+    """Appends the list of options, written once in `Options`, to the docstring of a strategy."""
     listed = (inspect.getdoc(Options) or "").partition("In a line each")[2]
     strategy.__doc__ = f"{inspect.getdoc(strategy) or ''}\n\nThe options, in a line each{listed}"
     return strategy
@@ -22,20 +22,20 @@ def _with_options(strategy: Strategy) -> Strategy:
 
 @_with_options
 def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """Data parallel: each device has everything whole; gradients are all-reduced once per step (Li et al. 2020).
+    """Data parallel: everything is replicated; gradients are all-reduced once per step (Li et al. 2020).
 
     Args:
       inner: any optax optimizer or chain.
-      mesh: a mesh with the data axes (and the replica axes, for `hsdp`), of Auto or of Explicit axes; for plans an
-        `AbstractMesh` will do.
-      **options: `jaxshard.Options` lists them, and says what each does.
+      mesh: a mesh with the data axes (and the replica axes, for `hsdp`), of Auto or Explicit axes; an `AbstractMesh` is
+        enough for plans.
+      **options: see `jaxshard.Options`.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
-      TypeError: `inner` is no gradient transformation, `mesh` is no mesh, or an option is unknown.
-      ValueError: the mesh lacks an axis, or an option's value makes no sense.
+      TypeError: `inner` is not a gradient transformation, `mesh` is not a mesh, or an option is unknown.
+      ValueError: the mesh lacks an axis, or an option has an invalid value.
 
     >>> from jaxshard.mesh import abstract_mesh
     >>> ddp(optax.adamw(1e-3), abstract_mesh(8))
@@ -46,7 +46,7 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 
 @_with_options
 def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-1: the state is cut N ways; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
+    """ZeRO-1: the state has N shards; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
     Arguments, options and errors are those of `ddp`.
 
@@ -59,7 +59,7 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 @_with_options
 def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-2: state and gradients are cut N ways; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
+    """ZeRO-2: state and gradients have N shards; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
     Arguments, options and errors are those of `ddp`.
 
@@ -72,7 +72,7 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 @_with_options
 def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """ZeRO-3 = FSDP: params too are cut N ways, gathered where used (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
+    """ZeRO-3 = FSDP: params have N shards, too, gathered at use (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
     Arguments, options and errors are those of `ddp`.
 
@@ -88,7 +88,7 @@ fsdp = zero3
 
 @_with_options
 def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
-    """Hybrid sharded: as zero3 over the data axes; copies over the replica axes all-reduce shards once per step.
+    """Hybrid sharded: as zero3 over the data axes; replicas all-reduce gradient shards once per step.
 
     Arguments, options and errors are those of `ddp`.
 
