@@ -1,4 +1,4 @@
-"""When, where and with which versions figures were made."""
+"""The date, versions and machine of a measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def about() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Package -> version, for installed packages."""
     found: dict[str, str] = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

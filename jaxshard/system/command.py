@@ -1,12 +1,12 @@
-"""How the command `jaxshard` begins, before JAX is imported, what it prints to, and how Ctrl-C ends it.
+"""The start of the command `jaxshard`, before JAX is imported; its output streams; its end by Ctrl-C.
 
-Other programs that import jaxshard are left alone.
+Nothing here affects other programs that import jaxshard.
 
-* Its standard files are open: a data file never takes the number of a standard error that was closed (`2>&-`), where
-  libraries would write into it.
-* Ctrl-C ends it at once, with status 130. An exception would be lost in a callback of the garbage collector, would
-  spoil a module that is being imported, and would crash JAX if Python ends while XLA compiles.
-* `jaxshard doctor` says in a line why JAX cannot be imported.
+* Standard files are open: a data file never gets the number of a closed standard error (`2>&-`), where libraries would
+  write into it.
+* Ctrl-C ends the command at once, with status 130. An exception would be lost in a garbage collector's callback, would
+  leave a half-imported module, and would crash JAX if Python ends while XLA compiles.
+* `jaxshard doctor` prints a line with the reason if JAX cannot be imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GLOO = b"[Gloo] Rank "
 
 
 def environment() -> dict[str, str]:
-    """The environment that the user gave the command; JAX adds to it when it is imported."""
+    """The environment in which the user started the command; importing JAX adds to it."""
     return dict(_BEFORE if is_command() else os.environ)
 
 
@@ -42,8 +42,8 @@ def is_command() -> bool:
 
 
 def python(*words: str) -> list[str]:
-    """A command that starts this Python again. It finds no modules in the current folder, where anybody's may lie,
-    unless the user started this one so."""
+    """A command that starts this Python again. It imports no modules from the current folder, which may hold anyone's,
+    unless the user started this process so."""
     return [sys.executable, *([] if _is_module() and not sys.flags.safe_path else ["-P"]), *words]
 
 
@@ -58,7 +58,7 @@ def _begin() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     if sys.argv[1:2] == ["doctor"]:
@@ -66,7 +66,7 @@ def _begin() -> None:
 
 
 def _check_imports() -> None:
-    """Ends `jaxshard doctor` with a line that says why JAX, or what else it stands on, cannot be imported."""
+    """Ends `jaxshard doctor` with a line that says why JAX or optax cannot be imported."""
     for name in ("jax", "optax"):
         try:
             importlib.import_module(name)
@@ -85,8 +85,8 @@ def _end(number: int, frame: object) -> None:
 def ended_at_once(last_words: Callable[[], str]) -> Generator[None]:
     """While entered, Ctrl-C prints `last_words()` to standard error and ends the process with status 130.
 
-    So it does while the process waits in C++, for XLA or for other processes: a thread hears of it. Handlers that are
-    set in the meantime have their own way. In another program than the command, Ctrl-C stays what it is there.
+    This works even while the process waits in C++, for XLA or for other processes, since a thread receives the signal.
+    Handlers that are set meanwhile take precedence. In other programs than the command, Ctrl-C is unchanged.
     """
     if not is_command() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
@@ -96,7 +96,7 @@ def ended_at_once(last_words: Callable[[], str]) -> Generator[None]:
     heard = threading.Event()
 
     def handler(*_: object) -> None:
-        if heard.is_set():  # a second Ctrl-C: the last words wait for something
+        if heard.is_set():  # a second Ctrl-C: the last words block
             os._exit(INTERRUPTED)
         heard.set()
 
@@ -125,11 +125,11 @@ def _end_after(last_words: Callable[[], str]) -> None:
         os._exit(INTERRUPTED)
 
 
-# Standard output and standard error, which may go away before the command ends.
+# Standard output and standard error, which may be closed before the command ends.
 
 
 def fail(command: str, reason: object, status: int) -> int:
-    """Tells on standard error, in `command`'s name, why it ends; returns its exit status."""
+    """Prints the reason to standard error, after `command`'s name; returns the exit status."""
     show = printable_lines if isinstance(reason, LinesError | str) else printable
     print(f"{command}: {show(shortened(str(reason)))}", file=sys.stderr)
     return status
@@ -144,13 +144,13 @@ class OutputGoneError(Exception):
 
 
 class Lasting:
-    """A text stream whose writes do not fail. Once one would, `gone` is told why, and all that follows is lost.
+    """A text stream whose writes do not fail: `gone` gets the first error, and all later output is dropped.
 
-    The stream may be a pipe whose reader ended (`| head`), a terminal that was closed, or a file on a full disk.
+    The stream may be a pipe whose reader ended (`| head`), a closed terminal, or a file on a full disk.
 
     Args:
-      stream: what is written to.
-      gone: called once; what it raises is raised by that write.
+      stream: the stream to write to.
+      gone: called once with the error; its own exceptions leave that write.
     """
 
     def __init__(self, stream: TextIO, gone: Callable[[Exception], object]):
@@ -158,16 +158,16 @@ class Lasting:
         self._is_gone = False
 
     def write(self, text: str) -> int:
-        """Writes `text`, if the stream is still there."""
+        """Writes `text`, if the stream still works."""
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream, if it is still there."""
+        """Flushes the stream, if it still works."""
         self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
-        """All else, such as whether it is a terminal, is the stream's own."""
+        """Passes everything else on to the stream, such as `isatty`."""
         return getattr(self._stream, name)
 
     def _attempt(self, act: Callable[[], object]) -> None:
@@ -182,7 +182,7 @@ class Lasting:
 
 
 def _discard(stream: TextIO) -> None:
-    """What the stream still holds is lost too, so that the command's end does not fail."""
+    """Drops buffered output, too, so that the command's end does not fail."""
     if is_command():
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -190,9 +190,9 @@ def _discard(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def output_needed() -> Generator[None]:
-    """While entered, OutputGoneError is raised where standard output goes away, and nothing where standard error does.
+    """While entered, a failing standard output raises OutputGoneError; a failing standard error raises nothing.
 
-    At the end all that was printed is written.
+    Flushes standard output at the end.
     """
 
     def gone(error: Exception) -> None:
@@ -209,7 +209,7 @@ def output_needed() -> Generator[None]:
 
 @contextlib.contextmanager
 def output_not_needed(command: str) -> Generator[None]:
-    """While entered, the command goes on where its standard output goes away, and says so on standard error."""
+    """While entered, the command continues if standard output fails, and says so on standard error."""
 
     def gone(error: Exception) -> None:
         reason = getattr(error, "strerror", None) or error
@@ -221,10 +221,9 @@ def output_not_needed(command: str) -> Generator[None]:
 
 
 def without_lines_of_gloo() -> None:
-    """From now on a run of several processes on CPUs does not show the lines in which gloo tells that it connects them.
+    """From now on, hides gloo's lines about connections in a run of several processes on CPUs.
 
-    C++ prints these. So all that C++ prints to standard output goes through a pipe, to a thread that leaves these lines
-    out; Python prints past it.
+    C++ prints them. So C++'s standard output goes through a pipe to a thread that drops these lines; Python's does not.
     """
     stdout, several = sys.stdout, os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
     if not several or os.environ.get("JAX_PLATFORMS") != "cpu" or not isinstance(stdout, io.TextIOWrapper):
@@ -245,23 +244,23 @@ def _pass_on(source: int, sink: int) -> None:
                 os.write(sink, line)
 
 
-# What an option names.
+# Files and folders that an option names.
 
 
 def nearest_above(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or the nearest existing folder above it."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def check_room(option: str, path: Path) -> None:
-    """Raises ValueError if no folder can be made at `path`, or none that is there be written to; `option` names it."""
+    """Raises ValueError unless `path` is a writable folder, or one can be made there; `option` names it."""
     nearest = nearest_above(path)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raises ValueError if no file can be written at `path`, where nothing is changed; `option` names it."""
+    """Raises ValueError if no file can be written at `path`, without changing it; `option` names it."""
     is_new = not path.exists()
     try:
         if is_new or path.is_dir() or path.is_file():

@@ -1,10 +1,10 @@
-"""Files and folders that are on the disk once these functions return, and links that they do not follow.
+"""Writes, moves and deletes files so that the changes are on disk when these functions return; follows no links.
 
-The folder that a caller names may be a link, and so may a folder above it. What lies inside, and is made, replaced or
-deleted here, is never reached through a link.
+The caller's folder, or a folder above it, may be a link. Inside it, these functions never make, replace or delete
+anything through a link.
 
-New files get a random name that no link can be planted at, and are replaced whole, so that no reader meets half of one.
-Such names are locked while their process lives; the next writer of the folder deletes those whose lock is free.
+New files get a random name, where no link can be planted, and are moved into place complete, so that readers never see
+half of one. Such names are locked while their process lives; the next writer of the folder deletes unlocked ones.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from typing import BinaryIO
 Write = Callable[[BinaryIO], object]
 
 _TEMPORARY = re.compile(r"\.jaxshard-[0-9a-f]{24}")
-_FOLDER = ".d"  # ends the name of a temporary folder, which stands beside the locked file of the same name
-_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the disk's own cache alone
-_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nor does a pipe keep us waiting
-_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}  # it does not exist there
+_FOLDER = ".d"  # ends the name of a temporary folder; the locked file beside it has the same name without this
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync does not flush the disk's own cache
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe does not wait
+_CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}  # not supported there
 _MAY_NOT = {errno.EACCES, errno.EPERM}
 _NOT_OURS = {errno.ENOENT, *_MAY_NOT}
 _READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NAME_IN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # it may be unreadable, on Linux
+_NAME_IN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # Linux: also if unreadable
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file or folder of this name is being written, or was when its process was killed.
+    """Whether this is the name of a temporary file or folder: one being written, or left by a killed process.
 
     >>> is_temporary(".jaxshard-0123456789abcdef01234567"), is_temporary("config.toml")
     (True, False)
@@ -45,11 +45,11 @@ def is_temporary(name: str) -> bool:
 
 
 def replace(path: Path, content: str | bytes | Write) -> None:
-    """Puts a new file in the place of `path`, in one move, once it is on the disk; a link at `path` is replaced.
+    """Replaces the file (or link) at `path` atomically by a new file that is already on disk.
 
     Args:
-      path: in a folder that is there.
-      content: text, bytes, or what writes them to the open file that it is given.
+      path: in an existing folder.
+      content: text, bytes, or a function that writes to the open file.
     """
     with _naming(path), _opened(path.parent, _NAME_IN_FOLDER) as folder:
         _delete_left(folder)
@@ -67,7 +67,7 @@ def replace(path: Path, content: str | bytes | Write) -> None:
 
 
 def overwrite(path: Path, content: str | bytes) -> None:
-    """Writes to what the user named for it: a file, new or not, a link to one, a pipe or a device."""
+    """Writes to a path that the user named: a new or existing file, a link to one, a pipe or a device."""
     with _naming(path), path.open("wb") as file:
         _write(content, file)
         file.flush()
@@ -77,13 +77,14 @@ def overwrite(path: Path, content: str | bytes) -> None:
 
 
 def append(path: str | Path, folder: int | None = None) -> BinaryIO:
-    """The file, made where it is not there, open to write at its end.
+    """Opens a file to append, and creates it if missing.
 
     Args:
-      path: of the file; within an open folder, if `folder` is its number.
+      path: the file's path, relative to `folder` if that is given.
+      folder: the descriptor of an open folder.
 
     Raises:
-      OSError: it is a link, or no file.
+      OSError: the path is a link, or not a file.
     """
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -93,7 +94,7 @@ def append(path: str | Path, folder: int | None = None) -> BinaryIO:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder and those above it, where they are not there."""
+    """Makes the folder and missing folders above it."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in dict.fromkeys([*missing, path]):
@@ -101,18 +102,14 @@ def make_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Renames a file or folder within its own folder, or moves it to another one."""
+    """Renames a file or folder, or moves it to another folder."""
     path.rename(target)
     for folder in {path.parent, target.parent}:
         sync_folder(folder)
 
 
 def publish(path: Path, target: Path) -> None:
-    """Moves a file to a name in another folder that nothing has yet.
-
-    Raises:
-      FileExistsError: something has it.
-    """
+    """Moves a file to an unused name in another folder; raises FileExistsError if the name is used."""
     try:
         os.link(path, target)
     except OSError as error:
@@ -127,7 +124,7 @@ def publish(path: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def workplace(folder: Path) -> Generator[Path]:
-    """An empty folder in `folder`, of a random name, that no other user may enter; it is deleted at the end."""
+    """An empty folder in `folder`, with a random name and private to this user; it is deleted at the end."""
     with _opened(folder, _NAME_IN_FOLDER) as opened:
         _delete_left(opened)
         with _naming(folder):
@@ -152,11 +149,11 @@ def _write(content: str | bytes | Write, file: BinaryIO) -> None:
 
 
 def _new_file(folder: int) -> tuple[str, int]:
-    """The name and the number of an empty, locked file. Another process may lock and delete it first: then another."""
+    """(name, descriptor) of a new, empty, locked file; tries again if another process locks and deletes it first."""
     while True:
         name = f".jaxshard-{secrets.token_hex(12)}"
         number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody else gets the lock either
+        with contextlib.suppress(OSError):  # a file system without locks: then no other process gets one, either
             fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return name, number
@@ -164,7 +161,7 @@ def _new_file(folder: int) -> tuple[str, int]:
 
 
 def _delete_left(folder: int) -> None:
-    """Deletes what killed processes of this user have left; what cannot be deleted now is left to the next writer."""
+    """Deletes temporary files of this user's killed processes; leaves the rest to the next writer."""
     with contextlib.suppress(OSError):
         with _opened(".", _READ_FOLDER, folder) as number:
             names = os.listdir(number)
@@ -183,7 +180,7 @@ def _delete_if_left(name: str, folder: int) -> None:
 
 
 def _delete_both(name: str, folder: int) -> None:
-    """Deletes a temporary folder and then its file, which is locked until then; of a link the link alone."""
+    """Deletes a temporary folder, then its file, which is locked until then; a link itself, not its target."""
     for each in (name + _FOLDER, name):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(os.stat(each, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -193,14 +190,14 @@ def _delete_both(name: str, folder: int) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raises OSError where a folder is a link, or has one in it: what is written there would lie elsewhere."""
+    """Raises OSError if a folder is or contains a link, through which writes would go elsewhere."""
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
             raise OSError(errno.ELOOP, "is a link, and nothing is written through it: take it away", str(path))
 
 
 def delete(path: Path) -> None:
-    """Deletes a folder with all that is in it, or a file; of a link the link alone."""
+    """Deletes a folder with its contents, or a file; a link itself, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -211,14 +208,14 @@ def delete(path: Path) -> None:
 
 
 def sync_tree(folder: Path, but: Iterable[str] = ()) -> None:
-    """Puts all files and folders in `folder`, and then itself, on the disk; links are not followed.
+    """Syncs all files and folders in `folder`, then the folder itself; does not follow links.
 
     Args:
-      folder: that is there.
-      but: names right in it that are left out.
+      folder: an existing folder.
+      but: names directly in it to skip.
 
     Raises:
-      OSError: the disk could not take what was written.
+      OSError: the disk failed to store the data.
     """
     with _naming(folder), _opened(folder, _NAME_IN_FOLDER) as top:
         for _, folders, names, opened in os.fwalk(".", topdown=True, onerror=_raised, dir_fd=top):
@@ -230,13 +227,13 @@ def sync_tree(folder: Path, but: Iterable[str] = ()) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk, where the file system can do that."""
+    """Syncs the names in a folder, if the file system supports that."""
     with _naming(folder):
         _sync_folder(folder, None)
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Puts what was written to an open file on the disk."""
+    """Flushes and syncs an open file."""
     file.flush()
     _sync(file.fileno())
 
@@ -247,7 +244,7 @@ def _raised(error: OSError) -> None:
 
 
 def _sync_file(name: str, folder: int) -> None:
-    """Syncs a file; what is none, is gone by now or may not be read has nothing of ours to be kept."""
+    """Syncs a file; skips anything that is not a file, is gone or is unreadable: it is not ours."""
     with _unless(_NOT_OURS):
         if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             with _opened(name, os.O_RDONLY | _NO_LINK, folder) as number:
@@ -255,7 +252,7 @@ def _sync_file(name: str, folder: int) -> None:
 
 
 def _sync_folder(path: str | Path, folder: int | None) -> None:
-    """Syncs a folder, where this user may read it, and the file system can."""
+    """Syncs a folder, if this user may read it and the file system supports that."""
     with _unless(_MAY_NOT), _opened(path, _READ_FOLDER, folder) as number, _unless(_CANNOT):
         _sync(number)
 
@@ -270,7 +267,7 @@ def _sync(number: int) -> None:
 
 @contextlib.contextmanager
 def _unless(numbers: Container[int | None]) -> Generator[None]:
-    """Passes over errors of these numbers."""
+    """Suppresses OSErrors with these numbers."""
     try:
         yield
     except OSError as error:
@@ -280,7 +277,7 @@ def _unless(numbers: Container[int | None]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int]:
-    """The number of what is opened by a path, or by a name in an open folder."""
+    """The descriptor of an opened path, or of a name in an open folder."""
     number = os.open(path, flags, dir_fd=folder)
     try:
         yield number
@@ -290,7 +287,7 @@ def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generato
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Generator[None]:
-    """Errors about what only we know by name, or by number, name `path`."""
+    """Makes OSErrors about temporary names or descriptors name `path` instead."""
     try:
         yield
     except OSError as error:

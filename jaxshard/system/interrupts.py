@@ -1,7 +1,7 @@
-"""What a handler of a signal raises waits while a call's results are on their way to the caller's variables.
+"""Delays exceptions of signal handlers until a call's results are assigned to the caller's variables.
 
-Python runs handlers in the main thread between two instructions: also after a call that has taken over its arguments'
-memory (donation), before the caller has assigned the results. An exception there (Ctrl-C) would lose both.
+Python runs handlers in the main thread between two instructions: even after a call has consumed its arguments
+(donation), but before the caller has assigned the results. An exception there (Ctrl-C) would lose both.
 """
 
 import concurrent.futures
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import jax
 
 _NUMBERS = sorted(signal.valid_signals())
-_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal's
+_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal  # 20 times as fast as signal.getsignal
 _MOVES = ("UNPACK", "STORE", "LOAD", "COPY", "SWAP", "PUSH_NULL", "NOP", "EXTENDED", "BINARY_S", "BUILD_S", "RETURN")
-_TO_ASSIGN = 0.1  # seconds that C code between the step and its caller (functools.partial) has to return, at most
+_TO_ASSIGN = 0.1  # seconds: the most for C code between the step and its caller (functools.partial) to return
 _BETWEEN_REMINDERS = 0.01  # seconds
-_TO_ARRIVE = 1  # seconds that a signal may take within a process, at most: a program may have blocked it
+_TO_ARRIVE = 1  # seconds: the most for a signal within a process to arrive; a program may have blocked it
 
 
 class _Call(NamedTuple):
     """A call: its frame and its caller's (by id: a reference would keep their variables alive), with their code.
 
-    `at` is the caller's instruction; `donated` are the arrays that the call takes over, None once they are gone.
+    `at` is the caller's instruction; `donated` are the arrays that the call consumes, None once they are gone.
     """
 
     own: int
@@ -43,10 +43,10 @@ class _Call(NamedTuple):
 
 
 class Interrupts:
-    """Puts off what handlers raise between the moment when a call's arguments are gone and the caller's assignment.
+    """Delays handlers' exceptions from the moment when a call's arguments are gone until the caller's assignment.
 
-    The handlers themselves run at once. What they raised is raised by `begin` of the next call, or, if none comes,
-    some 10 ms later in the main thread. Handlers are wrapped from the first call on, until `release`.
+    Handlers themselves run at once. Their exceptions are raised by `begin` of the next call, or, if none comes, about
+    10 ms later in the main thread. Handlers are wrapped from the first call until `release`.
     """
 
     def __init__(self):
@@ -54,12 +54,12 @@ class Interrupts:
         self._ended = 0.0
         self._held: list[BaseException] = []
         self._reminded = False  # the reminder's signal is on its way
-        self._reminding = threading.Lock()  # handlers never take it: they may interrupt who has it
+        self._reminding = threading.Lock()  # handlers never take it: they may interrupt its holder
         self._reminder: threading.Thread | None = None
         self._handlers: list[Any] = []
 
     def begin(self, donated: Any) -> None:
-        """Called by the function that is about to take over the arrays `donated`; raises what was put off."""
+        """Called by the function that is about to consume the arrays `donated`; raises a delayed exception."""
         self._call = None
         if threading.current_thread() is not threading.main_thread():  # handlers never run there
             return
@@ -67,24 +67,24 @@ class Interrupts:
         if handlers != self._handlers:
             self._wrap(handlers)
         self._raise_held()
-        own = getattr(inspect.currentframe(), "f_back", None)  # held by no name: a frame that held itself would stay
+        own = getattr(inspect.currentframe(), "f_back", None)  # this frame gets no variable: that would be a cycle
         if own is None:
             return
         caller = own.f_back or own
         self._call = _Call(id(own), own.f_code, id(caller), caller.f_code, caller.f_lasti, donated)
 
     def end(self) -> None:
-        """Called by the same function, once nothing remains to be done but to return."""
+        """Called by the same function when only its return remains."""
         if self._call is not None:
             self._call = self._call._replace(donated=None)
             self._ended = time.monotonic()
 
     def cancel(self) -> None:
-        """Called in place of `end` if nothing is returned."""
+        """Called instead of `end` if nothing is returned."""
         self._call = None
 
     def release(self) -> None:
-        """Takes the wrappers off, and raises what was put off."""
+        """Removes the wrappers, and raises a delayed exception."""
         self._call = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -97,8 +97,8 @@ class Interrupts:
             self._handlers = []
 
     def _raise_held(self) -> None:
-        """Raises what was put off. Where the reminder's signal is on its way, it is waited for, and its handler raises:
-        a new signal that came meanwhile would be taken for it, since Python runs a handler once for both."""
+        """Raises a delayed exception. If the reminder's signal is pending, waits for it, and its handler raises: Python
+        runs a handler once for two pending signals, so a new signal would be mistaken for the reminder."""
         end = time.monotonic() + _TO_ARRIVE
         while self._held:
             with self._reminding:
@@ -115,7 +115,7 @@ class Interrupts:
         self._handlers, self._reminded = list(map(_handler_of, _NUMBERS)), False
 
     def run(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
-        """Runs a handler; what it raises waits if the results of the latest call have not been assigned yet."""
+        """Runs a handler; delays its exception if the latest call's results are not assigned yet."""
         if self._reminded:
             self._reminded = False
             if self._held and not self._is_returning(frame):
@@ -133,13 +133,13 @@ class Interrupts:
         self._remind(number)
 
     def _is_returning(self, frame: FrameType | None) -> bool:
-        """Whether the arguments are gone, and the results not yet assigned; `frame` is what the signal interrupted."""
+        """Whether the arguments are gone, and the results not yet assigned; `frame` is the interrupted one."""
         call, top = self._call, frame
         if call is None or not _are_gone(call.donated):
             return False
         while frame is not None:
             if frame.f_code is _Guarded.__call__.__code__:
-                top = frame.f_back  # a signal while a handler of another one runs
+                top = frame.f_back  # a signal during another signal's handler
             if id(frame) == call.own and frame.f_code is call.own_code:
                 return True
             if id(frame) == call.caller and frame.f_code is call.caller_code:
@@ -154,9 +154,9 @@ class Interrupts:
             self._reminder.start()
 
     def _signal(self, number: int) -> None:
-        """Sends the signal again, since the main thread may be asleep, until what was put off has been raised.
+        """Sends the signal again until the delayed exceptions are raised, since the main thread may be asleep.
 
-        The handler sees by `_reminded` that the signal is not a new one.
+        `_reminded` tells the handler that the signal is not a new one.
         """
         while self._held:
             time.sleep(_BETWEEN_REMINDERS)
@@ -168,13 +168,13 @@ class Interrupts:
     def _send(self, number: int) -> None:
         if getattr(_handler_of(number), "interrupts", None) is self:
             self._reminded = True
-        else:  # another handler was set since, whose turn it is
+        else:  # another handler was set meanwhile, and handles the signal
             self._held.clear()
         signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 class _Guarded:
-    """The handler of a signal, run by `Interrupts`."""
+    """A signal handler that `Interrupts` runs."""
 
     def __init__(self, interrupts: Interrupts, handler: Callable[[int, FrameType | None], object]):
         self.interrupts, self.handler = interrupts, handler
@@ -184,10 +184,9 @@ class _Guarded:
 
 
 def _is_put_off(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Whether a handler raised an error where Python ignores all errors, and it now waits.
+    """Whether this is a handler's error in code where Python ignores errors; it is then delayed.
 
-    So it is in what the garbage collector calls (JAX has such a function), in a `__del__`, and in what a weak reference
-    calls.
+    Such code is a callback of the garbage collector (JAX has one) or of a weak reference, or a `__del__`.
     """
     for frame, _ in traceback.walk_tb(unraisable.exc_traceback):
         if frame.f_code is _Guarded.__call__.__code__ and unraisable.exc_value is not None:
@@ -202,9 +201,9 @@ def _are_gone(donated: Any) -> bool:
 
 
 def _assigning(code: CodeType, call: int) -> set[int]:
-    """The instructions that assign a call's results, or return them: those after it that only move values.
+    """The instructions that assign or return a call's results: those after it that only move values.
 
-    Python runs no handlers between these, but in a debugger's trace function it does.
+    Python runs handlers between these only in a debugger's trace function.
     """
     after = itertools.dropwhile(lambda one: one.offset <= call, dis.get_instructions(code))
     return {one.offset for one in itertools.takewhile(lambda one: one.opname.startswith(_MOVES), after)}
@@ -224,7 +223,7 @@ class _Hook:
 
 
 def deal_with(deals: "Callable[[sys.UnraisableHookArgs], bool]") -> None:
-    """From now on Python does not print an error for which `deals` returns True. A second call changes nothing."""
+    """From now on Python does not print errors for which `deals` returns True. A second call changes nothing."""
     hook = sys.unraisablehook
     while isinstance(hook, _Hook):
         if hook.deals is deals:
@@ -233,25 +232,25 @@ def deal_with(deals: "Callable[[sys.UnraisableHookArgs], bool]") -> None:
     sys.unraisablehook = _Hook(deals, sys.unraisablehook)
 
 
-# When Python begins to end.
+# The start of Python's shutdown.
 
 
 class ExitNotice:
-    """Calls `told` in a thread once Python begins to end, unless `off` was called before.
+    """Calls `told` in a thread when Python starts to shut down, unless `off` was called before.
 
     Args:
-      told: from then on no `ThreadPoolExecutor` takes work. Python waits for it.
-      name: of the thread.
+      told: when it runs, no `ThreadPoolExecutor` accepts work any more. Python waits for it.
+      name: the thread's name.
     """
 
     def __init__(self, told: Callable[[], object], name: str):
         self._told, self._is_off = told, False
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)  # which would end if nothing held it
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)  # its thread would end without this reference
         self._idle = self._pool.submit(threading.current_thread).result()
         threading.Thread(target=self._wait, name=name).start()
 
     def off(self) -> None:
-        """The call is no longer wanted."""
+        """Cancels the call."""
         self._is_off = True
         self._pool.shutdown(wait=False)
 

@@ -1,7 +1,7 @@
-"""Files that others may have written: only files are read, and no more of them than a bound.
+"""Reads files that others may have written: only regular files, and only up to a bound.
 
-A pipe without a writer would never answer, a device may have no end or act when it is opened, and a file of any size
-may lie where a small one is expected.
+A pipe without a writer would never answer, a device may be endless or act when it is opened, and a file that should be
+small may have any size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_PIPE_SECONDS = 2.0  # in which a pipe's writer must go on
+_PIPE_SECONDS = 2.0  # the longest pause of a pipe's writer
 _BLOCK, _LARGE_BLOCK = 2**16, 2**20
 _SETTINGS, _MOST_SETTINGS = Path("matplotlibrc"), 2**20
 _KINDS = {
@@ -36,12 +36,12 @@ def read(path: Path, most: int, pipes: bool = False) -> bytes:
     """All bytes of a file.
 
     Args:
-      path: of the file; links are followed.
-      most: bytes that it may have.
+      path: the file's path; links are followed.
+      most: the most bytes that it may have.
       pipes: whether it may be a pipe, whose writer does not pause for long.
 
     Raises:
-      OSError: it cannot be read, is no file, or has more bytes.
+      OSError: it cannot be read, is not a file, or has more bytes.
     """
     with _opened(path, pipes) as number:
         found = b"".join(_blocks(number, path, most + 1))
@@ -51,10 +51,10 @@ def read(path: Path, most: int, pipes: bool = False) -> bytes:
 
 
 def read_part(path: Path, start: int, most: int) -> bytes:
-    """At most `most` bytes of a file of any size, from the place `start` on.
+    """At most `most` bytes of a file of any size, from offset `start`.
 
     Raises:
-      OSError: it cannot be read, or is no file.
+      OSError: it cannot be read, or is not a file.
     """
     with _opened(path, pipes=False) as number:
         os.lseek(number, start, os.SEEK_SET)
@@ -62,10 +62,10 @@ def read_part(path: Path, start: int, most: int) -> bytes:
 
 
 def read_through(path: Path) -> None:
-    """Reads all that a file has on the disk. Its holes, which may be larger than any disk, are passed over.
+    """Reads all data of a file, but skips its holes, which may be larger than any disk.
 
     Raises:
-      OSError: it cannot be read, or is no file.
+      OSError: it cannot be read, or is not a file.
     """
     with _opened(path, pipes=False) as number:
         while _is_at_data(number) and os.read(number, _LARGE_BLOCK):
@@ -73,11 +73,11 @@ def read_through(path: Path) -> None:
 
 
 def read_json(path: Path, most: int) -> object:
-    """What a JSON file says.
+    """The contents of a JSON file.
 
     Raises:
       OSError: as `read`.
-      ValueError: it is no JSON, or is nested too deeply.
+      ValueError: it is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(read(path, most))
@@ -89,7 +89,7 @@ def check(path: Path, most: int) -> None:
     """Checks a file that a library reads by its name.
 
     Raises:
-      OSError: it cannot be read, is no file, or has more than `most` bytes.
+      OSError: it cannot be read, is not a file, or has more than `most` bytes.
     """
     with _opened(path, pipes=False) as number:
         if os.fstat(number).st_size > most:
@@ -98,8 +98,8 @@ def check(path: Path, most: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, pipes: bool) -> Generator[int]:
-    """The number of an open file, which nothing waits for."""
-    _check_kind(os.stat(path), path, pipes)  # before it is opened, by which a device may act
+    """The descriptor of an open file; opening never blocks."""
+    _check_kind(os.stat(path), path, pipes)  # before opening, which may trigger a device
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_kind(os.fstat(number), path, pipes)
@@ -117,21 +117,21 @@ def _check_kind(found: os.stat_result, path: Path, pipes: bool) -> None:
 
 
 def _is_at_data(number: int) -> bool:
-    """Whether a file has more on the disk; it is then read from there."""
+    """Whether a file has more data; moves to its start."""
     try:
         os.lseek(number, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_DATA)
     except OSError as error:
-        return error.errno != errno.ENXIO  # other errors: a file system that knows no holes
+        return error.errno != errno.ENXIO  # other errors: a file system without holes
     return True
 
 
 def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
-    """The file's bytes, as far as the first `most`."""
+    """The file's bytes in blocks, at most `most` in all."""
     ready = select.poll()
     ready.register(number, select.POLLIN)
     while most > 0:
         if not ready.poll(1000 * _PIPE_SECONDS):
-            # No ETIMEDOUT, as of a network, which may pass: what waits for others is silent the next time, too.
+            # Not ETIMEDOUT, which means a network problem that may pass: the pipe would be silent again.
             raise TimeoutError(errno.ENODATA, f"nothing came out of it within {_PIPE_SECONDS:g} s", str(path))
         block = os.read(number, min(most, _BLOCK))
         if not block:
@@ -141,10 +141,10 @@ def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
 
 
 def by_own_settings(draw: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that draws, with matplotlib's own settings, not those of a `matplotlibrc` in the current folder: it
-    may ask for LaTeX, or for more dots than there is memory.
+    """Makes a drawing function use matplotlib's own settings, not a `matplotlibrc` in the current folder, which may ask
+    for LaTeX, or for more dots than fit in memory.
 
-    It raises OSError where that file, which matplotlib reads all the same, has no end.
+    It raises OSError if that file, which matplotlib reads anyway, is endless.
     """
 
     @functools.wraps(draw)

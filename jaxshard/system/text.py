@@ -1,4 +1,4 @@
-"""Text that is shown: nothing in it moves the cursor, commands can be copied, sizes and times are in words."""
+"""Text for terminals: safe to print, shell commands to copy, sizes and times in words."""
 
 import difflib
 import re
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class LinesError(ValueError):
-    """Its message may have several lines, each of which tells something. That of another error is one line."""
+    """An error whose message may have several meaningful lines; other errors' messages are shown as one line."""
 
 
 def printable(text: str) -> str:
-    r"""The text in one line, with what would move the cursor, or turn the text around, escaped.
+    r"""The text in one line; characters that would move the cursor or reverse the text are escaped.
 
     >>> print(printable("runs/a\nb\x1b[2J"))
     runs/a\nb\x1b[2J
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """The text, without the middle of one that nobody would read.
+    """The text; without its middle if it is too long to read.
 
     >>> shortened("a" * 3000)[998:1030]
     'aa ... 1,000 characters ... aaaa'
@@ -31,7 +31,7 @@ def shortened(text: str, most: int = 2000) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same, of several lines."""
+    """As `printable`, for several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -45,7 +45,7 @@ def shell_command(*words: str) -> str:
 
 
 def _escaped(word: str) -> str:
-    """As shells read it between $' and '."""
+    """A word escaped for shells' $'...'."""
     return "".join(c if c.isprintable() and c not in "'\\" else _escape(c) for c in word)
 
 
@@ -54,7 +54,7 @@ def _escape(c: str) -> str:
 
 
 def size_in_words(num_bytes: float) -> str:
-    """A size, to three significant digits, in the unit that suits it.
+    """A size in bytes, to three significant digits, in a suitable unit.
 
     Args:
       num_bytes: the size, in bytes.
@@ -79,7 +79,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def unit_of(num_bytes: float) -> tuple[str, float]:
-    """(the unit that suits a size, the bytes in one such unit); 1 kB is 1000 B.
+    """(a suitable unit for a size, the bytes in that unit); 1 kB is 1000 B.
 
     >>> unit_of(262_144)
     ('kB', 1000.0)
@@ -101,7 +101,7 @@ def size_from_words(words: str) -> int:
     """Reads a size in B, kB, MB, GB or TB (powers of 1000), and returns it in bytes.
 
     Raises:
-      ValueError: `words` is no number with one of these units.
+      ValueError: `words` is not a number with one of these units.
 
     >>> size_from_words("5GB"), size_from_words("1.5 mb")
     (5000000000, 1500000)
@@ -114,7 +114,7 @@ def size_from_words(words: str) -> int:
 
 
 def ordinal(number: int) -> str:
-    """A number as a place in a row.
+    """An ordinal number.
 
     >>> [ordinal(n) for n in (1, 2, 3, 4, 11, 22, 112)]
     ['1st', '2nd', '3rd', '4th', '11th', '22nd', '112th']
@@ -124,7 +124,7 @@ def ordinal(number: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What an error about an unknown name adds: the known name that is spelled like it, or nothing.
+    """The end of an error about an unknown name: a similar known name, or "".
 
     >>> nearest("tensr", ["data", "tensor"]), nearest("tp", ["data", "tensor"])
     ("; did you mean 'tensor'?", '')

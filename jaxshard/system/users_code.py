@@ -1,4 +1,4 @@
-"""A function that a user names, MODULE:FUNCTION, found and called; errors of the user's code, told as such."""
+"""Finds and calls a function that a user names, MODULE:FUNCTION, and reports errors of the user's code as such."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UsersError(LinesError):
 
 
 def names_function(what: str) -> bool:
-    """Whether this is a MODULE:FUNCTION, and no file.
+    """Whether this is a MODULE:FUNCTION, not a file.
 
     >>> names_function("train:build"), names_function("configs/zero3.toml")
     (True, False)
@@ -32,14 +32,14 @@ def names_function(what: str) -> bool:
 
 
 def called(what: str, files: bool = False) -> Any:
-    """What the function returns.
+    """The result of the function.
 
     Args:
-      what: "module:function"; the module is looked for in the current folder, too.
+      what: "module:function"; the module may be in the current folder.
       files: whether it may be "path/to/file.py:function".
 
     Raises:
-      ValueError: there is no such function, or it takes arguments.
+      ValueError: there is no such function, or it needs arguments.
       UsersError: the module cannot be imported, or the function fails.
     """
     with _here_first():
@@ -50,7 +50,7 @@ def called(what: str, files: bool = False) -> Any:
 
 @contextlib.contextmanager
 def blamed(what: str) -> Generator[None]:
-    """While entered, an error of the user's code is told as one, with the innermost line of the user's."""
+    """While entered, an error of the user's code becomes a `UsersError`, with the user's innermost line."""
     try:
         yield
     except Exception as error:
@@ -81,7 +81,7 @@ def _here_first() -> Generator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the module has taken it away
+        with contextlib.suppress(ValueError):  # the module has removed it
             sys.path.remove(here)
 
 
@@ -135,7 +135,7 @@ def _file(what: str, name: str) -> ModuleType:
         raise ValueError(f"{what}: there is no file {name!r}")
     module_name = f"jaxshard_users_{abs(hash(os.path.abspath(name))):x}"
     spec = importlib.util.spec_from_file_location(module_name, name)
-    assert spec is not None  # of any file that ends in .py
+    assert spec is not None  # true for any file that ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look there

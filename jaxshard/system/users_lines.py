@@ -1,7 +1,7 @@
-"""Which line of the user's code a call, an error or a warning comes from.
+"""Finds the line of the user's code that a call, an error or a warning comes from.
 
-A package at the top of jaxshard that uses the rest as users do says so itself, by `IS_A_USER = True`; then its lines
-count as the user's.
+A top-level package of jaxshard that uses the rest as users do sets `IS_A_USER = True`; its lines then count as the
+user's.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
-Frame: TypeAlias = tuple[str, int]  # the file and the line at which a function stood
+Frame: TypeAlias = tuple[str, int]  # a function's file and current line
 
 _OURS, _JAX = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), jax.__file__))
 _NAME = __name__.partition(".")[0]
@@ -25,7 +25,7 @@ _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
 class Place(NamedTuple):
-    """A line of the user's, and the innermost one of a library that it calls there; "" where there is none."""
+    """The user's line, and the innermost line of a library that it calls; "" if there is none."""
 
     own: str
     library: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 def place_of(frames: Iterable[Frame]) -> Place:
-    """Where functions stood that ran inside each other, the innermost first."""
+    """The place of a stack of frames, the innermost first."""
     absolute = ((os.path.abspath(file), line) for file, line in frames)
     theirs = [frame for frame in absolute if _is_theirs(frame[0])]
     own = next((frame for frame in theirs if _is_own(frame[0])), None)
@@ -51,7 +51,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def module_of(file: str) -> ModuleType | None:
-    """The module of jaxshard that is written in a file, if it is imported."""
+    """The module of jaxshard in this file, if it is imported."""
     if not file.startswith(_OURS):
         return None
     return sys.modules.get(".".join([_NAME, *file.removeprefix(_OURS).removesuffix(".py").split(os.sep)]))
@@ -65,7 +65,7 @@ def _is_users_part(file: str) -> bool:
 
 
 def _is_theirs(file: str) -> bool:
-    """Whether a file is the user's, or of a library other than JAX, jaxshard and Python's own."""
+    """Whether a file is the user's, or a library's other than JAX, jaxshard and the standard library."""
     if file.startswith((_OURS, _JAX)):
         return _is_users_part(file)
     is_pythons = file.startswith(_PYTHON) or os.path.basename(file).startswith("<frozen ")
@@ -73,7 +73,7 @@ def _is_theirs(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is the user's, and no library's."""
+    """Whether a file is the user's, not a library's."""
     return _is_theirs(file) and (_is_users_part(file) or not file.startswith(_LIBRARIES))
 
 
@@ -87,7 +87,7 @@ def _in_short(file: str, line: int) -> str:
 
 
 def _cell(file: str) -> str:
-    """The cell of a notebook, as IPython's tracebacks name it: "Cell In[3]"; "" for a file, and before IPython 8."""
+    """The notebook cell, as in IPython's tracebacks: "Cell In[3]"; "" for a file, and before IPython 8."""
     shell = ipython.get_ipython() if (ipython := sys.modules.get("IPython")) else None
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     if name_of is None:
