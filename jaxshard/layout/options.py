@@ -57,9 +57,9 @@ class CommonOptions(TypedDict, total=False):
     split over these, and over `replica_axes`."""
 
     replica_axes: str | tuple[str, ...]
-    """The mesh axes over which there are copies: the batch is split over them too, and what the data axes cut is
-    all-reduced over them, once per step. By default "replica", where the mesh has it: on a mesh ("dp", "fsdp"),
-    replica_axes="dp" with data_axes="fsdp" makes HSDP."""
+    """The mesh axes with copies: the batch is split over them, too, and gradient shards are all-reduced over them, once
+    per step. By default "replica", if the mesh has it. On a mesh ("dp", "fsdp"), replica_axes="dp" with
+    data_axes="fsdp" makes HSDP."""
 
     params_axes: str | tuple[str, ...]
     """The mesh axes that params are cut over, in place of the strategy's own choice; they must be among those of
@@ -75,12 +75,12 @@ class CommonOptions(TypedDict, total=False):
     each replica."""
 
     regather: Literal["use", "step"]
-    """Where params are cut, when a device gathers them: "use", the default, wherever the loss uses them, in each
-    microbatch, forwards and backwards; "step", once per step, and it holds them whole until the gradients are made."""
+    """When devices gather cut params: "use", the default, wherever the loss uses them, in each microbatch, forward and
+    backward; "step", once per step, and devices hold them whole until the gradients are computed."""
 
     frozen: Tree | Sequence[str] | None
-    """Params that are not trained, of any dtype: regular expressions on the '/'-joined path, or a tree, or prefix, of
-    bools. They have no gradient and no state; they are cut, gathered and saved as others are. Their updates are 0."""
+    """Params that are not trained, of any dtype: regular expressions on the '/'-joined path, or a tree (or prefix) of
+    bools. They have no gradient and no state; they are cut, gathered and saved like others. Their updates are 0."""
 
     min_shard_size: int
     """Leaves of fewer elements stay whole; 2048 by default."""
@@ -90,8 +90,8 @@ class CommonOptions(TypedDict, total=False):
     for float16 params: sums come before the division, so in float16 sums over more devices overflow sooner."""
 
     master_dtype: Float | None
-    """Keeps masters in the state: copies of the params in this dtype, cut as the state is. The params are the masters,
-    rounded. If a parameter is changed between steps (loaded, pruned), its master changes with it."""
+    """Keeps masters in the state: copies of the params in this dtype, cut like the state. The params are the rounded
+    masters. If you change a parameter between steps (load, prune), its master changes with it."""
 
     moment_dtype: Literal["int8"] | Float | None
     """jnp.bfloat16 stores moments in bfloat16, "int8" in 8-bit codes with a scale for each block of 128, but for small
@@ -104,18 +104,18 @@ class CommonOptions(TypedDict, total=False):
     streams them through the devices. "device", the default."""
 
     stochastic_rounding: bool
-    """bfloat16 params, without masters, are updated in float32 and rounded up or down by chance."""
+    """Updates bfloat16 params in float32, without masters, and rounds them stochastically."""
 
     loss_scale: LossScale | None
-    """Dynamic loss scaling for float16; works in `train_step` alone."""
+    """Dynamic loss scaling for float16; works only in `train_step`."""
 
     auto_axes: str | tuple[str, ...]
     """Mesh axes over which XLA partitions the loss too, for models that have `specs` and no collectives of their own.
     Over other axes the loss gets this device's shards of the params that `specs` cut (see `jaxshard.tensor`)."""
 
     rows: Literal["apart", "mixed"]
-    """"apart", the default: a loss that is no mean over rows, each by itself, gets a warning. "mixed": it is meant so
-    (a BatchNorm with statistics of each device, a sum)."""
+    """"apart", the default, warns of a loss that is not a mean of independent rows. "mixed" does not, for a loss that
+    mixes rows on purpose (a BatchNorm with per-device statistics, a sum)."""
 
 
 class Options(CommonOptions, total=False):
@@ -124,8 +124,8 @@ class Options(CommonOptions, total=False):
     In a line each; the site's reference has more:
 
     * specs: how the model's own axes (tensor, pipeline) cut the params.
-    * data_axes, replica_axes: the mesh axes that cut, and those over which there are copies.
-    * params_axes, grads_axes, state_axes: the axes that cut each of these, in place of the strategy's choice.
+    * data_axes, replica_axes: the mesh axes that cut, and those with copies.
+    * params_axes, grads_axes, state_axes: the axes that cut each of these, instead of the strategy's choice.
     * regather: "use" or "step": gathers params wherever they are used, or once per step.
     * frozen: params that are not trained, by rules or a tree of bools.
     * min_shard_size: leaves of fewer elements stay whole; 2048.
@@ -135,18 +135,18 @@ class Options(CommonOptions, total=False):
     * stochastic_rounding: updates bf16 params in float32, without masters.
     * state_memory: "host" keeps the state in the host's memory.
     * loss_scale: a `LossScale`, for fp16.
-    * auto_axes: mesh axes that XLA's partitioner has.
+    * auto_axes: mesh axes that are left to XLA's partitioner.
     * rows: "mixed" for a loss that is meant to mix rows of a device.
     """
 
     specs: Tree | Rules | None
-    """How the model's own axes (tensor, pipeline) cut the params: a pytree, or prefix, of PartitionSpecs, or rules
+    """How the model's own axes (tensor, pipeline) cut the params: a pytree (or prefix) of PartitionSpecs, or rules
     [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they cut nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A strategy and its options, as `zero2(...)` and its siblings take them; `Options` says what each means."""
+    """A strategy and its options, as `zero2(...)` and its siblings take them; `Options` documents them."""
 
     strategy: str
     specs: Tree | Rules | None = dataclasses.field(default=None, hash=False)

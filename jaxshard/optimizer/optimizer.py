@@ -57,14 +57,14 @@ class _Methods:
 
 
 def _no_change(frozen: Tree) -> jax.Array:
-    """The update of a frozen leaf, which `optax.apply_updates` adds to it."""
+    """The zero update of a frozen leaf, for `optax.apply_updates`."""
     return jnp.zeros((), frozen.dtype)
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """An optax optimizer whose state (and gradients, and params) are cut over a mesh; the training result is the same.
+    """An optax optimizer whose state (and gradients, and params) are sharded over a mesh, with the same training result.
 
-    A `GradientTransformationExtraArgs`, so it goes wherever optax takes one. Make it with `zero2` and its siblings.
+    A `GradientTransformationExtraArgs`, usable wherever optax takes one. Make it with `zero2` and its siblings.
 
     * `init(params)`: the state of `inner`, the same pytree, sharded from the start. NumPy, placed and abstract params
       all work; abstract ones give abstract state with its shardings.
@@ -126,7 +126,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return self._setup.with_state(params)
 
     def place(self, params: Params) -> Params:
-        """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's alive.
+        """Copies the params to where they live on the mesh; no alias, so a donating step leaves the caller's arrays.
 
         Abstract params (`ShapeDtypeStruct`s) come back abstract, with their shardings.
 
