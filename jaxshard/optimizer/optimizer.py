@@ -62,7 +62,7 @@ def _no_change(frozen: Tree) -> jax.Array:
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """An optax optimizer whose state (and gradients, and params) are sharded over a mesh, with the same training result.
+    """An optax optimizer whose state (and gradients, and params) are sharded over a mesh, with the same result.
 
     A `GradientTransformationExtraArgs`, usable wherever optax takes one. Make it with `zero2` and its siblings.
 
