@@ -34,8 +34,8 @@ def canonical(entries: Iterable[Entry]) -> P:
 
 def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int, ...]:
     """The shape of one device's shard of an array of `shape`, sharded by `spec` over axes of these sizes."""
-    ways = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
-    return tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
+    num_shards = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
+    return tuple(size // n for size, n in itertools.zip_longest(shape, num_shards, fillvalue=1))
 
 
 def axes_of_dims(dims: Dims) -> Names:

@@ -188,14 +188,14 @@ def shapes_of(fn: Callable[..., T], *args: Tree) -> T:
     """
     mesh = jax.sharding.get_abstract_mesh()
 
-    def at_home(x: Tree) -> Tree:
+    def on_mesh(x: Tree) -> Tree:
         if x.sharding is not None or not varying_of_shape(x):
             return x
         kind = getattr(x, "manual_axis_type", None)
-        home = NamedSharding(mesh, P())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home, weak_type=x.weak_type, manual_axis_type=kind)
+        sharding = NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type, manual_axis_type=kind)
 
-    return jax.tree.map(at_home, jax.eval_shape(fn, *args))
+    return jax.tree.map(on_mesh, jax.eval_shape(fn, *args))
 
 
 def manual_axes() -> frozenset[str]:

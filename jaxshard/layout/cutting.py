@@ -99,8 +99,8 @@ def cut_leaf(
         more = {axis: n for axis, n in level.items() if axis not in before}
         found = _cut_further(shape, _free_dims(shape, spec), found, sizes, more, order)
         places.append(_described(whole, found))
-    (cut, dims), ways = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
-    if ways == 1:
+    (cut, dims), num_parts = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
+    if num_parts == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in levels[-1].values())}"
         return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
     where = in_words(dims, len(shape))
@@ -108,11 +108,11 @@ def cut_leaf(
         whole,
         cut=cut,
         dims=dims,
-        ways=ways,
-        reason=where if ways == num_shards else f"{where}: only {ways} of {num_shards} ways",
+        ways=num_parts,
+        reason=where if num_parts == num_shards else f"{where}: only {num_parts} of {num_shards} ways",
         params=places[0],
         grads=places[1],
-        awkward=ways < num_shards <= size,
+        awkward=num_parts < num_shards <= size,
     )
 
 
@@ -155,9 +155,9 @@ def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
     pairs = zip(other.shape, entries, strict=False)
     kept = [e if size % math.prod(sizes[axis] for axis in axes_in(e)) == 0 else None for size, e in pairs]
     dims = {dim: axes for dim, axes in leaf.home_dims or leaf.dims if kept[dim + len(leaf.shape)] is not None}
-    ways = math.prod(sizes[axis] for axes in dims.values() for axis in axes)
+    num_parts = math.prod(sizes[axis] for axes in dims.values() for axis in axes)
     where = in_words(tuple(dims.items()), len(leaf.shape)) or "whole"
-    return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=ways, reason=where)
+    return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=num_parts, reason=where)
 
 
 def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config, platform: str) -> Leaf:
@@ -176,8 +176,8 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     data_sizes = {axis: sizes[axis] for axis in config.cut_axes.state if sizes[axis] > 1 and axis not in taken}
     free = tuple(dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims)
     order = _order(leaf.dtype, config, platform)
-    best, ways = _best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
-    if ways < math.prod(data_sizes.values()):
+    best, num_parts = _best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
+    if num_parts < math.prod(data_sizes.values()):
         return dataclasses.replace(leaf, at_home="its matrices go to owners for the update")
     home, home_dims = _described(leaf, best)
     return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
@@ -258,12 +258,12 @@ def _badness(
     dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, order: CutOrder
 ) -> tuple[int | list[int], ...]:
     """Ranks a cut, smaller is better: more parts first, then what the platform's compiler prefers, then fewer dims."""
-    ways = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
+    num_parts = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
     ranks = []
     for dim, axes in dims.items():
         shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
         ranks.append(order.rank(dim, shape, shard, order.tile))
-    return (-ways, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
+    return (-num_parts, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
 
 def _too_small(size: int, least: int) -> str:

@@ -92,9 +92,9 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, co
     if len(spec) > len(shape):
         raise ValueError(f"specs: {path} has {spec} for {len(shape)} dims {shape}; give at most one entry per dim")
     for dim, entry in enumerate(spec):
-        ways = math.prod(sizes[axis] for axis in axes_in(entry))
-        if shape[dim] % ways:
+        num_shards = math.prod(sizes[axis] for axis in axes_in(entry))
+        if shape[dim] % num_shards:
             raise ValueError(
                 f"specs: {path} has {spec} for shape {shape}: dim {dim} of {shape[dim]} is not divisible by "
-                f"{ways} ({entry!r}); pad it to {-(-shape[dim] // ways) * ways}, or cut another dim"
+                f"{num_shards} ({entry!r}); pad it to {-(-shape[dim] // num_shards) * num_shards}, or cut another dim"
             )

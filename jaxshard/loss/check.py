@@ -210,7 +210,7 @@ def _dealt(batch: Tree, parts: int, group: int, way: str) -> Tree:
     Each `group` of neighbouring rows stays together.
     """
 
-    def deal(x: jax.Array) -> jax.Array:
+    def distributed(x: jax.Array) -> jax.Array:
         cut = x.reshape(parts, x.shape[0] // parts // group, group, *x.shape[1:])
         if way == _TWICE:
             return jnp.concatenate([cut, jnp.roll(cut, -1, axis=0)], axis=1).reshape(-1, *x.shape[1:])
@@ -218,7 +218,7 @@ def _dealt(batch: Tree, parts: int, group: int, way: str) -> Tree:
             return cut[:, ::-1].reshape(x.shape)
         return (cut[::-1] if cut.shape[1] == 1 else cut.swapaxes(0, 1)).reshape(x.shape)
 
-    return jax.tree.map(deal, batch)
+    return jax.tree.map(distributed, batch)
 
 
 def _norms(tree: Tree, other: Tree) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -180,11 +180,11 @@ def _dealt(setup: Setup, params: Tree) -> Layout:
     if not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
         return found
     dims = iter(whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, setup.trained(params))))
-    dealt = tuple(
+    leaves = tuple(
         leaf if leaf.frozen else deal_leaf(leaf, next(dims), setup.sizes, setup.config, found.platform)
         for leaf in found.params
     )
-    return dataclasses.replace(found, params=dealt)
+    return dataclasses.replace(found, params=leaves)
 
 
 @by_shapes

@@ -57,9 +57,9 @@ def advance(
     after = setup.with_state(like, setup.settled(like, shapes).state)
     new_state_specs = after.state_specs
     grads = global_view.moved(fast(grads), setup.mesh, fast(found.grad_specs), fast(found.home_specs))
-    params_at_home = None
+    moved_params = None
     if params is not None:
-        params_at_home = global_view.moved(params, setup.mesh, found.param_specs, found.home_specs)
+        moved_params = global_view.moved(params, setup.mesh, found.param_specs, found.home_specs)
     new = setup.config.widens or (want == "params" and not _sends_updates(setup, found))
     fragile = setup.fragile(like, shapes, traced=is_traced(grads))
     on_host = frozenset(leaf.names for leaf in after.state if leaf.memory == "host")
@@ -74,7 +74,7 @@ def advance(
     if on_host:
         cuts = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, cuts, on_host, over_params=new).around(step)
-    (out, agreed), state = step(grads, state, params_at_home, ok, _arrays(extra))
+    (out, agreed), state = step(grads, state, moved_params, ok, _arrays(extra))
     ok = agreed.ok if agreed else ok
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
@@ -100,9 +100,9 @@ def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
     if not axes or not any(owned):
         return update
     inner = state_specs.inner if isinstance(state_specs, precision.ShardedState) else state_specs
-    homes = tuple(leaf.home or leaf.cut for leaf in leaves)
+    specs = tuple(leaf.home or leaf.cut for leaf in leaves)
     stacks = tuple(leaf.shape[0] if 0 in (leaf.matrices or ()) else 0 for leaf in leaves)
-    return Dealing(setup.mesh, axes, homes, homes, dict(named_leaves(inner)), owned, stacks).update
+    return Dealing(setup.mesh, axes, specs, specs, dict(named_leaves(inner)), owned, stacks).update
 
 
 def shard_step(

@@ -131,8 +131,8 @@ class _Device:
 
     # The functions.
 
-    def _blocks(self, diff: list[Tree], turn: Scalar) -> list[Tree]:
-        return stages.of_round(diff[: self.pipe.num_blocks], turn, self.plan)
+    def _blocks(self, diff: list[Tree], index: Scalar) -> list[Tree]:
+        return stages.of_round(diff[: self.pipe.num_blocks], index, self.plan)
 
     def _stage(self, blocks: list[Tree], x: Tree, work: Work) -> Tree:
         """One chunk's forward pass; `blocks` are the differentiated arrays of this round."""

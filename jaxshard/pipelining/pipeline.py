@@ -100,8 +100,8 @@ def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tr
     def one(blocks, shared, microbatch, index):
         x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
         x = stages.cast(x, (axis,)) if differs else x
-        for turn in range(plan.virtual):
-            x = parts.stage(stages.of_round(blocks, turn, plan), x, Info(jnp.int32(turn), index))
+        for chunk in range(plan.virtual):
+            x = parts.stage(stages.of_round(blocks, chunk, plan), x, Info(jnp.int32(chunk), index))
         return parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index))
 
     def step(total, at):

@@ -26,9 +26,9 @@ class Parts(NamedTuple):
         return self.stage_fn(blocks, x, info) if self.const is None else self.stage_fn(blocks, x, info, self.const)
 
 
-def of_round(tree: Tree, turn: Scalar, plan: Plan) -> Tree:
-    """The blocks that this device runs in round `turn`."""
-    return tree if plan.virtual == 1 else at(tree, turn)
+def of_round(tree: Tree, index: Scalar, plan: Plan) -> Tree:
+    """The blocks that this device runs in round `index`."""
+    return tree if plan.virtual == 1 else at(tree, index)
 
 
 def at(tree: Tree, index: Scalar) -> Tree:

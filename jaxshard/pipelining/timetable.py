@@ -73,9 +73,9 @@ class Plan:
         count = self.virtual * self.num_microbatches
         clipped = jnp.clip(unit, 0, count - 1)
         group, within = clipped // (self.num_stages * self.virtual), clipped % (self.num_stages * self.virtual)
-        turn = within // self.num_stages
-        turn = self.virtual - 1 - turn if backward else turn
-        return Work((unit >= 0) & (unit < count), turn, group * self.num_stages + within % self.num_stages)
+        round_index = within // self.num_stages
+        round_index = self.virtual - 1 - round_index if backward else round_index
+        return Work((unit >= 0) & (unit < count), round_index, group * self.num_stages + within % self.num_stages)
 
 
 class Work(NamedTuple):
@@ -148,8 +148,8 @@ def _row(names: Iterable[str], width: int) -> str:
 
 
 def _name(cell: Cell, plan: Plan) -> str:
-    turn = f".{cell.chunk // plan.num_stages}" if plan.virtual > 1 else ""
-    return f"{cell.microbatch}{turn}"
+    suffix = f".{cell.chunk // plan.num_stages}" if plan.virtual > 1 else ""
+    return f"{cell.microbatch}{suffix}"
 
 
 @by_own_settings

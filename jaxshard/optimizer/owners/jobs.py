@@ -100,13 +100,13 @@ def _for_units(x: jax.Array, job: Job, kind: Kind) -> jax.Array:
     return jnp.broadcast_to(x.reshape((-1, *kind.part)), (job.num_units, *kind.part))
 
 
-def unpacked(kinds: Sequence[Kind], home: Buffers, gathered: Buffers) -> list[jax.Array]:
+def unpacked(kinds: Sequence[Kind], returned: Buffers, gathered: Buffers) -> list[jax.Array]:
     """(units, *part) of each result."""
-    start, outs = {True: dict.fromkeys(home, 0), False: dict.fromkeys(gathered, 0)}, list[jax.Array]()
+    start, outs = {True: dict.fromkeys(returned, 0), False: dict.fromkeys(gathered, 0)}, list[jax.Array]()
     for kind in kinds:
         begin = start[kind.is_cut][kind.dtype]
         start[kind.is_cut][kind.dtype] += kind.size
-        x = (home if kind.is_cut else gathered)[kind.dtype][:, begin : begin + kind.size]
+        x = (returned if kind.is_cut else gathered)[kind.dtype][:, begin : begin + kind.size]
         outs.append(x.reshape(x.shape[0], *kind.part))
     return outs
 

@@ -184,7 +184,7 @@ class _Member(NamedTuple):
 
     def job(self, sizes: AxisSizes) -> Job:
         """The unit as a job for owners."""
-        ways = math.prod(sizes[axis] for axis in self.axes_of_stack() or ())
+        num_shards = math.prod(sizes[axis] for axis in self.axes_of_stack() or ())
         kinds = []
         for v, spec, stacked in self.values():
             shape = (1, *v.aval.shape[1:]) if stacked else tuple(v.aval.shape)
@@ -195,7 +195,7 @@ class _Member(NamedTuple):
         return Job(
             self.unit.program,
             run,
-            self.size // ways if self.size else 1,
+            self.size // num_shards if self.size else 1,
             tuple(kinds[:num_ins]),
             tuple(kinds[num_ins:]),
         )
@@ -222,11 +222,11 @@ def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None
 
 
 def _evaluated(program: Jaxpr, values: Sequence[jax.Array], members: Sequence[_Member], dealing: Dealing) -> list[Tree]:
-    deals: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[_Member]] = {}
+    groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[_Member]] = {}
     for member in members:
         key = member.unit.phase, member.axes(dealing), member.axes_of_stack() or ()
-        deals.setdefault(key, []).append(member)
-    return run_in_pieces(program, values, [_deal(some, dealing) for some in deals.values()])
+        groups.setdefault(key, []).append(member)
+    return run_in_pieces(program, values, [_deal(some, dealing) for some in groups.values()])
 
 
 def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
@@ -241,8 +241,8 @@ def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
         specs = [[*member.unit.specs] for member in members]
         out_specs = [[*member.unit.out_specs] for member in members]
         mesh = jax.sharding.get_abstract_mesh() if global_view.is_explicit(dealing.mesh) else dealing.mesh
-        deal = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
-        return [x for outs in deal(operands) for x in outs]
+        run_rounds = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+        return [x for outs in run_rounds(operands) for x in outs]
 
     ins = tuple(v for one in members for v in one.unit.ins)
     outs = tuple(v for one in members for v in one.unit.outs)

@@ -90,9 +90,9 @@ class Rounds:
             made, everywhere = jax.vmap(one)((sent, whole))
         else:
             made, everywhere = lax.map(one, (sent, whole), batch_size=together if together > 1 else None)
-        home = {key: self._exchanged(x).reshape(share.num_units, -1) for key, x in made.items()}
+        returned = {key: self._exchanged(x).reshape(share.num_units, -1) for key, x in made.items()}
         gathered = {key: self._gathered(x).reshape(share.num_units, -1) for key, x in everywhere.items()}
-        return unpacked(job.outs, home, gathered)
+        return unpacked(job.outs, returned, gathered)
 
     # A round in which devices run different programs.
 
@@ -142,10 +142,10 @@ class Rounds:
         branches += [lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)] * bool(idle)
         mine = jnp.asarray([*which, *idle])[lax.axis_index(self.axes)] if len(branches) > 1 else 0
         made, everywhere = lax.switch(mine, branches, sent)
-        home = {key: self._exchanged(x) for key, x in made.items()}
+        returned = {key: self._exchanged(x) for key, x in made.items()}
         gathered = {key: self._gathered(x) for key, x in everywhere.items()}
         return [
-            unpacked(unit.job.outs, *({key: x[n : n + 1] for key, x in some.items()} for some in (home, gathered)))
+            unpacked(unit.job.outs, *({key: x[n : n + 1] for key, x in some.items()} for some in (returned, gathered)))
             for n, unit in enumerate(units)
         ]
 

@@ -55,12 +55,12 @@ def squeeze(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) ->
 
 
 def rev(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    (label,), turned = labels, set(eqn.params["dimensions"])
-    if isinstance(label, Free) and label.counts in turned:
+    (label,), reversed_dims = labels, set(eqn.params["dimensions"])
+    if isinstance(label, Free) and label.counts in reversed_dims:
         return dataclasses.replace(label, counts=None)
-    if not isinstance(label, PerRow) or not dims_of(label) & turned:
+    if not isinstance(label, PerRow) or not dims_of(label) & reversed_dims:
         return label
-    return arithmetic.in_groups(label, turned, trail) or dataclasses.replace(label, order=id(eqn))
+    return arithmetic.in_groups(label, reversed_dims, trail) or dataclasses.replace(label, order=id(eqn))
 
 
 def slice_(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
@@ -90,8 +90,8 @@ def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int,
     block, length = part.rows * part.inner, -(-(limit - start) // step)
     if step == 1 and start % block == 0 and length % block == 0:  # whole copies of the batch
         return _with_part(label, dataclasses.replace(part, outer=length // block))
-    in_turn = part.inner > 1 and part.inner % step == 0  # each row has several things: these are taken in turn
-    if in_turn and start < step and length * step == part.outer * block:
+    evenly = part.inner > 1 and part.inner % step == 0  # the same elements of each row
+    if evenly and start < step and length * step == part.outer * block:
         return _with_part(label, dataclasses.replace(part, inner=part.inner // step))
     if (part.outer, part.inner) == (1, 1) and start < step and part.rows == length * step:  # one of each group
         grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))

@@ -178,8 +178,8 @@ def _of_rows(question: Question, jaxpr: Jaxpr, outs: Sequence[Label], row_dims: 
     """The verdict on outputs that should have rows; if labels do not tell, the first dim's size does."""
     shapes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     rows = _num_rows(jaxpr, question)
-    told = [isinstance(label, Free | Stat) or (isinstance(label, PerRow) and not label.plus) for label in outs]
-    sized = tuple(0 if not known and shape[:1] == (rows,) else None for known, shape in zip(told, shapes, strict=True))
+    clear = [isinstance(label, Free | Stat) or (isinstance(label, PerRow) and not label.plus) for label in outs]
+    sized = tuple(0 if not known and shape[:1] == (rows,) else None for known, shape in zip(clear, shapes, strict=True))
     found = tuple(dim if dim is not None else other for dim, other in zip(row_dims, sized, strict=True))
     mixed = next((label for label in map(_with_plus, outs[2:]) if isinstance(label, Mixed)), None)
     problem = "" if mixed is None else words.of_mixture(mixed, question.split_axes, question.microbatches)
