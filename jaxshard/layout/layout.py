@@ -61,7 +61,6 @@ class Layout:
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def _param_leaves(self, leaves: Iterable[object]) -> Tree:
-        """The tree of params with these leaves."""
         return unflatten(self.treedef, leaves)
 
     @functools.cached_property

@@ -115,7 +115,6 @@ class OrderedEvaluation(Evaluation):
         return True
 
     def _buckets(self) -> dict[int, list[Var]]:
-        """As `reduced_before`."""
         cut = {v: slot for v in self.jaxpr.invars if (slot := _gradient_slot(self.env[v])) is not None}
         return reduced_before(self.jaxpr, {v: v.aval.size * x.dtype.itemsize for v, x in cut.items()})
 

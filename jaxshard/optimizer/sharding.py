@@ -140,7 +140,7 @@ class Setup:
         return _update_of(self, (params, state)) is not None
 
     def fragile(self, params: Tree, state: Tree, *, traced: bool) -> frozenset[str]:
-        """The operations in an update of this state whose operands must not be cut; all such ones if it is unknown."""
+        """The operations in an update whose operands must not be cut; if unknown, all in a trace, else none."""
         found = _fragile(self, (params, state))
         if found is None:
             found = ALL if traced else frozenset()

@@ -30,7 +30,7 @@ def normalises(fusion: Fusion, op: Op) -> bool:
 
 
 def bytes_of_turn_before(block: Block) -> int:
-    """Bytes that a turn of an innermost loop holds of the turn before it: the gradients that are still summed."""
+    """Bytes of the previous iteration's gradients that an innermost loop is still reducing."""
     if any(op.blocks for op in block.ops):
         return 0
     read = {x.root for op in block.ops for x in op.ins}

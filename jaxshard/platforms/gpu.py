@@ -66,7 +66,7 @@ GPU = Platform(
     # XLA delays products until something reads their results (platforms/backward.py).
     orders_products=True,
     # XLA would gather a microbatch's first weights (and its output layer) during the previous microbatch, which costs
-    # 224 MB of a 1208 MB peak (`benchmarks/NOTES.md`).
+    # 224 MB; the peak is 1208 MB (`benchmarks/NOTES.md`).
     holds_microbatches=True,
     # Otherwise XLA would fuse transposes into the optimizer's kernels, which overwrite the old state.
     holds_before_gather=True,
