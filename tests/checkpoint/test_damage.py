@@ -297,3 +297,24 @@ def test_what_others_log_meanwhile_is_heard(saves, caplog):
         "Task exception was never retrieved: of a web server",
         "unrelated",
     ]
+
+
+def test_a_load_that_fails_collects_no_garbage_of_the_rest_of_the_program(saves):
+    """That takes seconds in a process that has traced many programs; what a program has frozen itself stays frozen."""
+    counts = []
+
+    def load():
+        counts.append(gc.get_freeze_count())
+        raise ValueError("no")
+
+    for frozen in (False, True):
+        if frozen:
+            gc.freeze()
+        try:
+            before = gc.get_freeze_count()
+            with pytest.raises(ValueError, match="no"):
+                quietly(load, saves / "20")
+            assert (before > 0) == (gc.get_freeze_count() > 0) == frozen
+        finally:
+            gc.unfreeze()
+    assert min(counts) > 1000
