@@ -1,5 +1,6 @@
 """What was lost or changed on disk is told, once, and nothing older is taken for it in silence."""
 
+import gc
 import json
 import logging
 import os
