@@ -1,4 +1,4 @@
-"""A tree as one string of bytes, for a small tree that is on one process."""
+"""Serializes a small tree, held by one process, to one byte string."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,13 +23,13 @@ except ModuleNotFoundError as error:
 
 @unwatched()
 def to_bytes(tree: Tree) -> bytes:
-    """A tree of arrays and numbers, with its digests, as one string of bytes (msgpack, by flax).
+    """Serializes a tree of arrays and numbers, with their digests, to one byte string (msgpack, by flax).
 
-    All of it goes through this process's memory: for a large tree, or one on several processes, use a `Checkpointer`.
+    The whole tree passes through this process's memory. For a large tree, or several processes, use a `Checkpointer`.
 
     Raises:
-      ValueError: names that collide; an array that lies on other processes, too.
-      TypeError: a leaf that is no array and no number.
+      ValueError: two leaves have the same path, or other processes hold a part of an array.
+      TypeError: a leaf is neither an array nor a number.
 
     >>> import jax.numpy as jnp
     >>> from_bytes({"w": jnp.zeros(3)}, to_bytes({"w": jnp.arange(3.0)}))
@@ -46,16 +46,16 @@ def to_bytes(tree: Tree) -> bytes:
 
 @unwatched()
 def from_bytes(template: T, data: bytes, *, cast: bool = False) -> T:
-    """The tree that `to_bytes` made `data` of, each array as `template` has it (see `Checkpointer.restore`).
+    """Restores the tree that `to_bytes` serialized, each array as `template` has it (see `Checkpointer.restore`).
 
     Args:
       template: a tree of arrays, or of `ShapeDtypeStruct`s.
       data: from `to_bytes`.
-      cast: let dtypes be converted to the template's.
+      cast: convert dtypes to the template's.
 
     Raises:
-      ValueError: the template has other leaves, shapes or dtypes.
-      CorruptCheckpointError: the bytes are not what was made.
+      ValueError: the template's leaves, shapes or dtypes differ.
+      CorruptCheckpointError: the bytes are damaged.
     """
     wanted = leaves.flatten(template, shapes=True)
     if digest_of(data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
@@ -68,7 +68,7 @@ def from_bytes(template: T, data: bytes, *, cast: bool = False) -> T:
 
 
 def _decoded(data: bytes) -> tuple[Index, Mapping[str, object]]:
-    """(the index, the arrays' bytes by path) of what was made with a digest, by whomever."""
+    """Returns (the index, the arrays' bytes by path) of data whose digest is right; anybody may have made it."""
     try:
         found: Any = serialization.msgpack_restore(data)
         check_format(found["format"])
@@ -77,7 +77,7 @@ def _decoded(data: bytes) -> tuple[Index, Mapping[str, object]]:
         return dict(index), dict(raw)
     except NewerFormatError:
         raise
-    except Exception as error:  # of any kind: flax and NumPy decode what it says
+    except Exception as error:  # of any kind: flax and NumPy decode data that may be hostile
         raise CorruptCheckpointError(None, None, f"they cannot be decoded: {first_line(error)}") from error
 
 
@@ -91,7 +91,7 @@ def _check_digests(index: Index, found: Mapping[str, Leaf]) -> None:
 
 
 def _raw(x: np.ndarray) -> np.ndarray:
-    """The bytes of an array, as uint8: msgpack does not know all dtypes."""
+    """An array's bytes as uint8, since msgpack lacks some dtypes."""
     return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 

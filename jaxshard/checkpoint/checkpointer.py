@@ -1,8 +1,8 @@
-"""Checkpoints that fit any strategy, mesh and device count, and that say so when a bit is not what was saved.
+"""Checkpoints that fit any strategy, mesh and device count, and that detect each changed bit.
 
 Orbax stores the arrays. A checkpoint is a flat set of arrays, named by their paths in the tree, and an index with each
-one's shape, dtype and digest (`jaxshard.digest`). What is loaded is laid out as a template says, digested again on the
-devices, and compared. The structure of the tree comes from the template alone, so nothing is ever unpickled.
+one's shape, dtype and digest (`jaxshard.digest`). Restoring places the arrays as a template says, digests them again on
+the devices, and compares. The tree's structure comes from the template alone, so nothing is ever unpickled.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ except ModuleNotFoundError as error:
 
 
 class Checkpointer:
-    """Saves and restores trees of arrays in a folder, a sub-folder for each step.
+    """Saves trees of arrays in a folder, one sub-folder per step, and restores them.
 
-    With several processes all must make the same calls, in a folder that all of them see.
+    With several processes, all must make the same calls, and all must see the folder.
 
     Args:
-      path: the folder; it is made when something is saved.
-      keep_last: how many of the newest checkpoints are kept.
-      keep_every: checkpoints of steps that it divides are kept for ever.
-      keep_best: the best checkpoints by a metric are kept.
+      path: the folder; the first save makes it.
+      keep_last: the number of newest checkpoints to keep.
+      keep_every: keep each checkpoint whose step is a multiple of this.
+      keep_best: keep the best checkpoints by a metric.
 
     Raises:
-      ValueError: options that make no sense.
+      ValueError: an option is invalid.
       NotADirectoryError: `path` is a file.
 
     >>> import tempfile
@@ -78,33 +78,31 @@ class Checkpointer:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None or jax.process_count() == 1:
             self.close()
-        else:  # the others may not have this error, and be at another call
+        else:  # the other processes may lack this error and be in a different call
             self._abandon()
 
-    # What there is.
+    # Looking.
 
     def steps(self) -> list[int]:
-        """The steps that were written to their end, the oldest first."""
+        """The steps that are complete, the oldest first."""
         return self._folders.steps()
 
     def damaged(self) -> dict[int, str]:
-        """The steps that are no longer whole: step -> which file of theirs is missing. `restore` passes them over, with
-        a warning."""
+        """Steps that have lost a file: step -> the missing file. `restore` skips them with a warning."""
         return self._folders.damaged()
 
     def info(self, step: SupportsIndex) -> CheckpointInfo:
-        """What a checkpoint says of itself; no array is read.
+        """Describes a checkpoint without reading its arrays.
 
         Returns:
-          A dict with "step", "metrics", "run"; "leaves", which has for each path a dict with "shape", "dtype", and
-          "digest" or "value"; and "not_finite": path -> "nan" or "inf", of the leaves that have such elements, or None
-          if jaxshard 0.1 saved it.
+          A dict with "step", "metrics", "run"; "leaves": path -> a dict with "shape", "dtype", and "digest" or "value";
+          and "not_finite": path -> "nan" or "inf" for each leaf with such elements (None if jaxshard 0.1 saved it).
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: its index is not what was saved.
-          OSError: the system does not let us read it.
+          FileNotFoundError: the checkpoint does not exist.
+          NewerFormatError: only a newer jaxshard can read it.
+          CorruptCheckpointError: its index is damaged.
+          OSError: the file system refuses to read it.
         """
         number = whole_number(step)
         return manifest.info(number, self._folders.manifest(number))
@@ -112,13 +110,13 @@ class Checkpointer:
     # Saving.
 
     def claim(self) -> str:
-        """Makes the folder and locks it for this run until `close`. `save` does it too.
+        """Makes the folder and locks it for this run until `close`. `save` does this too.
 
         Returns:
-          the run's id: 32 hex digits, the same for all runs that write in this folder one after the other.
+          the folder's run id: 32 hex digits, which later runs in the same folder keep.
 
         Raises:
-          ValueError: orbax cannot write under this path; on Linux it can under all.
+          ValueError: orbax cannot write under this path (never on Linux).
           OSError: the folder cannot be made or written to, or another run is writing there.
         """
         return agreement.from_first("claim", self._writer.claim)
@@ -132,23 +130,23 @@ class Checkpointer:
         metrics: Mapping[str, SupportsFloat] | None = None,
         blocking: bool = False,
     ) -> None:
-        """Saves `tree`; returns as soon as its arrays are copied off the devices, so that they may be donated.
+        """Saves `tree`. Returns once the arrays are copied off the devices; the caller may then donate them.
 
-        A step that is there already with the same bits is left alone, but that `metrics` are added to what it has.
+        If the step is already saved with the same bits, `save` only adds `metrics` to it.
 
         Args:
           step: its number, 0 or more.
           tree: arrays (of any sharding) and numbers.
-          metrics: for `keep_best`, and to be read later.
-          blocking: wait until it is written.
+          metrics: for `keep_best` and `info`.
+          blocking: wait until the checkpoint is written.
 
         Raises:
-          ValueError: the step is there already with other bits, or newer ones are; names that collide; `metrics` lacks
-            the one that `keep_best` names.
-          TypeError: a leaf that is no array and no number; a metric that is no number.
-          ProcessError: processes save other steps or other trees.
+          ValueError: this step is saved with different bits, or a newer step is saved; two leaves have the same path;
+            `metrics` lacks the metric of `keep_best`.
+          TypeError: a leaf is neither an array nor a number; a metric is not a number.
+          ProcessError: the processes save different steps or trees.
           ReplicaError: copies of an array differ between devices.
-          OSError: no space; another run writes here; or an earlier save failed and nobody has waited for it.
+          OSError: the disk is full; another run writes here; or an earlier save failed, and `wait` was not called.
         """
         self.wait()
         number, numbers, flat = agreement.together(
@@ -172,10 +170,10 @@ class Checkpointer:
             self._saving = step, agreement.together("save", begin)
 
     def wait(self) -> None:
-        """Waits until the last save is written, and begins to delete the checkpoints that are not to be kept.
+        """Waits until the last save is written, then starts to delete the checkpoints that no `keep_` option keeps.
 
         Raises:
-          OSError: on every process, if the save failed on one.
+          OSError: on every process, if the save failed on any.
         """
         if self._saving is None:
             return
@@ -193,14 +191,14 @@ class Checkpointer:
         tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
     def close(self) -> None:
-        """Waits for the last save, and a while for what is being deleted; lets other runs write here."""
+        """Waits for the last save, at most 10 s for deletions, and unlocks the folder."""
         try:
             self.wait()
         finally:
             tell(self._writer.close())
 
     def _abandon(self) -> None:
-        """Gives the last save some time, and asks no other process about it."""
+        """Waits a limited time for the last save, without asking other processes."""
         if self._saving is not None:
             (step, saving), self._saving = self._saving, None
             if why := saving.abandon():
@@ -213,27 +211,27 @@ class Checkpointer:
     def restore(
         self, template: T, step: SupportsIndex | None = None, *, cast: bool = False, only: str | None = None
     ) -> tuple[int, T]:
-        """Loads a checkpoint, each array as `template` has it, and checks every digest.
+        """Loads a checkpoint, with the shardings and dtypes of `template`, and checks every digest.
 
         Args:
-          template: a tree of arrays, or of `ShapeDtypeStruct`s with shardings, under any strategy and mesh, or as
-            plain optax has it.
-          step: None: the newest that is whole; where one is not, there is a warning and the one before is tried. If
-            what is restored is not finite, a warning names the leaf and the newest step that is.
-          cast: let dtypes be converted to the template's.
-          only: a regular expression: only leaves in whose paths it has a match are restored, such as "^params/". The
-            template's other leaves stay as they are; it may lack the checkpoint's other leaves.
+          template: a tree of arrays, or of `ShapeDtypeStruct`s with shardings, of any strategy and mesh, or of plain
+            optax.
+          step: None: the newest intact step; a warning names each damaged one. If a restored leaf is not finite, a
+            warning names it and the newest finite step.
+          cast: convert dtypes to the template's.
+          only: a regular expression such as "^params/": restore only the leaves whose paths match it anywhere. Other
+            leaves of the template stay as they are; the template may lack other leaves of the checkpoint.
 
         Returns:
-          (its step, the tree).
+          (the step, the tree).
 
         Raises:
           FileNotFoundError: nothing is saved here.
-          ValueError: the template has other leaves, shapes or dtypes. Nothing was read.
-          NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: what is on disk is not what was saved.
-          OSError: the system does not let us read it (its rights, its disk, too many files, memory): after a few
-            tries where that may pass. No older one is taken for it.
+          ValueError: the template's leaves, shapes or dtypes differ. Nothing was read.
+          NewerFormatError: only a newer jaxshard can read it.
+          CorruptCheckpointError: the checkpoint is damaged.
+          OSError: the file system refuses to read it (permissions, disk, open files, memory), also when retried.
+            `restore` does not fall back to an older step.
         """
         self.wait()
         flat = agreement.together("restore", lambda: leaves.flatten(template, shapes=True))
@@ -247,38 +245,38 @@ class Checkpointer:
         return number, unflatten(template, flat, found)
 
     def verify(self, step: SupportsIndex) -> dict[str, Fault]:
-        """Reads every array of a checkpoint and compares digests; at a time 256 MiB, spread over all devices.
+        """Reads every array of a checkpoint, 256 MiB at a time over all devices, and compares digests.
 
         Returns:
-          path -> "nan" or "inf", of the leaves that have such elements.
+          path -> "nan" or "inf" for each leaf with such elements.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          CorruptCheckpointError: the first leaf that is not what was saved.
+          FileNotFoundError: the checkpoint does not exist.
+          CorruptCheckpointError: names the first damaged leaf.
         """
         return reading.verify(self._folders, whole_number(step))
 
     def read(self, step: SupportsIndex, paths: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads leaves into host memory, and checks their digests; 256 MiB at a time, or one leaf if that is larger.
+        """Reads leaves into host memory and checks their digests; 256 MiB at a time, or one larger leaf.
 
         Args:
-          step: which checkpoint.
+          step: of the checkpoint.
           paths: of the leaves, as in `info`; None: all.
 
         Yields:
           (path, array), in the order of `paths`.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          CorruptCheckpointError: the first leaf that is not what was saved.
+          FileNotFoundError: the checkpoint does not exist.
+          CorruptCheckpointError: names the first damaged leaf.
         """
         yield from reading.read_arrays(self._folders, whole_number(step), paths)
 
     def latest_valid(self) -> int | None:
-        """The newest step whose arrays are all as they were saved; it reads them. None: there is none.
+        """Reads checkpoints until one is intact, the newest first, and returns its step; None: there is none.
 
         Raises:
-          NewerFormatError: a step that is newer can only be read by a newer jaxshard.
+          NewerFormatError: only a newer jaxshard can read a newer step.
         """
         for step in reversed(reading.of_first(self.steps)):
             with contextlib.suppress(CorruptCheckpointError):
@@ -287,12 +285,12 @@ class Checkpointer:
         return None
 
     def latest_finite(self) -> int | None:
-        """The newest step whose arrays were all finite when it was saved; no array is read. None: there is none.
+        """The newest step whose arrays were all finite when saved; None: there is none. No array is read.
 
-        A NaN in any array counts, infinity in any that has a dim. What jaxshard 0.1 saved does not say.
+        An array with a NaN is not finite; an infinity counts except in scalars. jaxshard 0.1 did not record this.
 
         Raises:
-          NewerFormatError: a step that is newer can only be read by a newer jaxshard.
-          OSError: the system does not let us read an index.
+          NewerFormatError: only a newer jaxshard can read a newer step.
+          OSError: the file system refuses to read an index.
         """
         return reading.of_first(lambda: restoring.newest_finite(self._folders))

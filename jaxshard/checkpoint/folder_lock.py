@@ -17,17 +17,17 @@ _MOST_BYTES = 2**16  # of `run.json`
 
 
 class Lock:
-    """Holds the lock of a folder; the system frees it when the process ends.
+    """Holds a folder's lock; the operating system frees it when the process ends.
 
     Attributes:
-      run: the id in `run.json`, which the first run that wrote here made: 32 hex digits.
+      run: the id in `run.json`, made by the first run that wrote here: 32 hex digits.
 
     Args:
       path: the folder.
-      run: the id where none is noted, or None to make one.
+      run: the id to use if `run.json` has none; None: make one.
 
     Raises:
-      OSError: another run has it.
+      OSError: another run holds the lock.
     """
 
     def __init__(self, path: Path, run: str | None = None):
@@ -51,12 +51,12 @@ class Lock:
         self.note()
 
     def note(self) -> None:
-        """Writes down who writes here; a full disk leaves what was written before."""
+        """Writes this run's id and process to `run.json`; a full disk leaves the old file."""
         text = json.dumps({"id": self.run, "writer": _this_process()})
         files.replace(self._notes, text)
 
     def is_noted(self) -> bool:
-        """Whether it is written down who writes here."""
+        """Whether `run.json` exists."""
         return self._notes.exists()
 
     def _noted(self) -> dict[str, str]:
@@ -67,11 +67,10 @@ class Lock:
         return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
     def is_held(self) -> bool:
-        """Whether the file that is locked is still the folder's `.lock`, so that no other run can lock it."""
+        """Whether the locked file is still the folder's `.lock`, so that no other run can take the lock."""
         return self._file is not None and _identity(self._path) == self._file
 
     def release(self) -> None:
-        """Lets other runs write in the folder."""
         self._lock.release()
 
 
@@ -80,7 +79,7 @@ def _this_process() -> str:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from all others as long as it is open; None: it is not there."""
+    """(device, inode), which identifies an open file; None: the file does not exist."""
     try:
         found = path.stat()
     except OSError:

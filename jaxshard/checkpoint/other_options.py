@@ -1,7 +1,7 @@
-"""Going on under other options of a strategy: what a checkpoint has, as those options have it.
+"""Converts a checkpoint to a strategy with different options.
 
-Only the options that put `extra` beside an optimizer's own state are known here: masters, moments in bf16 or in 8 bits,
-stochastic rounding and loss scaling. The optimizer has to be the same.
+It knows only the options that put `extra` beside an optimizer's own state: masters, moments in bf16 or in 8 bits,
+stochastic rounding and loss scaling. The optimizer must be the same.
 """
 
 import re
@@ -23,12 +23,12 @@ Found: TypeAlias = Mapping[str, Leaf]
 
 
 class Plan(NamedTuple):
-    """How a template's leaves are made of a checkpoint's.
+    """How to make a template's leaves from a checkpoint's.
 
     Attributes:
-      sources: what is read: path in the checkpoint -> a leaf of this shape, that says where it goes.
-      made: path in the template -> what makes it of all that was read.
-      changes: what differs, in words.
+      sources: path in the checkpoint -> a leaf with the shape and sharding to read it to.
+      made: path in the template -> the function of all leaves read that makes it.
+      changes: a sentence for each option that differs.
     """
 
     sources: dict[str, Leaf]
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 
 def plan(template: FlatTree, index: Index) -> Plan | None:
-    """How to go on; None: no such option differs, or more than options do."""
+    """The plan of a conversion; None: no such option differs, or something else differs too."""
     here, there = _roots(template.leaves), _roots(index)
     if len(here | there) != 1:
         return None
@@ -50,8 +50,8 @@ def _roots(paths: Iterable[str]) -> set[str]:
 
 
 def changed_hyperparams(step: int, template: Mapping[str, Leaf], found: Found) -> list[str]:
-    """A line for each hyperparameter of `optax.inject_hyperparams` that goes on with the checkpoint's value, where the
-    program has another one now. Those that a schedule sets are left out."""
+    """A line for each hyperparameter of `optax.inject_hyperparams` whose restored value differs from the program's,
+    except those that a schedule sets."""
     lines = list[str]()
     for path, x in template.items():
         named = _HYPERPARAM.fullmatch(path)
@@ -75,7 +75,7 @@ def _scalar(x: Leaf) -> float:
 
 
 class _Planner:
-    """Makes the plan. `root`: where the optimizer's state is, such as "state/"."""
+    """Makes the plan. `root`: the path of the optimizer's state, such as "state/"."""
 
     def __init__(self, template: FlatTree, index: Index, root: str, here: bool, there: bool):
         self._wanted, self._index = template, index
@@ -87,7 +87,7 @@ class _Planner:
         self._params = self._root_of_params()
 
     def found(self) -> Plan | None:
-        """The plan, if each leaf can be made, and each one that is saved is used, or belongs to an option."""
+        """The plan, if it makes each leaf, and uses each saved leaf that belongs to no option."""
         ways = (self._copy_extra, self._add_extra, self._moment, self._param, self._copy)
         for path, x in self._wanted.leaves.items():
             if path not in self._plan.made and not any(way(path, x) for way in ways):
@@ -100,7 +100,7 @@ class _Planner:
     # One leaf.
 
     def _take(self, path: str, source: str, x: Leaf) -> bool:
-        """The leaf is the saved one, in the template's dtype, if the shape is the same."""
+        """Plans the saved leaf in the template's dtype; False if the shapes differ."""
         entry = self._index.get(source)
         fits = entry is not None and tuple(entry["shape"]) == np.shape(x)
         if fits and self._wanted.keys.get(path) == (entry or {}).get("key"):
@@ -113,7 +113,7 @@ class _Planner:
         return path.startswith(self._extra) and not path.startswith(self._scale) and self._take(path, path, x)
 
     def _add_extra(self, path: str, x: Leaf) -> bool:
-        """What an option adds: masters are params, counts begin anew."""
+        """Plans a leaf that an option adds: masters copy the params, counts start anew."""
         name = path.removeprefix(self._extra)
         if path.startswith(self._master):
             source = f"{self._params}{path.removeprefix(self._master)}"
@@ -129,7 +129,7 @@ class _Planner:
         return True
 
     def _moment(self, path: str, x: Leaf) -> bool:
-        """A leaf of the optimizer's own state, in this dtype or in codes."""
+        """Plans a leaf of the optimizer's own state, as floats or codes."""
         if not path.startswith(self._inner) or path.startswith(self._extra):
             return False
         name = path.removeprefix(self._inner)
@@ -160,7 +160,7 @@ class _Planner:
         return True
 
     def _param(self, path: str, x: Leaf) -> bool:
-        """A parameter whose master was saved, and is not to be kept: the master, rounded."""
+        """Plans a parameter from its saved master, rounded, where the template has no masters."""
         if self._params is None or not path.startswith(self._params):
             return False
         name = path.removeprefix(self._params)
@@ -172,14 +172,13 @@ class _Planner:
         return self._take(path, f"{self._master}{name}", x)
 
     def _copy(self, path: str, x: Leaf) -> bool:
-        """Anything else has to be as it was saved."""
         entry = self._index.get(path)
         return entry is not None and entry["dtype"] == str(_dtype(x)) and self._take(path, path, x)
 
     # All leaves.
 
     def _root_of_params(self) -> str | None:
-        """Where the params of the masters are, in the template and in the checkpoint: "params/", or the only place."""
+        """The path of the masters' params, in the template and in the checkpoint: "params/", or the only candidate."""
         every, both = {*self._wanted.leaves, *self._index}, {*self._wanted.leaves} & {*self._index}
         named = {path.removeprefix(self._master) for path in every if path.startswith(self._master)}
         if not named:
@@ -215,7 +214,7 @@ def _encoded(wide: Callable[[Found], Leaf], dtype: np.dtype) -> Callable[[Found]
 
 
 def _together(codes: Leaf, scales: Leaf) -> tuple[Leaf, Leaf]:
-    """Both on the devices of the codes."""
+    """Puts both on the devices of the codes."""
     if isinstance(codes, jax.Array) and isinstance(scales, np.ndarray):
         mesh = codes.sharding.mesh if isinstance(codes.sharding, jax.sharding.NamedSharding) else None
         if mesh is not None:
@@ -225,7 +224,7 @@ def _together(codes: Leaf, scales: Leaf) -> tuple[Leaf, Leaf]:
 
 
 def _laid(x: Leaf, like: Leaf) -> Leaf:
-    """Where the template has it, if it lies on devices."""
+    """Puts a leaf where the template has it, if that is on devices."""
     sharding = getattr(like, "sharding", None)
     if not isinstance(x, jax.Array) or x.sharding == sharding:
         return x

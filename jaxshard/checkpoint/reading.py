@@ -1,4 +1,4 @@
-"""Arrays read from a checkpoint: each digest is computed again, on the devices, and compared."""
+"""Reads arrays of a checkpoint, computes their digests again on the devices, and compares."""
 
 import errno
 import json
@@ -19,24 +19,24 @@ from jaxshard.checkpoint.storage.leaves import Entry, Index, Leaf, Shaped, is_lo
 from jaxshard.digest import Fault, digests_and_faults, unwatched
 from jaxshard.processes import agreement
 
-_BYTES_AT_ONCE = 2**28  # of arrays that are verified or read one group after the other
+_BYTES_AT_ONCE = 2**28  # of each group of arrays that is verified or read at once
 
 
 @unwatched()
 def read_leaves(
     folders: StepFolders, step: int, index: Index, wanted: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, Fault]]:
-    """(leaves of a checkpoint, in the dtypes they were saved in; those of them that are not finite).
+    """Returns (leaves of a checkpoint, in their saved dtypes; those that are not finite).
 
     Args:
-      folders: where it is.
-      step: which one.
+      folders: of the checkpoints.
+      step: of the checkpoint.
       index: of the checkpoint.
-      wanted: the leaves to read, by path, as they are in the template: they say where arrays go.
+      wanted: the leaves to read: path -> the template's leaf, which gives the sharding.
 
     Raises:
       FileNotFoundError: the checkpoint was deleted meanwhile.
-      CorruptCheckpointError: the first leaf that is not what was saved.
+      CorruptCheckpointError: names the first damaged leaf.
       OSError: it cannot be read now.
     """
     asked = {path: index[path] for path in wanted}
@@ -70,8 +70,8 @@ def read_arrays(folders: StepFolders, step: int, paths: Iterable[str] | None) ->
 
 
 def targets(wanted: Mapping[str, Leaf], index: Index) -> dict[str, Shaped]:
-    """Where saved arrays are loaded to, by their paths and what they are in the template: NumPy arrays, or shapes with
-    shardings. They have the dtypes that were saved. Small ones are loaded to host memory first."""
+    """What orbax loads each array as: a shape with the template's sharding, or a NumPy array, in the saved dtype. Small
+    arrays are loaded to host memory first."""
     found = {path: _target(x, index[path]) for path, x in wanted.items()}
     return {**found, **{path: np.zeros(found[path].shape, found[path].dtype) for path in small(found)}}
 
@@ -84,15 +84,14 @@ def _target(x: Leaf, entry: Entry) -> Shaped:
 
 
 def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the array is loaded to host memory and put on devices later: where its sharding is open, or where it is
-    on devices of this process alone, and others load theirs."""
+    """Whether to load the array to host memory first: its sharding is open, or each process has an array of its own."""
     if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
         return True
     return jax.process_count() > 1 and is_local(x)
 
 
 def spread(entry: Entry) -> jax.ShapeDtypeStruct:
-    """The shape of a saved array, cut over all devices along the first dim that they divide; else a copy on each."""
+    """The shape of a saved array, sharded over all devices along the first dim that they divide, or replicated."""
     shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
     cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
     spec = P() if cut is None else P(*(None,) * cut, "all")
@@ -112,16 +111,16 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
 
 
 def read_index(folders: StepFolders, step: int) -> Index:
-    """The index of a checkpoint, on all processes; raises on all what `StepFolders.manifest` raises on one."""
+    """The index of a checkpoint. If `StepFolders.manifest` raises on one process, all processes raise."""
     return agreed(step, lambda: folders.manifest(step))["leaves"]
 
 
 def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
-    """Checks, before anything is allocated, that a checkpoint's files may hold the arrays of an index.
+    """Checks, before anything is allocated, that a checkpoint's files are large enough for the arrays of an index.
 
     Raises:
-      CorruptCheckpointError: they do not.
-      OSError: the system does not let us look.
+      CorruptCheckpointError: they are not.
+      OSError: the file system refuses.
     """
 
     def check() -> None:
@@ -148,9 +147,9 @@ def agreed(step: int | None, attempt: Callable[[], T]) -> T:
     """Calls `attempt` on every process and returns its result; if it fails on one, all raise the same kind of error.
 
     Raises:
-      OSError: the system failed on some process, whatever the others met.
-      ProcessError: another process met an error that is about no file.
-      FileNotFoundError, CorruptCheckpointError: the system failed on none.
+      OSError: the file system failed on some process.
+      ProcessError: no file system failed, but another process had an error of another type.
+      FileNotFoundError, CorruptCheckpointError: neither happened.
     """
     result, mine = None, None
     try:
@@ -167,13 +166,13 @@ def agreed(step: int | None, attempt: Callable[[], T]) -> T:
 
 
 def of_first(attempt: Callable[[], T]) -> T:
-    """What `attempt` returns on the first process, which may list and read folders for all; raises as `agreed`."""
+    """Calls `attempt` on process 0 alone, and returns its result on all; raises as `agreed`."""
     made = agreed(None, lambda: attempt() if jax.process_index() == 0 else None)
     return cast(T, agreement.from_first("restore", lambda: made))
 
 
 class _Failure(NamedTuple):
-    """What a process tells the others of its error; the highest `rank` counts for all."""
+    """A process's error, as the others get it; the one with the highest `rank` is raised everywhere."""
 
     rank: int
     number: int | None = None

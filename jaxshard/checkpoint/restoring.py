@@ -1,4 +1,4 @@
-"""What is restored: the newest step that is whole, its leaves under a template, or all of it as nested dicts."""
+"""Restores the newest intact step, with a template or as nested dicts."""
 
 import contextlib
 import errno
@@ -26,10 +26,10 @@ Nested: TypeAlias = dict[str, "np.ndarray | Number | Nested"]
 
 
 def restored(folders: StepFolders, wanted: FlatTree, step: int, *, cast: bool, only: str | None) -> dict[str, Leaf]:
-    """The wanted leaves of a step, by path; it warns of what is not finite, and of other options than the template's.
+    """Restores a step's wanted leaves, by path; warns of leaves that are not finite and of options that differ.
 
     Raises:
-      ValueError: the template has other leaves, shapes or dtypes; nothing was read.
+      ValueError: the template's leaves, shapes or dtypes differ; nothing was read.
       Exception: as `read_leaves`.
     """
     index = read_index(folders, step)
@@ -57,17 +57,17 @@ def restored(folders: StepFolders, wanted: FlatTree, step: int, *, cast: bool, o
 def newest_whole(
     folders: StepFolders, read: Callable[[int], T], corrupt: Callable[[int], object] = lambda step: None
 ) -> tuple[int, T]:
-    """The newest step that can be read, and what `read` returns for it. Those that are passed over are warned of.
+    """The newest step that can be read, and what `read` returns for it; warns of each step it skips.
 
     Args:
-      folders: where the steps are.
+      folders: of the checkpoints.
       read: reads a step.
-      corrupt: is told each step that is not what was saved.
+      corrupt: is called with each damaged step.
 
     Raises:
       FileNotFoundError: nothing is saved here.
-      NewerFormatError: the newest step, but for corrupt ones, can only be read by a newer jaxshard.
-      CorruptCheckpointError: of the newest step, where none can be read.
+      NewerFormatError: only a newer jaxshard can read the newest step that is not damaged.
+      CorruptCheckpointError: no step can be read; the error is the newest step's.
     """
     tried: dict[int, Exception] = {}
     while left := [each for each in of_first(folders.steps) if each not in tried]:
@@ -91,7 +91,7 @@ def newest_whole(
 
 
 def newest_finite(folders: StepFolders) -> int | None:
-    """The newest step that says that it is finite; those that cannot be read say nothing. None: none does."""
+    """The newest step that is recorded as finite; None: there is none. Damaged steps are skipped."""
     for step in reversed(folders.steps()):
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
             found = folders.manifest(step)
@@ -115,23 +115,23 @@ def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
 
 
 def read(path: str | os.PathLike[str], step: int | None = None, *, only: str | None = None) -> Nested:
-    """A checkpoint as nested dicts by its leaves' paths, without a template; every digest is checked.
+    """Reads a checkpoint without a template, as nested dicts by its leaves' paths, and checks every digest.
 
-    Lists and tuples are dicts, too, with the keys "0", "1" and so on. Arrays are NumPy's, in host memory, in the dtypes
-    that were saved; typed PRNG keys are their uint32 data. 256 MiB are read at a time, or one array if it is larger.
-    With several processes all must call it.
+    Lists and tuples become dicts with the keys "0", "1" and so on. Arrays become NumPy's, in host memory, in their
+    saved dtypes; typed PRNG keys become their uint32 data. It reads 256 MiB at a time, or one larger array. With
+    several processes, all must call it.
 
     Args:
       path: a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
-      step: None: the newest that is whole; where one is not, there is a warning and the one before is tried.
-      only: a regular expression: only leaves in whose paths it has a match are read, such as "^params/".
+      step: None: the newest intact step; a warning names each damaged one.
+      only: a regular expression such as "^params/": read only the leaves whose paths match it anywhere.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      ValueError: `only` is no regular expression, or matches none; `step` where the folder is that of one step.
-      NewerFormatError: only a newer jaxshard reads it.
-      CorruptCheckpointError: what is on disk is not what was saved.
-      OSError: the system does not let us read it.
+      FileNotFoundError: the checkpoint does not exist.
+      ValueError: `only` is not a regular expression, or matches no leaf; `step` is given for the folder of one step.
+      NewerFormatError: only a newer jaxshard can read it.
+      CorruptCheckpointError: the checkpoint is damaged.
+      OSError: the file system refuses to read it.
 
     >>> import tempfile
     >>> from jaxshard.checkpoint import Checkpointer

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept; the others' folders are deleted in a thread, so that nothing waits for it."""
+"""Decides which checkpoints to keep, and deletes the others' folders in a thread."""
 
 import contextlib
 import dataclasses
@@ -14,11 +14,11 @@ from jaxshard.system import files
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The best checkpoints by a metric, which are kept.
+    """Keeps the best checkpoints by a metric.
 
     Attributes:
       metric: its name in `metrics` of `Checkpointer.save`.
-      count: how many are kept.
+      count: the number to keep.
       mode: "min": the smallest values are the best; "max": the largest.
     """
 
@@ -29,10 +29,10 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept, by the arguments of `Checkpointer`.
+    """Decides which checkpoints to keep, by the arguments of `Checkpointer`.
 
     Raises:
-      ValueError: a count is no whole number from 1 on; `keep_best` is no `Best`, or its mode is unknown.
+      ValueError: a count is not a whole number of at least 1; `keep_best` is not a `Best`, or its mode is unknown.
     """
 
     keep_last: int
@@ -58,12 +58,12 @@ class Retention:
         metrics: Callable[[int], Mapping[str, object]],
         illness: Callable[[int], int] = lambda step: 0,
     ) -> set[int]:
-        """The steps to keep; among them always the newest of those that are healthiest.
+        """The steps to keep, always with the newest of the healthiest.
 
         Args:
-          steps: all that there are, the oldest first.
-          metrics: those of a step; asked only if `keep_best` is given.
-          illness: of a step: 0 if all of its numbers are finite.
+          steps: all steps, the oldest first.
+          metrics: a step to its metrics; called only if `keep_best` is given.
+          illness: a step to its illness: 0 if all its numbers are finite.
 
         >>> Retention(keep_last=1, keep_every=10, keep_best=None).kept([9, 10, 11, 12], metrics=lambda step: {})
         {10, 12}
@@ -82,9 +82,10 @@ class Retention:
 
 
 class Deletion:
-    """Folders that are being deleted, one after the other; of a link the link alone.
+    """Deletes folders one after the other, in a thread; of a link, the link alone.
 
-    They were renamed just before. That is put on the disk first: a power cut must not leave half a step with its name.
+    The caller has just renamed them. The new names are synced first, so that a power cut cannot leave a half-deleted
+    step under its own name.
     """
 
     def __init__(self):
@@ -94,7 +95,7 @@ class Deletion:
         self._idle.set()
 
     def begin(self, folders: Iterable[Path]) -> None:
-        """Has these deleted, too."""
+        """Adds folders to delete."""
         with self._lock:
             self._left.extend(folders)
             if self._left and self._idle.is_set():
@@ -102,11 +103,11 @@ class Deletion:
                 threading.Thread(target=self._run, name="jaxshard deletes old checkpoints", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all are deleted, but not longer; returns whether they are."""
+        """Waits at most `seconds`; returns whether all folders are deleted."""
         return self._idle.wait(seconds)
 
     def errors(self) -> list[str]:
-        """Why folders could not be deleted, since this was last asked."""
+        """Why folders could not be deleted, since the last call."""
         with self._lock:
             found, self._errors = self._errors, []
         return found
@@ -123,7 +124,7 @@ class Deletion:
                     files.delete(folder)
 
     def _renamed_for_good(self, folders: list[Path]) -> Iterator[Path]:
-        """Those whose names are on the disk; the next run that writes here deletes the others."""
+        """Syncs the new names and yields the folders; the next run that writes here deletes those that failed."""
         for parent in {folder.parent for folder in folders}:
             with self._noted(), contextlib.suppress(FileNotFoundError):
                 files.sync_folder(parent)
@@ -139,7 +140,7 @@ class Deletion:
 
 
 def measured(metrics: Mapping[str, SupportsFloat] | None, needed: str | None = None) -> dict[str, float] | None:
-    """Metrics as Python's numbers; `needed` has to be among them, if there are any.
+    """Metrics as Python floats; `needed` must be among them, if there are any.
 
     >>> measured({"loss": 2})
     {'loss': 2.0}

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: a sub-folder for each step, and others that are no checkpoints."""
+"""The folder of a run's checkpoints: a sub-folder for each step, and others that are not complete checkpoints."""
 
 import contextlib
 import errno
@@ -33,9 +33,9 @@ _PUT_ASIDE = re.compile(r"\d+\.(uncommitted|corrupt|unreadable)\..*")
 
 
 def located(folder: Path) -> tuple[Path, int | None]:
-    """The folder of checkpoints that a folder stands for, and the step if it is the folder of one.
+    """(folder of checkpoints, step or None) of a path.
 
-    It may be the folder of checkpoints itself, a run's, which has them in model/, or a step's.
+    The path may be a folder of checkpoints, a run's folder (which has them in model/), or a step's folder.
     """
     folder = folder.resolve()
     if _is_step(folder.name) and (orbax_store.is_committed(folder) or orbax_store.lacks(folder)):
@@ -46,27 +46,27 @@ def located(folder: Path) -> tuple[Path, int | None]:
 
 
 class StepFolders:
-    """The sub-folders of `path`. A step's folder is named by its number alone once it is whole."""
+    """The sub-folders of `path`. A step's folder is named by its number alone once it is complete."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def of(self, step: int) -> Path:
-        """The folder of a step, whether it is there or not."""
+        """The folder of a step, which may not exist."""
         return self.path / str(step)
 
     def steps(self) -> list[int]:
-        """The steps that were written to their end, the oldest first."""
+        """The steps that are complete, the oldest first."""
         return [step for step, is_whole in self._looked_at(orbax_store.is_committed) if is_whole]
 
     def damaged(self) -> dict[int, str]:
-        """Step -> what is missing, of the folders that have a part of a checkpoint, the oldest first."""
+        """Step -> the missing file, for each folder with a part of a checkpoint, the oldest first."""
         return {step: missing for step, missing in self._looked_at(orbax_store.lacks) if missing}
 
     def _looked_at(self, look: Callable[[Path], _Found]) -> list[tuple[int, _Found]]:
-        """What `look` finds of each step, of the folders that were all there together.
+        """Applies `look` to all steps' folders, as they were at one moment.
 
-        A run may save one step and delete another between the list and the look: then it is listed again.
+        A run may save one step and delete another meanwhile: then the folder is listed again.
         """
         found = list[tuple[int, _Found]]()
         for _ in range(_LISTINGS):
@@ -85,7 +85,7 @@ class StepFolders:
         return sorted(int(name) for name in found if _is_step(name))
 
     def others(self) -> dict[str, str]:
-        """Name -> what it is, of the sub-folders that look like checkpoints and are no whole ones."""
+        """Name -> description, for each sub-folder that looks like a checkpoint but is not a complete one."""
         steps, damaged, found = self.steps(), self.damaged(), dict[str, str]()
         for name in sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()):
             if orbax_store.is_temporary(name):
@@ -102,10 +102,10 @@ class StepFolders:
         """The manifest of a step; arrays are not read.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          NewerFormatError: only a newer jaxshard reads it.
-          CorruptCheckpointError: the manifest is missing, cannot be decoded, or is not what was saved.
-          OSError: the system does not let us read it.
+          FileNotFoundError: the checkpoint does not exist.
+          NewerFormatError: only a newer jaxshard can read it.
+          CorruptCheckpointError: the manifest is missing or damaged.
+          OSError: the file system refuses to read it.
         """
         folder = self.of(step)
         if missing := orbax_store.lacks(folder):
@@ -126,26 +126,26 @@ class StepFolders:
         there = f"the newest are {newest}" if newest else "there is none"
         return FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {step}; {there}", str(self.path))
 
-    # What only the run that writes here may do.
+    # Only the run that writes here may call these.
 
     def measure(self, step: int, saved: Manifest, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to those in the manifest of a step, which is `saved`."""
+        """Adds metrics to `saved`, the manifest of a step."""
         joined = {**(saved["metrics"] or {}), **metrics}
         if metrics and joined != saved["metrics"]:
             orbax_store.replace_manifest(self.of(step), manifest.sealed({**saved, "metrics": joined}))
 
     def sync(self, step: int | None = None) -> None:
-        """Puts the names of all steps on the disk, and all that is in the folder of `step`, if it is given."""
+        """Syncs the names of all steps to disk and, if given, the folder of `step`."""
         if step is not None:
             files.sync_tree(self.of(step))
         files.sync_folder(self.path)
 
     def check_saved(self, step: int, index: Index) -> Manifest:
-        """Opens a step that was just written, as `restore` would: its index, and the list of its arrays, of which none
-        is read. If something is missing, the step is put aside. Returns the manifest.
+        """Checks a step that was just written: its index, and the list of its arrays; reads no array. Moves the step
+        aside if something is missing. Returns the manifest.
 
         Raises:
-          OSError: what is missing; or the system does not let us look, and the step stays where it is.
+          OSError: something is missing; or the file system refuses to look, and the step stays where it is.
         """
         try:
             found = self.manifest(step)
@@ -164,10 +164,10 @@ class StepFolders:
         return found
 
     def rests(self, step: int | None = None) -> Iterator[Path]:
-        """Renames what saves and deletions that were cut off have left, and yields it, to be deleted.
+        """Renames and yields the leftovers of interrupted saves and deletions, for the caller to delete.
 
         Args:
-          step: only of saves of this step.
+          step: only those of saves of this step.
         """
         for name in os.listdir(self.path):
             number = name.partition(".")[0]
@@ -183,7 +183,7 @@ class StepFolders:
         files.sync_folder(self.path)
 
     def discard(self, step: int) -> Path:
-        """Renames a step's folder, so that no step is ever half there; returns what `Deletion` is to delete."""
+        """Renames a step's folder, for `Deletion` to delete, so that no step is ever half deleted."""
         return self._renamed(str(step), f"{step}.deleted")
 
     def _renamed(self, name: str, beginning: str) -> Path:
@@ -194,7 +194,7 @@ class StepFolders:
         return shutil.disk_usage(self.path).free >= num_bytes
 
     def check_space(self, num_bytes: int) -> None:
-        """Raises OSError where the disk has less free space."""
+        """Raises OSError if the disk has less free space."""
         if not self.has_space(num_bytes):
             free = shutil.disk_usage(self.path).free
             raise OSError(
@@ -213,13 +213,13 @@ def _is_step(name: str) -> bool:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """The folder of this path, whether it is there or not; an absolute path.
+    """The absolute path of a folder, which may not exist.
 
     Raises:
-      TypeError, ValueError: it is no path of a folder.
+      TypeError, ValueError: it does not name a folder.
       FileNotFoundError: it is relative to a working folder that was deleted.
       NotADirectoryError: it is a file.
-      OSError: the system does not say what it is.
+      OSError: the file system refuses to look.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise TypeError(f"Checkpointer: {path!r:.80} is no path of a folder")
@@ -244,7 +244,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def whole_number(step: object) -> int:
-    """The number of a step.
+    """A step's number, checked.
 
     >>> whole_number(7)
     7

@@ -1,4 +1,4 @@
-"""Templates: whether a checkpoint fits one, where its arrays go, and the tree put together from them."""
+"""Templates: whether a checkpoint fits one, and the tree assembled from its arrays."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from jaxshard.checkpoint.storage.leaves import (
 
 
 def check_fits(template: FlatTree, index: Index, what: str, cast: bool) -> None:
-    """Checks that a checkpoint has the template's leaves, of the same shapes, kinds and dtypes.
+    """Checks that a checkpoint has the template's leaves, with the same shapes, kinds and dtypes.
 
     Args:
       template: its leaves.
@@ -54,8 +54,8 @@ def fits(template: FlatTree, index: Index, cast: bool) -> bool:
 
 
 def _moved(template: FlatTree, index: Index) -> str:
-    """Where one of the template's leaves may lie in the checkpoint, as in a chain that was wrapped: the only leaf there
-    whose path has the same end, of two names at least, and whose shape and dtype are the same."""
+    """A hint where a leaf moved, as when a chain was wrapped: the only saved leaf with the same shape and dtype whose
+    path ends in the same two or more names."""
     ends = dict[tuple[str, ...], list[str]]()
     for path in index:
         if path not in template.leaves:
@@ -71,13 +71,13 @@ def _moved(template: FlatTree, index: Index) -> str:
 
 
 def _ends(path: str) -> Iterable[tuple[str, ...]]:
-    """The ends of a path that have two names at least, the longest first."""
+    """The ends of a path with two or more names, the longest first."""
     names = tuple(path.split("/"))
     return (names[i:] for i in range(len(names) - 1))
 
 
 def _fitting_parts(template: FlatTree, index: Index, cast: bool) -> Iterable[str]:
-    """For each part of the tree that fits, whole or in some leaves, how to take it; nothing where no part is whole."""
+    """For each part of the tree that fits, in all or some leaves, how to restore it; nothing if no part fits fully."""
     good = {
         path
         for path, x in template.leaves.items()
@@ -108,7 +108,7 @@ def _wrong(template: FlatTree, index: Index, cast: bool) -> list[str]:
 
 
 def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> Iterable[str]:
-    """What keeps the saved leaf from becoming the template's `x`: at most one reason."""
+    """Why the saved leaf cannot become the template's `x`: at most one reason."""
     shape = np.shape(x)
     if shape != tuple(entry["shape"]):
         yield f"{path} has shape {tuple(entry['shape'])}, the template {shape}"
@@ -130,7 +130,7 @@ def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> I
 
 
 def _same_dtype(x: Leaf, entry: Entry) -> bool:
-    """Whether the dtypes are the same; where one side is a Python number, whether both are whole, real or complex."""
+    """Whether the dtypes are the same or, if one side is a Python number, both are integer, real or complex."""
     mine, other = _dtype(x), jnp.dtype(entry["dtype"])
     if isinstance(x, NUMBERS) or "value" in entry:
         kinds = {"u": "i", "V": "f"}  # V: bfloat16 and the like
@@ -143,7 +143,7 @@ def _dtype(x: Leaf) -> np.dtype:
 
 
 def _can_hold(x: Shaped, value: Number) -> bool:
-    """Whether this number is one of the array's dtype, but for rounding."""
+    """Whether the array's dtype can hold this number, apart from rounding."""
     try:
         converted("", as_array(value), x.dtype)
     except (ValueError, OverflowError):
@@ -155,10 +155,10 @@ def _can_hold(x: Shaped, value: Number) -> bool:
 
 
 def part_of(template: FlatTree, only: str | None) -> FlatTree:
-    """The leaves of a template that are to be restored, by a regular expression for their paths; None: all.
+    """The template's leaves whose paths match a regular expression; None: all.
 
     Raises:
-      ValueError: it is no regular expression, or matches no leaf; or another leaf is but a shape.
+      ValueError: it is not a regular expression, or matches no leaf; or another leaf has only a shape.
     """
     paths = set(matching(template.leaves, only))
     for path, x in template.leaves.items():
@@ -172,13 +172,12 @@ def part_of(template: FlatTree, only: str | None) -> FlatTree:
 
 
 def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
-    """The leaves that were loaded, in the template's structure, each of the type, dtype and sharding it has there; the
-    others are the template's.
+    """Puts loaded leaves into the template's structure, with its types, dtypes and shardings; other leaves stay.
 
     Args:
-      template: the tree that the caller gave.
+      template: the caller's tree.
       flat: its leaves by path.
-      found: what was loaded, by path.
+      found: the loaded leaves, by path.
     """
     leaves, treedef = jax.tree.flatten(template)
     made = [
@@ -189,7 +188,7 @@ def unflatten(template: T, flat: FlatTree, found: Mapping[str, Leaf]) -> T:
 
 
 def _like(path: str, leaf: Leaf | np.generic, x: Leaf) -> Leaf | np.generic:
-    """What was loaded, as the template's leaf is."""
+    """Converts a loaded leaf to the template's type, dtype and sharding."""
     if isinstance(leaf, np.ndarray | np.generic):
         made = np.asarray(converted(path, np.array(as_array(x)), jax.dtypes.canonicalize_dtype(leaf.dtype)))
         return made if isinstance(leaf, np.ndarray) else made[()]
@@ -209,30 +208,30 @@ def _like_array(path: str, leaf: jax.Array | jax.ShapeDtypeStruct, x: Leaf) -> j
 
 
 def _placed(leaf: jax.Array | jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-    """On the template's devices; on JAX's default device, where the template leaves that open."""
+    """Puts an array on the template's devices or, if those are open, on JAX's default device."""
     if leaf.sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
         return jnp.array(x)
     if leaf.sharding.is_fully_addressable:
         return jax.device_put(x, leaf.sharding, may_alias=False)
-    # `device_put` would send the array to all processes, to compare.
+    # `device_put` would send the array to all processes to compare it.
     return jax.make_array_from_callback(x.shape, leaf.sharding, lambda index: x[index])
 
 
-# Numbers in another dtype: rounded, where it must be, but none becomes another one.
+# Conversion of dtypes, which may round numbers but not change them otherwise.
 
 
 def converted(path: str, x: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array | np.ndarray:
-    """The array in this dtype; floating-point numbers are rounded.
+    """Converts an array to a dtype; rounds floating-point numbers.
 
     Raises:
-      ValueError: a number is too large for it; or it has a fraction, or is no number, and the dtype has whole ones.
+      ValueError: a number is too large for the dtype; or the dtype is integer, and a number has a fraction or is NaN.
 
     >>> converted("w", np.arange(3), np.float16)
     array([0., 1., 2.], dtype=float16)
     """
     if x.dtype == dtype:
         return x
-    with jax.enable_x64(True), np.errstate(all="ignore"):  # or numbers of 64 bits were cut before they are compared
+    with jax.enable_x64(True), np.errstate(all="ignore"):  # or JAX would narrow 64-bit numbers before comparing them
         made = x.astype(dtype)
         if not _holds(x, made):
             raise ValueError(f"checkpoint: {path} is {x.dtype}, with numbers that {made.dtype} cannot hold")
@@ -240,10 +239,10 @@ def converted(path: str, x: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Arr
 
 
 def as_array(x: Leaf) -> np.ndarray:
-    """An array or a number as an array, a whole number of more than 64 bits as one of float64.
+    """An array or number as an array; an integer of more than 64 bits as float64.
 
     Raises:
-      OverflowError: not even that can hold it.
+      OverflowError: float64 cannot hold it.
     """
     made = np.asarray(x)
     return made if made.dtype != object else made.astype(np.float64)
@@ -262,7 +261,7 @@ def as_number(path: str, x: np.ndarray, kind: type[Number]) -> Number:
 
 
 def _holds(x: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> bool:
-    """Whether each number of `made` is that of `x`, but for rounding."""
+    """Whether `made` equals `x` apart from rounding."""
     xp: Any = jnp if isinstance(x, jax.Array) else np
     if made.dtype == bool:
         fits = (x == 0) | (x == 1)

@@ -1,4 +1,4 @@
-"""The one run that writes in a folder of checkpoints: it locks the folder, makes way for saves, deletes old ones.
+"""The one run that writes in a folder of checkpoints: locks the folder, clears the way for saves, deletes old ones.
 
 With several processes only process 0 calls these.
 """
@@ -21,8 +21,8 @@ from jaxshard.checkpoint.storage.paths import check_path
 from jaxshard.system import files
 from jaxshard.system.users_lines import warn
 
-_PRUNING_SECONDS = 0.5  # after a save; what takes longer is done after the next ones
-_DELETION_SECONDS = 60  # waited for where the disk is full
+_PRUNING_SECONDS = 0.5  # after a save; the rest is done after the next saves
+_DELETION_SECONDS = 60  # to wait if the disk is full
 _CLOSING_SECONDS, _SETTLING_SECONDS = 10, 1
 
 
@@ -30,7 +30,7 @@ class Writer:
     """Writes in `folders`, once it has claimed them.
 
     Attributes:
-      corrupt: the steps that were found corrupt; the next save of such a step puts it aside.
+      corrupt: the damaged steps; the next save of such a step moves it aside.
     """
 
     def __init__(self, folders: StepFolders, retention: Retention):
@@ -38,7 +38,7 @@ class Writer:
         self._lock: Lock | None = None
         self._seen, self._unread = dict[int, _Seen](), set[int]()
         self._errors, self._told = list[str](), False
-        self._on_disk: int | None = None  # the step that was written last, to its end
+        self._on_disk: int | None = None  # the last step that was written completely
         self.corrupt: set[int] = set()
 
     def claim(self) -> str:
@@ -68,28 +68,28 @@ class Writer:
             self._lock = None
 
     def close(self) -> list[str]:
-        """Waits for deletions, for 10 s at most, and lets other runs write here; returns the errors of deletions."""
+        """Waits at most 10 s for deletions, and unlocks the folder; returns the errors of deletions."""
         self._deletion.wait(_CLOSING_SECONDS)
         self.release()
         return self._errors_so_far()
 
     def settle(self) -> None:
-        """Waits for deletions, for a second at most."""
+        """Waits at most 1 s for deletions."""
         self._deletion.wait(_SETTLING_SECONDS)
 
     def check_saved(self, step: int, index: Index) -> None:
-        """Opens a step that was just written. Who saves refers to it, so that the folder stays locked until then."""
+        """Checks a step that was just written. The pending save keeps this object, and so the lock, alive."""
         self._on_disk = step
         self._seen[step] = _Seen.of(self._folders.check_saved(step, index))
 
     def prepare(self, step: int, index: Index, num_bytes: int, metrics: Mapping[str, float] | None) -> bool:
-        """Makes way for a save: puts aside what has the step's name and is no whole checkpoint.
+        """Prepares a save: moves aside an incomplete or damaged folder with the step's name.
 
         Returns:
-          False: the same is saved already; it has these metrics now.
+          False: the same bits are saved already; their metrics are updated.
 
         Raises:
-          ValueError: the step is there with other bits, or newer ones are.
+          ValueError: the step is saved with different bits, or a newer step is saved.
           OSError: less than `num_bytes` are free on the disk.
         """
         self._put_aside(step)
@@ -117,9 +117,8 @@ class Writer:
         return True
 
     def fail(self, step: int, processes: Collection[int]) -> None:
-        """Puts aside what a save has left by the step's name, as it failed on these processes. It stays if all of it
-        is on the disk, and the first process only could not look at it: if that had seen anything wrong, it would have
-        put it aside."""
+        """Moves aside the folder of a save that failed on these processes. It stays if it is complete on disk and only
+        process 0 could not look at it: had process 0 seen damage, it would have moved it aside."""
         if step == self._on_disk and set(processes) == {0}:
             return
         self.corrupt.add(step)
@@ -135,11 +134,11 @@ class Writer:
         self.corrupt.discard(step)
 
     def prune(self, saved: int) -> list[str]:
-        """Begins to delete the checkpoints that are not to be kept, but never `saved`; returns the errors since it was
-        last called. It ends after half a second: what is left then is deleted after the next saves."""
+        """Starts to delete the checkpoints that are not kept, never `saved`; returns the errors since the last call.
+        It stops after half a second, and the next calls delete the rest."""
         try:
             self._prune(saved)
-        except OSError as error:  # what is there cannot be seen now, and the step is saved
+        except OSError as error:  # the folder cannot be listed now, but the step is saved
             self._errors.append(str(error))
         return self._errors_so_far()
 
@@ -159,7 +158,7 @@ class Writer:
             surplus = [step for step in steps if step not in kept and step != saved]
             self._tell_of_no_metric(surplus)
         try:
-            if surplus and saved is None:  # who has saved what is kept may have ended before it synced its name
+            if surplus and saved is None:  # the run that saved the kept steps may have died before syncing their names
                 self._folders.sync()
         except OSError as error:
             self._errors.append(str(error))
@@ -176,7 +175,7 @@ class Writer:
                 self._errors.append(str(error))
 
     def _tell_of_no_metric(self, surplus: list[int]) -> None:
-        """Warns, once, before a checkpoint is deleted where `keep_best` has nothing to go by."""
+        """Warns, once, before it deletes a checkpoint although no checkpoint has the metric of `keep_best`."""
         best = self._retention.keep_best
         if best and surplus and not self._told and not any(best.metric in seen.metrics for seen in self._seen.values()):
             self._told = True
@@ -189,8 +188,8 @@ class Writer:
         return [step for step in self._folders.steps() if step not in self.corrupt]
 
     def _look(self, steps: list[int], end: float) -> bool:
-        """Reads what decides which steps are kept, the newest first; returns whether it has all, soon after `end` at
-        the latest. A step that cannot be read now may be the best, and is kept."""
+        """Reads the steps' metrics and health, the newest first, until `end`; returns whether that suffices to decide.
+        A step that cannot be read now may be the best, and is kept."""
         self._unread.clear()
         for step in reversed(steps):
             self._read(step)
@@ -219,7 +218,7 @@ def tell(errors: Iterable[str]) -> None:
 
 
 class _Seen(NamedTuple):
-    """What decides whether a step is kept. `illness`: 0 if all its numbers are finite."""
+    """A step's metrics, and its illness: 0 if all its numbers are finite."""
 
     metrics: Mapping[str, float]
     illness: int

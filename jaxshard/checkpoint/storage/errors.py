@@ -1,4 +1,4 @@
-"""The errors of a checkpoint, and reads that fail."""
+"""The errors of checkpoints, and retries of reads that fail."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 _MOST_BYTES = 2**28  # of an index, or of a list of arrays
 _FILES_FREE = 32  # orbax opens that many at once
 
-# Errors with which a decoder refuses what it was given, and the codes by which tensorstore says that data are wrong.
+# Errors by which a decoder rejects its input, and the codes by which tensorstore reports bad data.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, RecursionError)
 _REFUSED = {"DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE"}
 _CODE = re.compile(
@@ -39,11 +39,11 @@ _CURES = {
 
 
 class CorruptCheckpointError(RuntimeError):
-    """What was read is not what was saved.
+    """A checkpoint is damaged: it differs from what was saved.
 
     Attributes:
       step: of the checkpoint; None: `from_bytes` raised it.
-      leaf: the path of the first leaf that shows it; None: it is not known.
+      leaf: the path of the first damaged leaf; None: unknown.
     """
 
     def __init__(self, step: int | None, leaf: str | None, reason: str):
@@ -53,11 +53,11 @@ class CorruptCheckpointError(RuntimeError):
 
 
 class NewerFormatError(ValueError):
-    """A checkpoint has a format that only a newer jaxshard reads.
+    """A checkpoint has a format that only a newer jaxshard can read.
 
     Attributes:
       step: of the checkpoint; None: `from_bytes` raised it.
-      found: the number of its format.
+      found: its format's number.
     """
 
     def __init__(self, step: int | None, found: int, known: int):
@@ -93,13 +93,13 @@ def not_saved(step: int, errors: dict[int, BaseException], path: Path) -> OSErro
     return made
 
 
-# Reads that fail: by the system's fault, or because what is stored is wrong. A checkpoint is corrupt only if that is
-# proven: all of its files could be read, and what was read does not fit. All else is an error of the system: it is
-# tried again where that can help, and then raised as an OSError.
+# A read fails because of the file system or because the data are damaged. A checkpoint counts as corrupt only when that
+# is proven: every file could be read, and the content is wrong. Any other failure is the file system's: it is retried
+# if that can help, then raised as an OSError.
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """What `call` returns; where an error of the system may pass, it is called again, for 2 s in all."""
+    """Calls `call`, again for 2 s in all if an error of the file system may be temporary; returns its result."""
     for pause in _PAUSES:
         try:
             return call()
@@ -111,11 +111,11 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def read_description(path: Path) -> bytes:
-    """A file of a step that describes its arrays, of 256 MiB at most; nothing waits for it.
+    """Reads a file that describes a step's arrays, at most 256 MiB; never blocks on a pipe.
 
     Raises:
-      OSError: the system does not let us read it.
-      ValueError: it is larger.
+      OSError: the file system refuses to read it.
+      ValueError: it is larger than 256 MiB.
     """
     try:
         return patiently(lambda: small_files.read(path, _MOST_BYTES))
@@ -126,10 +126,10 @@ def read_description(path: Path) -> bytes:
 
 
 def mode_of(path: Path) -> int:
-    """What `stat` says is there; 0: nothing.
+    """The `st_mode` of a path; 0: it does not exist.
 
     Raises:
-      OSError: the system does not say.
+      OSError: the file system refuses to look.
     """
     try:
         return patiently(lambda: os.stat(path).st_mode)
@@ -140,17 +140,17 @@ def mode_of(path: Path) -> int:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; raises as `mode_of`."""
+    """Whether the path is a file; raises as `mode_of`."""
     return stat.S_ISREG(mode_of(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there; raises as `mode_of`."""
+    """Whether the path is a folder; raises as `mode_of`."""
     return stat.S_ISDIR(mode_of(path))
 
 
 def system_error(what: str, error: BaseException, path: Path) -> OSError:
-    """The error for what the system does not let us read: its number, the path and the cure."""
+    """The OSError for a file that the system refuses to read: its errno, the path and the cure."""
     number = _number(error) or errno.EIO
     cure = next((cure for cure, numbers in _CURES.items() if number in numbers), "look at the disk or its mount")
     named = getattr(error, "filename", None) or _file_in(error, path) or str(path)
@@ -161,13 +161,13 @@ def system_error(what: str, error: BaseException, path: Path) -> OSError:
 
 
 def _file_in(error: BaseException, folder: Path) -> str | None:
-    """The file in the folder that tensorstore's message is about: the last that it names."""
+    """The file in the folder that tensorstore's message names last."""
     found = re.findall(rf'"({re.escape(str(folder))}/[^"]*[^"/\\])\\?"', str(error))
     return found[-1] if found else None
 
 
 def _number(error: BaseException) -> int | None:
-    """The system's number for an error; tensorstore has it in its message."""
+    """The errno of an error; tensorstore puts it into its message."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if found := _NUMBER.search(str(error)):
@@ -176,17 +176,16 @@ def _number(error: BaseException) -> int | None:
 
 
 def proven(step: int, folder: Path, read: Callable[[], T]) -> T:
-    """What `read` returns of a step's arrays; where it fails it is called again, at most three times.
+    """Calls `read`, and again after a failure, at most three times; returns its result.
 
     Args:
-      step: which one.
+      step: of the checkpoint.
       folder: of the step.
-      read: reads some of its arrays.
+      read: reads some of the step's arrays.
 
     Raises:
-      CorruptCheckpointError: it failed twice, each time because it refused what it had read; in between every file of
-        the step was read to its end.
-      OSError: the system does not let us read it.
+      CorruptCheckpointError: `read` rejected the data twice, and every file of the step could be read in between.
+      OSError: the file system refuses to read the step.
     """
     was_refused, failure = False, Exception()
     for pause in (*_PAUSES, None):
@@ -208,7 +207,7 @@ def proven(step: int, folder: Path, read: Callable[[], T]) -> T:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether an error says that what was read is wrong; any that does not is taken for the system's."""
+    """Whether an error reports bad data; any other error is taken for the file system's."""
     number = _number(error)
     if number is not None:
         return number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -220,11 +219,11 @@ def read_through(what: str, folder: Path) -> None:
     """Reads every file in a folder to its end.
 
     Raises:
-      OSError: the system does not let us, although the file is there.
+      OSError: the file system refuses, although the file exists.
     """
     for path in files_in(folder):
         try:
-            if is_file(path):  # no pipe, which may not end
+            if is_file(path):  # not a pipe, which may never end
                 patiently(lambda path=path: small_files.read_through(path))
         except _ABSENT:
             continue
@@ -233,7 +232,7 @@ def read_through(what: str, folder: Path) -> None:
 
 
 def check_files_free() -> None:
-    """Raises OSError where this process, or the system, can open few files more: orbax would leave its loops open."""
+    """Raises OSError if this process or the system can open few more files: orbax would leave event loops open."""
     numbers = list[int]()
     try:
         while len(numbers) < _FILES_FREE:
@@ -246,10 +245,10 @@ def check_files_free() -> None:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """All that is no folder, in a folder and in the folders in it; links are followed, and each folder once.
+    """Everything but folders, in a folder and below it; follows links, and visits each folder once.
 
     Raises:
-      OSError: a folder cannot be listed, although it is there.
+      OSError: a folder cannot be listed, although it exists.
     """
     left, seen = [folder], set[tuple[int, int]]()
     while left:

@@ -1,4 +1,4 @@
-"""The leaves of a tree as a checkpoint has them: each one's path, its array or number, and its entry in the index."""
+"""The leaves of a tree in a checkpoint: each one's path, its array or number, and its entry in the index."""
 
 import math
 import sys
@@ -26,8 +26,8 @@ _NEVER_STORED = ("uint4", "uint2", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m
 
 
 class ArrayEntry(TypedDict):
-    """What the index says of an array. `digest`: 32 bits; `key`: of typed PRNG keys the implementation, such as
-    "threefry2x32"; their other fields describe their uint32 data."""
+    """An array in the index. `digest`: 32 bits; `key`: for typed PRNG keys, the implementation, such as "threefry2x32";
+    their other fields describe their uint32 data."""
 
     shape: list[int]
     dtype: str
@@ -36,7 +36,7 @@ class ArrayEntry(TypedDict):
 
 
 class NumberEntry(TypedDict):
-    """What the index says of a Python number. `shape`: none; `value`: as `repr` writes it."""
+    """A Python number in the index. `shape`: []; `value`: its `repr`."""
 
     shape: list[int]
     dtype: str
@@ -48,7 +48,7 @@ Index: TypeAlias = Mapping[str, Entry]  # by path
 
 
 class FlatTree(NamedTuple):
-    """The leaves of a tree by path; of typed PRNG keys the uint32 data. `keys`: path -> implementation of those."""
+    """The leaves of a tree by path; typed PRNG keys as their uint32 data. `keys`: path -> their implementation."""
 
     leaves: dict[str, Leaf]
     keys: dict[str, str]
@@ -59,7 +59,7 @@ class FlatTree(NamedTuple):
 
 
 def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
-    """The leaves of a tree by path, each checked; NumPy arrays in the dtypes that JAX gives them.
+    """The leaves of a tree by path, each checked; NumPy arrays in the dtypes that JAX would give them.
 
     Args:
       tree: arrays and Python numbers.
@@ -67,7 +67,7 @@ def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
 
     Raises:
       ValueError: there are no leaves, two have the same path, or an array was donated.
-      TypeError: a leaf that is no array and no number.
+      TypeError: a leaf is neither an array nor a number.
     """
     check_alive("checkpoint", tree)
     found = FlatTree({}, {})
@@ -96,7 +96,7 @@ def key_implementation(keys: jax.Array | jax.ShapeDtypeStruct) -> str:
 
 
 def _storable(path: str, leaf: object) -> Leaf:
-    """The leaf as it can be stored; raises for what cannot."""
+    """The leaf in a form that can be stored; raises if there is none."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"checkpoint: {path} is a masked array; save its data and its mask, each by itself")
     dtype = str(getattr(leaf, "dtype", ""))
@@ -138,7 +138,7 @@ def _key_data(keys: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDt
 
 
 def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
-    """NumPy's 64-bit dtypes as JAX has them: float64 is rounded to float32, unless x64 is on."""
+    """Converts 64-bit NumPy dtypes as JAX does: float64 to float32, unless x64 is on."""
     known = (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)) and x.dtype not in (np.longdouble, np.clongdouble)
     if not known or not x.dtype.isnative:
         raise TypeError(f"checkpoint: {path} is an array of {x.dtype}; JAX has none such")
@@ -155,8 +155,8 @@ def is_local(x: Leaf) -> bool:
 
 
 def small(arrays: Mapping[str, Shaped]) -> list[str]:
-    """The paths of arrays of at most 1 MiB, and 256 MiB in all: orbax takes as much time for each piece of an array on
-    a device as for the whole of one in host memory, and for that many pieces it takes minutes."""
+    """The paths of arrays of at most 1 MiB, and 256 MiB in all. orbax takes as long for one shard of an array on a
+    device as for a whole array in host memory; for many shards it takes minutes."""
     found, total = list[str](), 0
     for path, x in arrays.items():
         num_bytes = math.prod(x.shape) * x.dtype.itemsize
@@ -167,7 +167,7 @@ def small(arrays: Mapping[str, Shaped]) -> list[str]:
 
 
 def on_all_devices(x: Shaped) -> Shaped:
-    """An array that each of several processes holds for itself, as one array with a copy on every device."""
+    """Makes one array, replicated on every device, of the copies that several processes hold."""
     if jax.process_count() == 1 or not is_local(x):
         return x
     whole = np.asarray(x)
@@ -188,7 +188,7 @@ def dtype_of_number(x: Number) -> str:
 
 
 def described(step: int, tree: FlatTree) -> str:
-    """A line for the step and one for each leaf: all processes must have the same."""
+    """A line for the step and one for each leaf, which must be the same on all processes."""
     lines = (
         f"{path} {x!r}" if isinstance(x, NUMBERS) else f"{path} {x.dtype}{list(x.shape)}"
         for path, x in tree.leaves.items()
@@ -197,7 +197,7 @@ def described(step: int, tree: FlatTree) -> str:
 
 
 def number(entry: NumberEntry) -> Number:
-    """The Python number of an entry, exactly.
+    """The exact Python number of an entry.
 
     >>> number({"shape": [], "dtype": "float64", "value": "0.1"})
     0.1
@@ -207,20 +207,20 @@ def number(entry: NumberEntry) -> Number:
 
 
 def num_bytes(entry: Entry) -> int:
-    """The bytes of the leaf's elements."""
+    """The size of the leaf's elements, in bytes."""
     return math.prod(entry["shape"]) * jnp.dtype(entry["dtype"]).itemsize
 
 
 def is_stored(entry: Entry) -> bool:
-    """Whether an array is stored for the leaf: not for a number, or an array without elements."""
+    """Whether an array is stored for the leaf; not for a number or an empty array."""
     return "digest" in entry and 0 not in entry["shape"]
 
 
 def matching(paths: Iterable[str], only: str | None) -> list[str]:
-    """The paths in which a regular expression has a match anywhere; all, if it is None.
+    """The paths that a regular expression matches anywhere; None: all.
 
     Raises:
-      ValueError: it is no regular expression, or matches none.
+      ValueError: it is not a regular expression, or matches no path.
 
     >>> matching(["params/w", "state/0/mu/w"], "^params/")
     ['params/w']
@@ -234,7 +234,7 @@ def matching(paths: Iterable[str], only: str | None) -> list[str]:
 
 
 def groups(index: Index, max_bytes: int) -> Iterator[list[str]]:
-    """The paths of an index in groups of at most `max_bytes` bytes each; a leaf that is larger is a group by itself.
+    """The paths of an index in groups of at most `max_bytes` bytes; a larger leaf is a group by itself.
 
     >>> entry = {"shape": [4], "dtype": "float32", "digest": 0}
     >>> list(groups({"a": entry, "b": entry, "c": entry}, max_bytes=32))
@@ -252,6 +252,6 @@ def groups(index: Index, max_bytes: int) -> Iterator[list[str]]:
 
 
 def need_x64(index: Index) -> bool:
-    """Whether some arrays have dtypes of 64 bits, which JAX cuts to 32 unless x64 is on."""
+    """Whether some arrays have 64-bit dtypes, which JAX narrows to 32 bits unless x64 is on."""
     dtypes = {jnp.dtype(entry["dtype"]) for entry in index.values() if "digest" in entry}
     return any(jax.dtypes.canonicalize_dtype(dtype) != dtype for dtype in dtypes)

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: the index of its leaves, its step, run and metrics, and a digest of all of these.
 
-Format 1 is all that was written so far. Its manifests have their step since 0.2: an older jaxshard ignores it, so that
-what is new can still be read by what is old, and a manifest without it is read as before. The number grows only when
-an older jaxshard could no longer read what is written.
+All versions so far write format 1. Since 0.2 its manifests contain their step; 0.1 ignores it, and manifests without it
+stay readable. The number grows only when an older jaxshard could no longer read new checkpoints.
 """
 
 import hashlib
@@ -28,13 +27,13 @@ from jaxshard.digest import Fault, digests_and_faults
 
 FORMAT = 1
 DIGEST_BYTES = 32
-_FORMATS = 1000  # a larger number is none
+_FORMATS = 1000  # a larger number is not a format
 
 
 class Manifest(TypedDict):
-    """What is saved beside the arrays. `step`, `not_finite`: missing in what 0.1 wrote; `run`: the id of the run;
-    `not_finite`: path -> "nan" or "inf", of the leaves that have such elements; `digest`: SHA-256, in hex, of the rest
-    as JSON."""
+    """Saved beside the arrays. `step`, `not_finite`: missing if jaxshard 0.1 wrote it; `run`: the run's id;
+    `not_finite`: path -> "nan" or "inf" for each leaf with such elements; `digest`: SHA-256, in hex, of the rest as
+    JSON."""
 
     format: int
     step: NotRequired[int]
@@ -46,8 +45,8 @@ class Manifest(TypedDict):
 
 
 class CheckpointInfo(TypedDict):
-    """What a checkpoint says of itself; `leaves`: path -> shape, dtype, and digest or number; `not_finite`: path ->
-    "nan" or "inf", of the leaves that have such elements; None: jaxshard 0.1 wrote it, so that nobody knows."""
+    """A checkpoint's description. `leaves`: path -> shape, dtype, and digest or number; `not_finite`: path -> "nan" or
+    "inf" for each leaf with such elements; None: unknown, since jaxshard 0.1 wrote it."""
 
     step: int
     metrics: dict[str, float] | None
@@ -57,7 +56,7 @@ class CheckpointInfo(TypedDict):
 
 
 def info(step: int, manifest: Manifest) -> CheckpointInfo:
-    """What the manifest of a step says of it."""
+    """Describes a step, from its manifest."""
     return {
         "step": step,
         "metrics": manifest["metrics"],
@@ -73,11 +72,11 @@ def digest_of(data: bytes) -> bytes:
 
 
 def check_format(found: object, step: int | None = None) -> None:
-    """Checks the number of a format; `step` is named in the error.
+    """Checks a format's number; the error names `step`.
 
     Raises:
-      NewerFormatError: only a newer jaxshard reads it.
-      ValueError: there is no such format.
+      NewerFormatError: only a newer jaxshard can read it.
+      ValueError: the format does not exist.
     """
     _check_not_newer(found, step)
     if type(found) is not int or found != FORMAT:
@@ -85,7 +84,7 @@ def check_format(found: object, step: int | None = None) -> None:
 
 
 def index_of(tree: FlatTree) -> tuple[dict[str, Entry], dict[str, Fault]]:
-    """(the index of a tree's leaves, those that are not finite); all is computed on the devices, in one pass."""
+    """Returns (the index of a tree's leaves, those that are not finite); one pass on the devices computes both."""
     digests, faults = digests_and_faults(tree.arrays())
     index = {path: _entry(x, digests.get(path), tree.keys.get(path)) for path, x in tree.leaves.items()}
     return index, faults
@@ -100,7 +99,7 @@ def _entry(x: Leaf, digest: int | None, key: str | None) -> Entry:
 
 
 def _plain(x: Number) -> Number:
-    """The number without what a subclass adds, such as an enumeration."""
+    """The plain Python number of a subclass such as an enumeration."""
     if isinstance(x, bool):
         return x
     return int(x) if isinstance(x, int) else float(x) if isinstance(x, float) else complex(x)
@@ -119,16 +118,16 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def opened(found: object, step: int) -> Manifest:
-    """The manifest of a step without its digest, once everything in it was checked.
+    """Checks everything in a step's manifest, and returns it without its digest.
 
     Raises:
-      NewerFormatError: only a newer jaxshard reads it.
-      ValueError, KeyError, TypeError, AttributeError: it is not one that was sealed for this step.
+      NewerFormatError: only a newer jaxshard can read it.
+      ValueError, KeyError, TypeError, AttributeError: it was not sealed for this step.
     """
     rest = cast(Manifest, dict(cast(dict[str, object], found)))
     digest = rest.pop("digest")
     if digest != _digest(rest):
-        if digest != _digest({**rest, "format": FORMAT}):  # the number may be all that is wrong
+        if digest != _digest({**rest, "format": FORMAT}):  # perhaps only the number is wrong
             _check_not_newer(rest["format"], step)
         raise ValueError("its digest is another")
     check_format(rest["format"], step)
@@ -144,11 +143,7 @@ def opened(found: object, step: int) -> Manifest:
 
 
 def check_entries(index: Index) -> None:
-    """Checks that an index describes leaves.
-
-    Raises:
-      ValueError, KeyError, TypeError, AttributeError: it does not.
-    """
+    """Checks that an index describes leaves; raises ValueError, KeyError, TypeError or AttributeError if not."""
     for path, entry in index.items():
         if not isinstance(path, str) or not _is_entry(entry):
             raise ValueError(f"{path!r:.200} is described by {entry!r:.200}")
@@ -163,7 +158,7 @@ _MOST_DIMS = 64  # of NumPy's arrays
 
 
 def _is_entry(entry: Entry) -> bool:
-    """Whether this describes a leaf: only what an index was sealed with by hand does not."""
+    """Whether this describes a leaf; it does, unless someone sealed a hand-written index."""
     shape, dtype = entry["shape"], jnp.dtype(entry["dtype"])
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
         return False
@@ -171,7 +166,7 @@ def _is_entry(entry: Entry) -> bool:
         return False
     if "value" in entry:
         return shape == [] and isinstance(entry["value"], str) and repr(number(entry)) == entry["value"]
-    if len(shape) > _MOST_DIMS or (0 in shape and entry["digest"] != 0):  # nothing is stored that could be compared
+    if len(shape) > _MOST_DIMS or (0 in shape and entry["digest"] != 0):  # nothing is stored to compare with
         return False
     return isinstance(entry.get("key", ""), str) and type(entry["digest"]) is int and 0 <= entry["digest"] < 2**32
 
@@ -180,17 +175,16 @@ def _digest(manifest: Manifest) -> str:
     return digest_of(json.dumps(manifest, sort_keys=True).encode()).hex()
 
 
-# Whether it is finite.
+# Whether a checkpoint is finite.
 
 Health: TypeAlias = Literal["finite", "unknown", "inf", "nan"]
 HEALTHS: tuple[Health, ...] = get_args(Health)  # the best first
 
 
 def health(index: Index, faults: Mapping[str, Fault] | None) -> Health:
-    """How good a checkpoint's numbers are, by its leaves that are not finite; None: they are not known.
+    """A checkpoint's health, from its leaves that are not finite; `faults` is None if those are unknown.
 
-    A NaN in any array counts, infinity in any that has a dim: optimizers begin with an infinite scalar ("the best so
-    far").
+    A NaN counts in any array, an infinity except in scalars: optimizers may start from an infinite "best so far".
 
     >>> health({"best": {"shape": [], "dtype": "float32", "digest": 0}}, {"best": "inf"})
     'finite'
@@ -202,8 +196,7 @@ def health(index: Index, faults: Mapping[str, Fault] | None) -> Health:
 
 
 def faults_in_words(index: Index, faults: Mapping[str, Fault]) -> str:
-    """Names the first leaf that is not finite, one with NaN before others: "params/w has NaN and 2 leaves more"; "" if
-    all are finite."""
+    """Names the first leaf with NaN, else with infinity, and counts the others; "" if all leaves are finite."""
     counted = _counted(index, faults)
     if not counted:
         return ""

@@ -1,7 +1,7 @@
-"""What orbax does for a checkpoint: it writes and reads the arrays of one step. No other module calls it.
+"""Writes and reads one step's arrays by orbax. Other modules do not call orbax.
 
-Its barrier, which is another matter, is in `processes.agreement`; the paths that it is given are in `paths`. What lies
-in its files is in `sizes`, what it logs in `quiet`, what its errors mean in `errors`.
+Exceptions: `processes.agreement` uses its barrier, `paths` makes its paths, `sizes` parses its files, `quiet` silences
+its logs, `errors` interprets its errors.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from jaxshard.system.interrupts import ExitNotice
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 _LAST_FILES = ("commit_success.txt", _METADATA_FILE)  # written before the folder gets its name
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
-_NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax wants at least one array; `stored_name` makes no such name
+_NOTHING = {"~nothing": np.zeros(1, np.uint8)}  # orbax requires at least one array; `stored_name` never makes this name
 
-_READ_BYTES = 2**28  # in flight at once, from the disk to the devices
+_READ_BYTES = 2**28  # read concurrently
 _ABANDONED_SECONDS, _ENDING_SECONDS = 60, 5
-_SLICE_BYTES = 2**20  # devices that hold copies of an array share its writing if each writes as much
-_ONE_AT_A_TIME = threading.Lock()  # orbax numbers what a process begins; threads would get each other's numbers
+_SLICE_BYTES = 2**20  # devices with copies of an array share its writing if each writes at least this much
+_ONE_AT_A_TIME = threading.Lock()  # orbax numbers a process's operations; concurrent threads would mix them up
 _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
 
 
@@ -48,14 +48,14 @@ _LEAVES = "jaxshard leaves jax.distributed at exit"  # a thread's name
 
 
 def is_committed(folder: Path) -> bool:
-    """Whether orbax has written a folder to its end."""
+    """Whether orbax has written a folder completely."""
     return all(is_file(folder / name) for name in _LAST_FILES)
 
 
 def lacks(folder: Path) -> str | None:
-    """What keeps a folder from being a whole step, although it has a part of one; None: it is whole, or has no part.
+    """The file that a partial step lacks; None: the step is complete, or the folder has no part of a step.
 
-    Orbax gives a folder its step's name once it is whole: what is missing was lost later.
+    Orbax gives a folder its step's name only when complete, so a missing file was lost later.
     """
     missing = [name for name in _LAST_FILES if not is_file(folder / name)]
     if not missing or (missing == list(_LAST_FILES) and not is_folder(folder / ARRAYS)):
@@ -64,7 +64,7 @@ def lacks(folder: Path) -> str | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a folder of this name is one that orbax is writing, or that it did not write to its end.
+    """Whether orbax names a folder like this while writing it.
 
     >>> is_temporary("7.orbax-checkpoint-tmp"), is_temporary("7")
     (True, False)
@@ -73,17 +73,17 @@ def is_temporary(name: str) -> bool:
 
 
 def read_manifest(folder: Path) -> object:
-    """What was saved beside the arrays, unchecked.
+    """The manifest saved beside the arrays, unchecked.
 
     Raises:
-      OSError, ValueError, KeyError, TypeError, RecursionError: there is none, or it cannot be decoded.
+      OSError, ValueError, KeyError, TypeError, RecursionError: it does not exist, or cannot be decoded.
     """
     path = folder / _METADATA_FILE
     return json.loads(read_description(path))["custom_metadata"]
 
 
 def replace_manifest(folder: Path, manifest: Manifest) -> None:
-    """Puts another manifest in the place of the one that was saved, in one move."""
+    """Replaces the saved manifest atomically."""
     path = folder / _METADATA_FILE
     found = json.loads(read_description(path))
     text = json.dumps({**found, "custom_metadata": manifest})
@@ -93,9 +93,9 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def stored_name(path: str) -> str:
-    """A leaf's path as orbax stores it: letters, digits, _ and - as they are, other bytes as ~ and two hex digits.
+    """A leaf's path as orbax stores it: letters, digits, _ and - unchanged, other bytes as ~ and two hex digits.
 
-    Nothing takes such a name for a way out of the folder.
+    Such a name cannot point outside the folder.
 
     >>> stored_name("../a")
     '~2E~2E~2Fa'
@@ -136,15 +136,15 @@ class Save:
     ) -> Self:
         """Starts to write arrays, by path, in the sub-folder `name`; returns once they are copied off the devices.
 
-        They are not compressed: zstd would save a tenth of the bytes of float32 numbers, take two to three times the
-        processor's time, and hold as much more memory as is written.
+        They are not compressed: zstd would save 10% of float32 bytes, but take 2 to 3 times the CPU time, and host
+        memory of the size of the arrays.
 
         Args:
-          place: the folder, by the same path on all processes; it is closed when all is written.
+          place: the folder, under the same path on all processes; it is closed when all is written.
           name: of the step.
           arrays: of all processes.
-          manifest: what is saved beside them.
-          check: process 0 calls it once all is written; the save failed if it raises.
+          manifest: saved beside the arrays.
+          check: process 0 calls it once all is written; if it raises, the save fails.
         """
         stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
         path, tree, notes, written = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest), Written()
@@ -159,8 +159,7 @@ class Save:
     def wait(self) -> dict[int, BaseException]:
         """Waits until all processes have written their parts, or one has failed; returns the errors by process.
 
-        The processes ask each other again and again, because where one has failed, orbax in the others may wait for
-        it without end.
+        The processes poll each other, because after a failure of one, orbax in the others may wait for it forever.
         """
         pause = 0.05
         while True:
@@ -174,18 +173,18 @@ class Save:
                 return errors
 
     def _exchanged(self) -> tuple[bool, dict[int, BaseException]]:
-        """(whether all processes have ended, process -> its error), as all of them say."""
+        """(whether all processes have finished, process -> its error), the same on all processes."""
         mine = f"{type(self._failed[0]).__name__}: {self._failed[0]}" if self._failed else ""
         said = [json.loads(each) for each in agreement.gathered("wait", json.dumps([self._over.is_set(), mine]))]
         errors: dict[int, BaseException] = {
             process: agreement.ProcessError(process, text) for process, (_, text) in enumerate(said) if text
         }
-        if errors and self._failed:  # not where it failed only now: the others do not know it yet
+        if errors and self._failed:  # not if it failed only just now: the others do not know it yet
             errors[jax.process_index()] = self._failed[0]
         return all(over for over, _ in said), errors
 
     def abandon(self) -> str | None:
-        """Waits for 60 s at most and asks no other process; returns why it was not written, or None if it was."""
+        """Waits at most 60 s without asking other processes; returns why the save failed, None if it succeeded."""
         over = self._over.wait(_ABANDONED_SECONDS)
         self._notice.off()
         if over and not self._failed:
@@ -194,10 +193,10 @@ class Save:
         return first_line(self._failed[0]) if self._failed else "it was not written in time"
 
     def _listen(self) -> None:
-        """Hears from orbax, in a thread, when this process's part has ended, and of its error; then has it checked."""
+        """Runs in a thread: waits for this process's part, keeps its error, and has the save checked."""
         try:
             self._response.result()
-            self._place.close()  # not after an error: other threads of orbax may still write there
+            self._place.close()  # not after an error, when other threads of orbax may still write there
             self._sync()
             if jax.process_index() == 0:
                 self._check()
@@ -210,7 +209,7 @@ class Save:
             self._notice.off()
 
     def _sync(self) -> None:
-        """Puts on the disk what this process wrote, and what orbax did not rename by its path."""
+        """Syncs what this process wrote to disk, unless `DurablePath` has done so at the rename."""
         if jax.process_index() == 0:
             if self._path.name not in self._written.named:
                 files.sync_tree(self._path)
@@ -220,8 +219,8 @@ class Save:
             files.sync_tree(folder)
 
     def _cut_off(self, path: Path) -> None:
-        """Tells that Python ends before the save, and ends the process: no thread of orbax's can go on, and some would
-        wait for others for minutes."""
+        """Reports that Python exits before the save is done, and ends the process: orbax's threads can no longer work,
+        and some would wait for others for minutes."""
         failed = self._failed and NO_MORE_WORK not in str(self._failed[0])
         why = first_line(self._failed[0]) if failed else "Python ended first"
         if self._over.wait(_ENDING_SECONDS) and not self._failed:
@@ -247,14 +246,14 @@ def _writing(written: Written) -> ocp.Context:
 
 
 def _on_host_if_small(arrays: Mapping[str, Shaped]) -> dict[str, Any]:
-    """The same arrays, small ones in host memory: orbax then writes each in one piece, not one for each device. With
-    several processes no process may have the whole."""
+    """Moves small arrays to host memory: orbax then writes each in one piece, not one per device. With several
+    processes they stay, since none may hold a whole array."""
     fetched = small(arrays) if jax.process_count() == 1 else []
     return {**arrays, **jax.device_get({path: arrays[path] for path in fetched})}
 
 
 def _leave_at_exit() -> None:
-    """Lets Python end although orbax may be waiting for another process: it gives up when this one leaves
+    """Lets Python exit although orbax may be waiting for another process: orbax gives up when this process leaves
     `jax.distributed`."""
     if not any(thread.name == _LEAVES for thread in threading.enumerate()):
         ExitNotice(jax.distributed.shutdown, _LEAVES)
@@ -264,10 +263,10 @@ def _leave_at_exit() -> None:
 
 
 def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
-    """The arrays of a step by path, laid out as `targets` are; a target that is not stored comes back as it is.
+    """Reads a step's arrays by path, with the shardings of `targets`; returns a target that is not stored unchanged.
 
-    Each process reads its parts and waits for no other, so that one that fails can tell the others. What is read at a
-    time is limited: where an array was saved in other parts than are asked for, more is read than kept.
+    Each process reads its parts without waiting for others, so that one that fails can tell them. The bytes in flight
+    are limited, because an array that was saved in different shards needs more bytes read than kept.
     """
     wanted = {stored_name(path): x for path, x in targets.items()}
     if not wanted:
@@ -277,12 +276,12 @@ def read(folder: Path, targets: Mapping[str, Shaped]) -> dict[str, Any]:
     alone.multiprocessing.primary_host = jax.process_index()
     alone.pytree.loading.partial_load = True
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
-    alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than any one read takes
+    alone.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)  # more than the largest read
     check_files_free()
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         path = plain.path / folder.name
         try:
-            read_description(path / ARRAYS / ARRAY_NAMES)  # orbax would take one of any size, or wait for it
+            read_description(path / ARRAYS / ARRAY_NAMES)  # orbax would read a file of any size, or block on a pipe
             sizes.check_arrays(path / ARRAYS, wanted)
             found: Any = quietly(lambda: _load(alone, path, wanted), path)
         except Exception as error:

@@ -1,10 +1,9 @@
-"""Paths that orbax is given: plain ones, which it reads right, and durable ones: a step is on the disk before its name.
+"""Paths for orbax: plain ones, which it handles correctly, and durable ones, which sync a step before naming it.
 
-Orbax's last step looks for files by a pattern that begins with the path, so that * ? and [ in it stand for other names;
-what it writes is then lost, without an error. A backslash becomes a slash, `gs:` and the like are taken for buckets,
-names that are not UTF-8 are refused, and long paths leave no room for what orbax adds. On Linux an open folder has
-another path, /proc/self/fd/<its number>: it stays right even if the folder is renamed, and nothing is left where a
-process is killed.
+Orbax commits by a glob that begins with the path, so that * ? and [ in a path match other names, and the checkpoint is
+lost without an error. It also turns a backslash into a slash, takes `gs:` and the like for buckets, refuses names that
+are not UTF-8, and makes long paths longer than the system allows. On Linux an open folder has a second, plain path,
+/proc/self/fd/<its number>, which stays valid if the folder is renamed and vanishes if the process is killed.
 """
 
 import contextlib
@@ -21,12 +20,12 @@ from jaxshard.system import files
 
 _OPEN_FOLDERS = Path("/proc/self/fd")
 _MISREAD = re.compile(r"[*?\[\\]|\w:/")
-_LONG = 3000  # characters; what orbax writes below has another thousand, and Linux takes 4096 bytes
-_LEAST = 64  # the numbers from here on are free in most processes
+_LONG = 3000  # characters; orbax adds up to 1000, and Linux allows 4096 bytes
+_LEAST = 64  # most processes have free descriptors from here on
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether orbax reads the path of this folder right.
+    """Whether orbax handles this folder's path correctly.
 
     >>> is_plain(Path("/runs/lr=3")), is_plain(Path("/runs/[lr=3]"))
     (True, False)
@@ -40,7 +39,7 @@ def is_plain(folder: Path) -> bool:
 
 
 def check_path(folder: Path) -> None:
-    """Raises ValueError for a folder that has no plain path: only Linux gives one to every folder."""
+    """Raises ValueError if the folder has no plain path; on Linux every folder has one."""
     if not is_plain(folder) and not _OPEN_FOLDERS.is_dir():
         raise ValueError(
             f"Checkpointer: {str(folder)!r} has a character under which orbax loses what is saved (* ? [ ], a "
@@ -49,11 +48,11 @@ def check_path(folder: Path) -> None:
 
 
 class PlainPath:
-    """A path of a folder that orbax reads right, until `close`.
+    """A path of a folder that orbax handles correctly, until `close`.
 
     Attributes:
-      folder: by its own path.
-      path: what orbax is given.
+      folder: its own path.
+      path: the path for orbax.
 
     >>> import contextlib
     >>> with contextlib.closing(PlainPath.of(Path("/"))) as plain:
@@ -67,19 +66,19 @@ class PlainPath:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """For this process alone.
+        """A path for this process alone.
 
         Raises:
-          OSError: there is no such folder.
+          OSError: the folder does not exist.
         """
         return cls(folder, None if is_plain(folder) else _opened(folder, 3))
 
     @classmethod
     def of_all(cls, folder: Path) -> Self:
-        """The same path on all processes, as orbax wants it where they save together.
+        """The same path on all processes, as orbax needs for a joint save.
 
         Raises:
-          OSError: on all processes, if it cannot be opened on one.
+          OSError: on all processes, if one cannot open the folder.
         """
         if is_plain(folder):
             return cls(folder)
@@ -93,20 +92,20 @@ class PlainPath:
             least = max(numbers)
 
     def named_in(self, error: BaseException) -> BaseException:
-        """An error of orbax's, which names the folder as the user does."""
+        """An error of orbax, with the folder's own path in its message."""
         if self.path != self.folder and not isinstance(error, OSError):
             error.args = (str(error).replace(str(self.path), str(self.folder)),)
         return error
 
     def close(self) -> None:
-        """The path is no longer used: its number may come to stand for another folder."""
+        """Closes the folder; its number may then come to stand for another one."""
         if self._number is not None:
             os.close(self._number)
             self._number = None
 
 
 def _opened(folder: Path, least: int) -> int:
-    """The number, `least` or more, of a folder that is open now."""
+    """Opens a folder; returns its descriptor, at least `least`."""
     first = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least)
@@ -114,18 +113,17 @@ def _opened(folder: Path, least: int) -> int:
         os.close(first)
 
 
-# Orbax syncs the arrays, and none of the rest: not the index, not the mark of a commit, not the folders. Its last step
-# renames the step's folder. A path of the class that is given here syncs all that is in the folder before, and the name
-# after.
+# Orbax syncs only the arrays, not the index, the commit marker or the folders, and commits by renaming the step's
+# folder. The path class here syncs the folder's content before the rename, and the name after it.
 
 
 class Written:
-    """What is known of the folders that orbax makes for one save.
+    """The folders that orbax makes for one save.
 
     Attributes:
-      named: the names that folders have got on the disk so far.
-      failed: why a folder could not be made. Orbax hears of it at the rename: its threads would wait for the folder for
-        minutes, in all processes, also when Python ends.
+      named: the names under which folders are on the disk so far.
+      failed: why a folder could not be made. The rename raises it: raised earlier, orbax's threads would wait for the
+        folder for minutes, in all processes, even when Python exits.
     """
 
     def __init__(self) -> None:
@@ -144,7 +142,7 @@ class Written:
                     written.failed.append(error)
 
             def rename(self, target: str | os.PathLike[str]) -> "DurablePath":
-                """Renames a folder; where the disk cannot take it, the folder has its first name again."""
+                """Renames a folder; if the name cannot be synced, restores the old one."""
                 if written.failed:
                     raise written.failed[0]
                 source, named = Path(self), Path(target)

@@ -1,4 +1,4 @@
-"""Keeps quiet what orbax and asyncio log of a load or a save that fails, with tracebacks: its error says it once."""
+"""Silences the tracebacks that orbax and asyncio log when a load or save fails: its error already says why."""
 
 import errno
 import gc
@@ -14,19 +14,19 @@ from jaxshard.base.types import T
 from jaxshard.system.interrupts import deal_with
 
 E = TypeVar("E", bound=BaseException)
-NO_MORE_WORK = "cannot schedule new futures"  # Python's words, once it ends
+NO_MORE_WORK = "cannot schedule new futures"  # Python's message at its exit
 _LOGGERS = ("absl", "asyncio")
 _LOOPS = ("asyncio", "uvloop")  # packages
 
 
 def quietly(load: Callable[[], T], folder: Path) -> T:
-    """The result of `load`, which has orbax read in `folder`.
+    """Returns the result of `load`, by which orbax reads in `folder`.
 
-    Where one array cannot be read, orbax leaves the reads of others behind, whose errors asyncio logs once they are
-    collected. So they are collected here. The error comes without its traceback, which would hold them.
+    When one array cannot be read, orbax abandons the reads of others, whose errors asyncio logs when they are garbage
+    collected. So they are collected here, and the error is raised without its traceback, which would hold them.
 
     Raises:
-      Exception: what `load` raises.
+      Exception: from `load`.
     """
     with quiet(folder), older_objects_left_out():
         try:
@@ -40,9 +40,9 @@ def quietly(load: Callable[[], T], folder: Path) -> T:
 
 
 def forgotten(error: E, folder: Path) -> E:
-    """The error without the frames that raised it; what they held is collected, and says what it has to say now.
+    """The error without its traceback. Objects that its frames held are collected, and log their errors now.
 
-    What is still being written or read in `folder` says it later: asyncio logs it no more.
+    Reads and writes in `folder` that are still running fail later; from now on asyncio does not log them.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
     _late.names.add(str(folder))
@@ -69,9 +69,9 @@ def older_objects_left_out() -> Iterator[None]:
 
 @contextmanager
 def quiet(folder: Path) -> Iterator[None]:
-    """Within the block, warnings and errors that orbax logs, or that asyncio logs of this folder, are dropped.
+    """Within the block, drops warnings and errors that orbax logs, or that asyncio logs about this folder.
 
-    From then on Python prints no traceback of an answer that comes late, either.
+    From then on Python does not print tracebacks of late answers either.
     """
     deal_with(_is_late_answer)
     dropped = _Filter("/orbax/", str(folder))
@@ -100,10 +100,10 @@ _late = _Filter()  # the folders where a load or a save failed
 
 
 def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Whether no code in Python called a closed event loop: such an error has the loop's own frames alone.
+    """Whether a thread of tensorstore called a closed event loop: such an error has only the loop's own frames.
 
-    Where one array fails, orbax closes its loop. Each array that is still being read or written then tells the closed
-    loop that it has ended, from a thread of tensorstore's, for as long as seconds after the save.
+    When one array fails, orbax closes its loop. Each array that is still being read or written reports to the closed
+    loop when it ends, which may be seconds after the save.
     """
     trace = unraisable.exc_traceback
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
@@ -113,7 +113,7 @@ def _is_late_answer(unraisable: "sys.UnraisableHookArgs") -> bool:
 
 @contextmanager
 def while_python_runs(path: Path) -> Generator[None]:
-    """Turns Python's error that it takes no more work into one that names the cure."""
+    """Replaces Python's error at exit, that it takes no new work, by one that names the cure."""
     try:
         yield
     except RuntimeError as error:

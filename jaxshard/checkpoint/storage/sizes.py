@@ -1,8 +1,8 @@
-"""What is stored must be as large as it says, before anything is allocated for it: a small file takes little memory.
+"""Checks stored sizes before allocating memory, so that a small hostile file cannot claim much.
 
-jaxshard stores arrays uncompressed, so that an index that lists more bytes than its folder has is wrong, and so is an
-array with another codec. The tree in which tensorstore finds the pieces of arrays (OCDBT) is compressed by zstd; how
-much it can become is seen from its blocks, without decoding them.
+jaxshard stores arrays uncompressed: an index that lists more bytes than its folder holds is wrong, and so is an array
+with another codec. Tensorstore's index of array chunks (OCDBT) is a tree compressed by zstd; the blocks' headers bound
+its decoded size.
 """
 
 import contextlib
@@ -22,18 +22,15 @@ from jaxshard.checkpoint.storage.paths import PlainPath
 from jaxshard.system import small_files
 
 ARRAYS, ARRAY_NAMES = "state", "_METADATA"  # the folder of the arrays, and orbax's list of them in it
-_ZARR = "/zarr.json"  # ends the name of what describes an array
-_NODE_BYTES = 2**28  # of a node of the tree, decoded: orbax makes them 10**8 bytes long at most
+_ZARR = "/zarr.json"  # ends the name of an array's metadata
+_NODE_BYTES = 2**28  # the most of a decoded node; orbax makes nodes of at most 10**8 bytes
 _ZSTD, _BLOCK_BYTES = 0xFD2FB528, 2**17
 _PLAIN = ([{"name": "bytes"}], [{"configuration": {"endian": "little"}, "name": "bytes"}])
 
 
 def check_index(folder: Path, index: Index) -> None:
-    """Checks that a step's folder may hold the arrays that an index lists, and that it has files and folders only.
-
-    Raises:
-      ValueError: it does not.
-    """
+    """Raises ValueError unless a step's folder is large enough for the arrays of an index, and has only files and
+    folders."""
     listed = sum(num_bytes(entry) for entry in index.values() if is_stored(entry))
     stored = sum(_size(path) for path in files_in(folder))
     if listed > stored:
@@ -48,14 +45,14 @@ def _size(path: Path) -> int:
 
 
 def check_arrays(arrays: Path, wanted: Mapping[str, Shaped]) -> None:
-    """Checks what describes stored arrays, before they are read.
+    """Checks the metadata of stored arrays before they are read.
 
     Args:
-      arrays: the folder of the arrays of a step.
-      wanted: by stored name, with the shapes and dtypes of the index; what is not stored is left out.
+      arrays: the folder of a step's arrays.
+      wanted: by stored name, with the shapes and dtypes of the index; arrays that are not stored are skipped.
 
     Raises:
-      ValueError: an array is described otherwise, or in a way that jaxshard never writes.
+      ValueError: an array's metadata differ from the index, or jaxshard never writes such.
     """
     check_tree(arrays)
     store = open_store(arrays)
@@ -66,16 +63,16 @@ def check_arrays(arrays: Path, wanted: Mapping[str, Shaped]) -> None:
 
 
 def open_store(arrays: Path) -> tensorstore.KvStore:
-    """The store of the arrays' pieces, by name."""
+    """The store of the arrays' chunks, by name."""
     base = {"driver": "file", "path": f"{arrays}/"}
     return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
 
 def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of each array of a step whose pieces are all listed, by its stored name; no piece is read.
+    """(shape, dtype) of each array of a step whose chunks are all listed, by stored name; reads no chunk.
 
     Raises:
-      Exception: as `read` would, where a list cannot be read.
+      Exception: as `read`, if a list cannot be read.
     """
     with contextlib.closing(PlainPath.of(folder.parent)) as plain:
         arrays = plain.path / folder.name / ARRAYS
@@ -93,7 +90,7 @@ def listed(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _num_pieces(said: Mapping[str, Any]) -> int:
-    """How many pieces zarr's description of an array gives it."""
+    """The number of chunks in an array's zarr metadata."""
     piece = said["chunk_grid"]["configuration"]["chunk_shape"]
     return math.prod(-(-size // part) for size, part in zip(said["shape"], piece, strict=True))
 
@@ -112,15 +109,11 @@ def _check_described(name: str, x: Shaped, said: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} of shape {x.shape} is stored in pieces of {chunk}")
 
 
-# The tree of the pieces.
+# The tree of chunks.
 
 
 def check_tree(arrays: Path) -> None:
-    """Checks that no node of the tree is larger than 256 MiB once it is decoded.
-
-    Raises:
-      ValueError: one is, or it is none.
-    """
+    """Raises ValueError for a node of the tree that is damaged, or larger than 256 MiB once decoded."""
     _check_node(read_description(arrays / "manifest.ocdbt"))
     base = tensorstore.KvStore.open({"driver": "file", "path": f"{arrays}/"}).result()
     root = tensorstore.ocdbt.dump(base).result()["versions"][-1]
@@ -138,7 +131,7 @@ def check_tree(arrays: Path) -> None:
 
 
 def _read_node(arrays: Path, location: str) -> bytes:
-    """The bytes of a node, by "btreenode:<folder>:<file>:<offset>:<length>"."""
+    """The bytes of the node at "btreenode:<folder>:<file>:<offset>:<length>"."""
     _, folder, name, offset, length = location.split(":")
     path = Path(folder) / name
     if path.is_absolute() or ".." in path.parts:
@@ -148,7 +141,7 @@ def _read_node(arrays: Path, location: str) -> bytes:
 
 
 def _check_node(data: bytes) -> None:
-    """Of a node's bytes: a mark, a length, the version, whether it is compressed, the content and a CRC-32C."""
+    """Checks a node: magic number, length, version, compression flag, content, CRC-32C."""
     version, compressed, content = data[12:13], data[13:14], data[14:-4]
     if version != b"\0" or compressed not in (b"\0", b"\1"):
         raise ValueError("a node of its tree begins as none does")
@@ -159,7 +152,7 @@ def _check_node(data: bytes) -> None:
 
 
 def _most_bytes(frame: bytes) -> int:
-    """The most bytes that a frame of zstd can become, by its blocks (RFC 8878, section 3.1.1).
+    """The largest decoded size of a zstd frame, by its blocks (RFC 8878, section 3.1.1).
 
     >>> _most_bytes(bytes.fromhex("28b52ffd2003190000616263"))  # "abc", as it is
     3
