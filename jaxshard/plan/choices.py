@@ -1,4 +1,4 @@
-"""What there is to train on, and the ways to train that are worth comparing on it."""
+"""The devices to train on, and the candidate strategies and meshes for them."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,13 @@ from jaxshard.mesh import abstract_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What there is to train on.
+    """The devices to train on.
 
     Attributes:
       chip: the kind of each device.
-      num_devices: how many there are.
-      memory_bytes: how much memory of each may be used, in bytes.
-      torus: the sides of a TPU's torus; () where they are not known, or there is none.
+      num_devices: the number of devices.
+      memory_bytes: usable memory of each device, in bytes.
+      torus: the sides of a TPU's torus; () if unknown or not a torus.
     """
 
     chip: Chip
@@ -29,21 +29,21 @@ class Target:
 
     @property
     def num_domains(self) -> int:
-        """Groups of devices that fast links join."""
+        """The number of groups of devices that fast links join."""
         return max(1, self.num_devices // self.chip.domain_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to train.
+    """A strategy on a mesh, with its options.
 
     Attributes:
       strategy: "ddp", "zero1", ..., or "hybrid".
       data, tensor, pipeline, replica: devices along each axis of the mesh.
       zero: the ZeRO level of "hybrid".
-      microbatches: parts of each device's rows.
-      state_axes: the axes that the state is cut over; () for the strategy's own.
-      state_memory: where the state lies, as the strategies take it.
+      microbatches: the number of microbatches that each device's rows are split into.
+      state_axes: the axes that the state is sharded over; () for the strategy's default.
+      state_memory: as the strategies take it.
     """
 
     strategy: str
@@ -78,16 +78,16 @@ class Candidate:
         return math.prod(self.sizes.values())
 
     def mesh(self, target: Target) -> AbstractMesh:
-        """The mesh, without devices."""
+        """An abstract mesh."""
         chip, sides = target.chip, "x".join(map(str, target.torus))
         kind = f"{chip.name}:{sides}" if sides else chip.name
         return abstract_mesh(self.num_devices, **self.sizes, platform=chip.platform, device_kind=kind)
 
 
 def side_by_side(target: Target, microbatches: int = 1) -> list[Candidate]:
-    """The data-parallel strategies on all devices; where there are several domains, hsdp with a replica on each.
+    """The data-parallel strategies on all devices; with several domains also hsdp, one replica on each.
 
-    Its state is cut within each replica, or over all devices.
+    For hsdp there are two candidates: state sharded within each replica, and over all devices.
     """
     found = [
         Candidate(strategy, data=target.num_devices, microbatches=microbatches)
@@ -107,12 +107,12 @@ def candidates(
     tensors: Sequence[int] = (1,),
     pipelines: Sequence[int] = (1,),
 ) -> list[Candidate]:
-    """Strategy x mesh x microbatches, for `fit`.
+    """All combinations of strategy, mesh and microbatches, for `fit`.
 
     Args:
       target: the devices.
-      microbatches: parts of each device's rows to try.
-      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are left out.
+      microbatches: numbers of microbatches to try.
+      tensors, pipelines: sizes of those axes to try; those that the devices do not allow are skipped.
     """
     found: list[Candidate] = []
     for m, tensor, pipeline in itertools.product(microbatches, tensors, pipelines):

@@ -1,7 +1,6 @@
-"""What a traced step will cost each device: arithmetic, bytes moved, the most memory at once, and time. Nothing is
-compiled.
+"""The costs of a traced step on each device: arithmetic, bytes moved, peak memory, and time. Nothing is compiled.
 
-`docs/plan_figures.md` says how near the compilers this comes.
+`docs/plan_figures.md` compares the predictions with compiled programs.
 """
 
 import dataclasses
@@ -18,16 +17,16 @@ from jaxshard.programs.primitives import COND, DEVICE_PUT, WHILE
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one step costs each device.
+    """The costs of one step on each device.
 
     Attributes:
       flops: multiplications and additions of matrix products and convolutions, by the dtype of their operands.
       product_bytes: bytes that products read from memory and write to it.
-      memory_bytes: the same for all else: element-wise operations, reductions, lookups, the optimizer.
-      collectives: in the order of the program; one in a loop is there once, with its trips.
-      peak_bytes: the most memory at once in bytes, inputs included.
+      memory_bytes: the same for all other operations: element-wise, reductions, lookups, the optimizer.
+      collectives: in program order; one in a loop is listed once, with its trips.
+      peak_bytes: peak memory in bytes, inputs included.
       trips_known: False if there is a while loop, which counts as one trip.
-      host_bytes: bytes that come from the host's memory, or go there.
+      host_bytes: bytes transferred from and to host memory.
     """
 
     flops: dict[str, float]
@@ -44,7 +43,7 @@ class Costs:
         return sum(m.wire_bytes for m in self.collectives)
 
     def wire_bytes_by_axes(self) -> dict[str, float]:
-        """Bytes that a device sends, by the axes of the mesh they go along: {"data": ..., "data x tensor": ...}."""
+        """Bytes that a device sends, by mesh axes: {"data": ..., "data x tensor": ...}."""
         found: dict[str, float] = {}
         for m in self.collectives:
             axes = " x ".join(m.axes)
@@ -57,7 +56,7 @@ def costs_of(block: Block, donated: Sequence[bool], platform: str) -> Costs:
 
     Args:
       block: the program on each device (`from_jaxpr.written_out`).
-      donated: for each of its inputs, whether it may be written over.
+      donated: for each of its inputs, whether it may be overwritten.
       platform: "cpu", "gpu" or "tpu".
     """
     flops: dict[str, float] = {}
@@ -76,7 +75,7 @@ def _host_bytes(block: Block) -> int:
 
 
 def _add_up(block: Block, trips: int, flops: dict[str, float], moved: list[Moved]) -> bool:
-    """Adds the arithmetic of products, and the collectives; False if some loop's trips are not known."""
+    """Adds the arithmetic of products, and the collectives; returns False if some loop's trip count is unknown."""
     known = True
     for op in block.ops:
         if count := product_flops(op):
@@ -91,7 +90,7 @@ def _add_up(block: Block, trips: int, flops: dict[str, float], moved: list[Moved
 
 
 def _add_dearest(op: Op, trips: int, flops: dict[str, float], moved: list[Moved]) -> bool:
-    """Adds the branch with the most arithmetic, as only one runs; False if some loop's trips are not known."""
+    """Adds only the branch with the most arithmetic; returns False if some loop's trip count is unknown."""
     choices: list[tuple[dict[str, float], list[Moved]]] = [({}, []) for _ in op.blocks]
     known = [_add_up(block, trips, *one) for block, one in zip(op.blocks, choices, strict=True)]
     more, sent = max(choices, key=lambda one: (sum(one[0].values()), sum(m.wire_bytes for m in one[1])))
@@ -101,20 +100,19 @@ def _add_dearest(op: Op, trips: int, flops: dict[str, float], moved: list[Moved]
     return all(known)
 
 
-# How long a step takes at the least: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model",
-# 2009.
+# The roofline: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
 
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """How long each resource is busy at the least, in seconds per step.
+    """The least time that each resource is busy, in seconds per step.
 
     Attributes:
-      products: matrix products, at the chip's peak, or as fast as their operands come.
-      memory: reading and writing for all else; on simulated devices also what the operating system hands out anew.
+      products: matrix products, at the chip's peak, or at the memory bandwidth of their operands.
+      memory: reads and writes of all other operations; on simulated devices also fresh pages of the operating system.
       links: sending, inside the fast domain and between domains.
-      waits: starting collectives, however small.
-      host: what comes from the host's memory, and goes there.
+      waits: the latency of starting collectives.
+      host: transfers from and to host memory.
     """
 
     products: float
@@ -125,17 +123,17 @@ class Seconds:
 
     @property
     def overlapped(self) -> float:
-        """If all sending overlapped with computing: no step is faster."""
+        """The time if all communication overlapped with computation: a lower bound."""
         return max(self.products + self.memory, self.links, self.host)
 
     @property
     def total(self) -> float:
-        """If nothing that is sent overlapped with computing; what plans are ranked by."""
+        """The time if no communication overlapped with computation; `fit` ranks by it."""
         return self.products + self.memory + self.links + self.waits + self.host
 
     @property
     def bound(self) -> str:
-        """What takes longest: "products", "memory", "links" or "host"."""
+        """The resource that takes longest: "products", "memory", "links" or "host"."""
         times = {"products": self.products, "memory": self.memory, "links": self.links, "host": self.host}
         return max(times, key=lambda name: times[name])
 
@@ -146,7 +144,7 @@ def roofline(costs: Costs, sizes: AxisSizes, temporary_bytes: int, chip: Chip) -
     Args:
       costs: of the step, on each device.
       sizes: devices along each axis of the mesh.
-      temporary_bytes: of the peak, what comes and goes in a step, in bytes.
+      temporary_bytes: the part of the peak that is allocated and freed in each step, in bytes.
       chip: the kind of each device.
     """
     flops = sum(count / chip.flops.get(dtype, chip.flops["float32"]) for dtype, count in costs.flops.items())
@@ -162,7 +160,7 @@ def roofline(costs: Costs, sizes: AxisSizes, temporary_bytes: int, chip: Chip) -
 
 
 def bandwidth_along(axes: str, sizes: AxisSizes, chip: Chip) -> float:
-    """Bytes per second that a device sends along axes ("data x tensor"): by the network, if they leave the domain."""
+    """Bytes per second that a device sends along axes ("data x tensor"): the network's if they leave the domain."""
     names = list(sizes)
     outermost = min(names.index(axis) for axis in axes.split(" x "))
     span = math.prod(list(sizes.values())[outermost:])

@@ -1,7 +1,7 @@
-"""A traced step written out: calls opened, dead work dropped, each value with its size on one device.
+"""Expands a traced step: inlines calls, drops dead code, and gives each value its size on one device.
 
-Inside `jax.shard_map` shapes are one device's already. In the global view around it the inner optimizer runs, and XLA
-partitions: the specs of values are followed from operation to operation, as its partitioner follows them.
+Inside `jax.shard_map`, shapes are already one device's. Around it, in the global view, the inner optimizer runs and XLA
+partitions: specs are propagated from operation to operation, as XLA's partitioner does.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from jaxshard.programs.primitives import (
 
 
 def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform: str) -> Block:
-    """The program that `jaxpr` is on each device.
+    """The program of `jaxpr` on each device.
 
     Args:
       jaxpr: of a step traced in the global view.
       in_specs: the PartitionSpec of each of its inputs.
       sizes: devices along each axis of the mesh.
-      platform: whose branch of `platform_dependent` is taken: "cpu", "gpu" or "tpu".
+      platform: "cpu", "gpu" or "tpu"; selects the branch of `platform_dependent`.
     """
     writer = _Writer(sizes, platform)
     ins = [writer.value(v.aval, spec) for v, spec in zip(open_jaxpr(jaxpr).invars, in_specs, strict=True)]
@@ -48,7 +48,7 @@ def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform:
     return block
 
 
-# Writing out.
+# Expansion.
 
 
 class _Writer:
@@ -94,7 +94,7 @@ class _Writer:
             return self._while(eqn, ins, ops, in_global_view)
         if name == SHARD_MAP:
             return self._shard_map(eqn, ins, ops)
-        if any(isinstance(x, _Known) for x in ins):  # cast, clamped, reshaped on its way to the branches
+        if any(isinstance(x, _Known) for x in ins):  # JAX casts, clamps and reshapes the branch index
             return [next(x for x in ins if isinstance(x, _Known))] * len(eqn.outvars)
         if name in (CONSTRAINT, RESHARD):
             sharding: NamedSharding = params["sharding" if "sharding" in params else "dst_sharding"]
@@ -146,7 +146,7 @@ class _Writer:
         return Value(x.shape[1:], x.dtype, x.spec[1:], self._size(a for e in x.spec[1:] for a in e), x)
 
     def _while(self, eqn: Equation, ins: list[Any], ops: list[Op], in_global_view: bool) -> list[Value]:
-        """A while loop. How often it runs is not known, so it counts once."""
+        """A while loop. Its trip count is unknown, so it counts once."""
         skip = eqn.params["cond_nconsts"]
         block = self._block(eqn.params["body_jaxpr"], ins[skip:], in_global_view)
         outs = [self.value(v.aval, x.spec) for v, x in zip(eqn.outvars, block.outs, strict=True)]
@@ -172,7 +172,7 @@ class _Writer:
         return whole
 
     def _resharded(self, x: Value, spec: P, ops: list[Op]) -> Value:
-        """`x` with another spec. Nothing moves where axes are only added."""
+        """`x` with another spec. Adding axes moves nothing."""
         wanted = self.value(x, spec)
         if wanted.spec == x.spec:
             return x
@@ -236,14 +236,14 @@ def _dtype(v: Var) -> Any:
 
 
 def _with_memory(dtype: Any, aval: Any) -> Any:
-    """The dtype, or what stands for it where an array lies in the host's memory."""
-    space = getattr(aval, "memory_space", None)  # an enumeration of JAX's
+    """The dtype, or `OnHost` for an array in host memory."""
+    space = getattr(aval, "memory_space", None)  # an enumeration of JAX
     return OnHost(str(dtype)) if getattr(space, "name", "") == "Host" else dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """The number of the branch of `platform_dependent` that is taken."""
+    """The index of the branch of `platform_dependent` that runs."""
 
     index: int
 

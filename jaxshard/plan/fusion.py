@@ -1,4 +1,4 @@
-"""What is in memory, and what is not: element-wise work is done where its result is read."""
+"""Which results a fusing compiler writes to memory: element-wise operations run inside the kernels that read them."""
 
 from collections.abc import Sequence
 
@@ -21,23 +21,23 @@ from jaxshard.programs.primitives import (
 
 
 def distinct(values: Sequence[Value]) -> list[Value]:
-    """The arrays in memory behind values, each once."""
+    """The distinct arrays in memory behind values."""
     return list(dict.fromkeys(x.root for x in values))
 
 
 class Fusion:
-    """One block, as a compiler that fuses runs it.
+    """One block, as a fusing compiler runs it.
 
-    An operation is virtual if its result is never in memory, because all that read it make it themselves.
+    An operation is virtual if its result is never in memory, because all its readers compute it themselves.
 
     Args:
-      products_cast: matrix products make no more of what they read than casts of what is in memory.
+      products_cast: matrix products fuse only casts of arrays in memory.
 
     Attributes:
       block: the block.
       platform: "cpu", "gpu" or "tpu".
-      made: the operation that makes each value.
-      readers: the operations that read each array.
+      made: value -> the operation that makes it.
+      readers: array -> the operations that read it.
       kept: the arrays that the block's results are read from.
     """
 
@@ -68,14 +68,14 @@ class Fusion:
         return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in readers)
 
     def _stands_for_several(self, op: Op) -> bool:
-        """Whether an operation adds arrays, so that to keep the sum is to keep less than these: a residual stream."""
+        """Whether an operation adds arrays, so that its sum takes less memory than they do: a residual stream."""
         if op.name not in ADDS:
             return False
         sources = {s for x in op.ins for s in self.sources(x)}
         return sum(s.bytes >= op.outs[0].bytes > 0 for s in sources) > 1
 
     def _takes(self, reader: Op, op: Op) -> bool:
-        """Whether `reader` makes the result of `op` itself, as it goes."""
+        """Whether the kernel of `reader` computes the result of `op` itself."""
         if self._products_cast and self._feeds_product(reader):
             return self._is_passed_on(op)
         if reader.name in FUSED or reader.name in REDUCTIONS:
@@ -87,14 +87,14 @@ class Fusion:
         return reader.name in UPDATES and op.outs[0] is not reader.ins[0].root
 
     def _feeds_product(self, op: Op) -> bool:
-        """Whether the operation is a matrix product, or part of one that reads its result."""
+        """Whether the operation is a matrix product, or fused into one."""
         if op.name == PRODUCT:
             return True
         is_part = op.name in FUSED_INTO[PRODUCT] and self.is_virtual(op)
         return is_part and any(map(self._feeds_product, self.readers.get(op.outs[0], ())))
 
     def _is_passed_on(self, op: Op) -> bool:
-        """Whether a product takes the operand instead: the operation moves elements, or casts what is in memory."""
+        """Whether a product can read the operand instead: the operation moves elements, or casts an array in memory."""
         if op.name not in FUSED_INTO[PRODUCT]:
             return False
         made = self.made.get(op.ins[0].root)
@@ -116,17 +116,17 @@ class Fusion:
         return frozenset(s for x in op.ins for s in self.sources(x))
 
     def read_elsewhere(self, op: Op) -> frozenset[Value]:
-        """The arrays that an element-wise operation reads at other places than it writes, so not to be written over."""
+        """The arrays that an element-wise operation reads at other indices than it writes, and so cannot overwrite."""
         makers = [self.made.get(x.root) for x in op.ins]
         if op.name == TRANSPOSE and makers[0] is not None and makers[0].name == PRODUCT:
-            return frozenset()  # a product writes its result in any order of dims
+            return frozenset()  # a product can write its result in any order of dims
         if op.name not in POINTWISE:
             return self.read_by(op)
         inner = [self.read_elsewhere(made) for made in makers if made is not None and self.is_virtual(made)]
         return frozenset[Value]().union(*inner)
 
     def touched(self, op: Op) -> int:
-        """Bytes that an operation reads and writes. If it slices or updates an array, that part counts alone."""
+        """Bytes that an operation reads and writes. Of an array that it slices or updates, only that part counts."""
         written = sum(x.bytes for x in op.outs)
         if op.name in PICKS:
             return 2 * written

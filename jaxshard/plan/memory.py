@@ -1,6 +1,6 @@
-"""The most memory that a program needs at once, and what it reads and writes.
+"""A program's peak memory, and the bytes it reads and writes.
 
-Memory is that of a compiler that fuses (`fusion`): an array makes room after its last use, and is updated in place.
+It models a fusing compiler (`fusion`): arrays are freed after their last use, and updated in place.
 """
 
 import heapq
@@ -13,15 +13,15 @@ from jaxshard.programs.primitives import COND, FUSED, LOOPS, UPDATES
 
 
 def peak_bytes(block: Block, freed: Sequence[Value], platform: str) -> int:
-    """The most bytes at once: of the `freed` inputs, which end with their last use, and of all that the block makes."""
+    """Peak bytes of the `freed` inputs, which end with their last use, and of all arrays that the block makes."""
     return _Lives(_fusion(block, platform), freed).peak()
 
 
 def traffic(block: Block, platform: str) -> tuple[float, float]:
-    """Bytes that are read and written by products, and by all else.
+    """Bytes that products read and write, and bytes of all other operations.
 
-    On GPU too, products are taken to make what they read: that comes closer to compiled programs, whose kernels share
-    what they read (decoder of `jaxshard bench`, bfloat16: 25.1 GB beside 19.7 compiled; otherwise it would be 32.8).
+    It assumes on GPU too that products fuse their operands. That is closer to compiled programs, whose kernels share
+    reads (decoder of `jaxshard bench`, bfloat16: 25.1 GB predicted, 19.7 compiled; without the assumption 32.8).
     """
     fusion = Fusion(block, platform)
     products = rest = 0.0
@@ -39,12 +39,12 @@ def traffic(block: Block, platform: str) -> tuple[float, float]:
 
 
 class _Lives:
-    """When the arrays of a block begin and end.
+    """The lifetimes of a block's arrays.
 
     Args:
       fusion: of the block.
       freed: inputs that end with their last use.
-      copied: inputs that are copied when they are first used; the copy ends with the last use.
+      copied: inputs that are copied at their first use; the copy ends with the last use.
     """
 
     def __init__(self, fusion: Fusion, freed: Sequence[Value], copied: Sequence[Value] = ()):
@@ -53,7 +53,7 @@ class _Lives:
         self.is_gpu = fusion.platform == "gpu"
 
     def ends(self, s: Value) -> bool:
-        """Whether an array makes room after its last use."""
+        """Whether an array is freed after its last use."""
         return s in self._end_here and s not in self.fusion.kept
 
     def peak(self) -> int:
@@ -75,7 +75,7 @@ class _Lives:
     def ordered(self) -> list[Op]:
         """The operations that are not virtual, in the order in which they run.
 
-        What comes after the loss (the update) compilers order so that memory is freed first; XLA for CPU keeps the
+        Compilers reorder the operations after the loss (the update) to free memory early; XLA for CPU keeps the
         program's order.
         """
         ops = [op for op in self.fusion.block.ops if not self.fusion.is_virtual(op)]
@@ -85,7 +85,7 @@ class _Lives:
         return ops[:start] + _Thrift(self, ops[start:]).ordered()
 
     def _reused(self, op: Op, dying: list[Value]) -> int:
-        """Bytes of the operation's results that take the place of arrays that it is the last to read."""
+        """Bytes of the operation's results that reuse the memory of arrays that end with it."""
         if op.name in FUSED:
             size = op.outs[0].bytes
             if self.is_gpu and xla_gpu.normalises(self.fusion, op):
@@ -101,7 +101,7 @@ class _Lives:
         return 0
 
     def _inside(self, op: Op) -> int:
-        """Bytes that a loop or conditional needs beside its inputs and results."""
+        """Bytes that a loop or conditional needs besides its inputs and results."""
         return max((_peak_of_turn(op, block, self.fusion.platform) for block in op.blocks), default=0)
 
 
@@ -110,7 +110,7 @@ def _fusion(block: Block, platform: str) -> Fusion:
 
 
 def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
-    """The most bytes that a turn of a loop, or a branch, needs beside what it is given."""
+    """Peak bytes of one iteration of a loop, or of a branch, besides its inputs."""
     consts, carries = op.split
     carried, fusion = block.ins[consts : consts + carries], _fusion(block, platform)
     held = sum(x.bytes for x in distinct(carried))
@@ -121,12 +121,13 @@ def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
 
 
 def _keeps_its_place(op: Op) -> bool:
-    """Whether an operation is a loop, or a product of the loss (the optimizer's are in the global view)."""
+    """Whether compilers keep the operation in program order: a loop, or a product of the loss (the optimizer's products
+    are in the global view)."""
     return bool(op.blocks) or (not op.in_global_view and product_flops(op) > 0)
 
 
 class _Thrift:
-    """A topological order of operations: of those that are ready, always the one that adds least to what is held."""
+    """Orders operations topologically; of those that are ready, the one that adds the fewest live bytes comes first."""
 
     def __init__(self, lives: _Lives, ops: list[Op]):
         self.lives, self.ops = lives, ops
@@ -146,7 +147,7 @@ class _Thrift:
         done: dict[Op, None] = {}
         while self.heap:
             *_, op = heapq.heappop(self.heap)
-            if op not in done:  # else it was offered again, when it had come to free more
+            if op not in done:  # an operation is offered again when it frees more
                 done[op] = None
                 self._follow(op)
         return list(done)
@@ -156,7 +157,7 @@ class _Thrift:
             heapq.heappush(self.heap, (self._net(op), self.places[op], op))
 
     def _follow(self, op: Op) -> None:
-        """Offers the operations that are ready, or free more, now that `op` is done."""
+        """Offers the operations that are ready, or free more, after `op`."""
         for s in self.reads[op]:
             self.readers[s].discard(op)
             for last in self.readers[s] if len(self.readers[s]) == 1 else ():
@@ -166,6 +167,6 @@ class _Thrift:
             self._offer(reader)
 
     def _net(self, op: Op) -> int:
-        """Bytes that the operation adds to what is held."""
+        """Live bytes that the operation adds."""
         ended = [s for s in self.reads[op] if len(self.readers[s]) == 1 and self.lives.ends(s)]
         return sum(out.bytes for out in op.outs) - sum(s.bytes for s in ended)

@@ -1,4 +1,4 @@
-"""A program as each device runs it: values with their size on one device, operations, blocks of them."""
+"""A program as each device runs it: values with their size on one device, operations, and blocks of operations."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from jaxshard.hardware.chips import ring_bytes
 from jaxshard.programs.dims import moved_dims
 from jaxshard.programs.primitives import COND, CONVOLUTION, PRODUCT, RESHAPE, SCAN
 
-Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that cut it
+Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that shard it
 
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A collective as predicted: its kind, payload in bytes, and axes of the mesh; see `inspect.Collective`."""
+    """A predicted collective: its kind, payload in bytes, and mesh axes; see `inspect.Collective`."""
 
     kind: str
     bytes: int
@@ -32,14 +32,14 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """The dtype of an array in the host's memory, of which no byte is on a device."""
+    """The dtype of an array in host memory, which takes no device memory."""
 
     name: str
     itemsize: int = 0
 
 
 class Value:
-    """An array: its shape (whole in the global view, one device's in the local one), and how it is cut."""
+    """An array: its shape (the global one in the global view, one device's in the local view) and its sharding."""
 
     __slots__ = ("dtype", "parts", "root", "shape", "spec")
 
@@ -54,12 +54,12 @@ class Value:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element; 0 for tokens and other values that are no arrays."""
+        """Bytes of an element; 0 for tokens and other values that are not arrays."""
         return getattr(self.dtype, "itemsize", 0)
 
     @property
     def bytes(self) -> int:
-        """On one device."""
+        """Bytes on one device."""
         return self.size * self.itemsize
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One operation. A loop has its body in `blocks`, and in `split` how many constants and carries it takes."""
+    """One operation. For a loop, `blocks` has its body, and `split` the numbers of its constants and carries."""
 
     name: str
     ins: list[Value]
@@ -83,7 +83,7 @@ class Op:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """A program: its inputs, its operations in their order, its outputs."""
+    """A program: its inputs, its operations in order, its outputs."""
 
     ins: list[Value]
     ops: list[Op]
@@ -94,7 +94,7 @@ class Block:
 
 
 def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
-    """The block without the operations that its wanted outputs do not need; and for each input, whether it is used."""
+    """Returns (the block without operations that its wanted outputs do not need, whether each input is used)."""
     outs = [out for out, yes in zip(block.outs, wanted, strict=True) if yes]
     live = {out.root for out in outs}
     ops: list[Op] = []
@@ -134,7 +134,7 @@ def _only(items: Sequence[T], kept: Sequence[bool]) -> list[T]:
 
 
 def rescaled(block: Block, old: int, new: int) -> Block:
-    """The block with `new` rows in place of `old`: all dims that `old` divides are scaled."""
+    """The block with `new` rows instead of `old`: scales all dims that `old` divides."""
     return _Rescaler(old, new).block(block)
 
 
@@ -168,7 +168,7 @@ class _Rescaler:
 
 
 def product_flops(op: Op) -> float:
-    """Multiplications and additions of a matrix product, convolution or kernel of one's own; 0 for other operations."""
+    """Multiplications and additions of a matrix product, convolution or custom kernel; 0 for other operations."""
     if op.name == PRODUCT:
         contracted: Sequence[int] = op.params["dimension_numbers"][0][0]
         deep = math.prod(op.ins[0].shape[d] for d in contracted)
@@ -181,13 +181,13 @@ def product_flops(op: Op) -> float:
     return float(op.params["flops_per_element"] * op.ins[0].size) if "flops_per_element" in op.params else 0.0
 
 
-# How cuts go from operation to operation in the global view, where XLA partitions.
+# Propagation of specs in the global view, as XLA's partitioner does it.
 
 
 def followed(
     name: str, params: Mapping[str, Any], ins: list[Value], shapes: list[tuple[int, ...]]
 ) -> tuple[list[Spec], tuple[str, ...]]:
-    """(the spec of each output, the axes over which it is summed).
+    """Returns (the spec of each output, the axes over which it is summed).
 
     Args:
       name: of the primitive.
@@ -232,7 +232,7 @@ def _followed_product(
 
 
 def _widest(ins: list[Value], shape: tuple[int, ...]) -> Spec:
-    """The spec of the input of this rank that is cut most, in the dims whose size stays."""
+    """The spec of the most sharded input of this rank, in the dims that keep their size."""
     alike = [x for x in ins if len(x.shape) == len(shape)]
     best = max(alike, key=lambda x: x.parts, default=None)
     if best is None:
@@ -241,7 +241,7 @@ def _widest(ins: list[Value], shape: tuple[int, ...]) -> Spec:
 
 
 def _reshaped(x: Value, shape: tuple[int, ...]) -> Spec:
-    """Dims with the same sizes before them (or after) keep their cuts."""
+    """Dims with the same sizes before them (or after) keep their specs."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     for i, axes in enumerate(x.spec):
         before = math.prod(x.shape[:i])

@@ -1,6 +1,6 @@
-"""All strategies side by side, and the best of them, before anything is compiled or rented.
+"""Compares strategies, and finds the best, before anything is compiled or rented.
 
-ZeRO's table of bytes at rest: Rajbhandari et al. 2020, section 5.
+ZeRO's bytes at rest: Rajbhandari et al. 2020, section 5.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jaxshard.plan.prediction import AnyRows, LaidOut, Row, predict
 from jaxshard.step.step import TrainStep, train_step
 from jaxshard.system.text import seconds_in_words, size_in_words
 
-# What a candidate trains with, (step, params, batch, *args) as `predict` takes them; and what makes it on a mesh.
+# (step, params, batch, *args), as `predict` takes them.
 Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
 Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
 
@@ -41,10 +41,10 @@ def building(
     *args: Tree,
     **options: Any,
 ) -> Build:
-    """`build` for any model: a loss, an optax optimizer, and params and batch, arrays or abstract ones.
+    """Makes `build` for any model, from a loss, an optax optimizer, params and a batch (arrays or abstract).
 
     Args:
-      loss_fn, params, batch, args: as `train_step` takes them; the batch is that of all devices.
+      loss_fn, params, batch, args: as `train_step` takes them; the batch is the global one.
       inner: the optax optimizer.
       options: of `train_step` (`has_aux`, `weighted`, ...) and of the strategies (`specs`, `master_dtype`, ...).
 
@@ -75,10 +75,10 @@ def building(
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Candidates ranked: those that fit by time, then the others by how much they are too large.
+    """Ranked candidates: those that fit, by time; then the others, by the memory they lack.
 
-    `refused` has those that the model's sizes do not allow, or whose params and state alone are too large, with the
-    reason.
+    `refused` lists, with the reason, those that the model's sizes do not allow, or whose params and state alone do not
+    fit.
     """
 
     rows: tuple[Row, ...]
@@ -90,7 +90,7 @@ class Fit:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
     def why(self) -> str:
-        """Why the best is best, and the next cheaper change; if nothing fits, by how much, or why not."""
+        """Explains why the best is best, and the next cheaper change; or why nothing fits, and how much is missing."""
         if self.best is None:
             return _nothing_fits(self.rows, self.refused)
         best, others, took = self.best, [row for row in self.rows[1:] if row.fits], self.best.seconds
@@ -140,14 +140,14 @@ def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]])
 
 
 def fit(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
-    """Ranks candidates: strategy x mesh x microbatches. If none fits, the same with the state on the host, too.
+    """Ranks candidates. If none fits, ranks the same with the state on the host, too.
 
-    Where params and state alone are too large, shapes say so, and nothing is traced; if nothing else is left, those
-    that hold least are.
+    Candidates whose params and state alone do not fit are refused by their shapes, without tracing; if no other
+    candidate fits, those that hold the least are traced.
 
     Args:
-      build: as for `compare`; it raises a ValueError for a candidate that the model's sizes do not allow.
-      found: see `candidates`.
+      build: as for `compare`; raises ValueError for a candidate that the model's sizes do not allow.
+      found: from `candidates`.
       target: the devices.
     """
     found = list(found)
@@ -187,15 +187,15 @@ def _ranked(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
 
 
 def at_rest(step: TrainStep, params: Tree, *_: Tree) -> int:
-    """Bytes of params and state on each device, by shapes alone."""
+    """Bytes of params and state on each device, from shapes alone."""
     return LaidOut(step, params, None).held_bytes
 
 
 def largest_batch(found: AnyRows, target: Target) -> int:
-    """The most rows per step that fit, to 1%; 0 if not even the fewest do.
+    """The most rows per step that fit, to within 1%; 0 if not even the smallest batch does.
 
     Args:
-      found: of one candidate.
+      found: predictions of one candidate.
       target: the devices.
     """
     limit, unit = target.memory_bytes, found.parts
@@ -213,7 +213,7 @@ def largest_batch(found: AnyRows, target: Target) -> int:
         ahead = low[0] + int((limit - low[1]) / slope)
         at = max(low[0] + 1, min(ahead, high[0] - 1)) if high else max(ahead, low[0] + 1) + (low[0] == ahead)
         if low[0] > 2**30:
-            break  # it takes no memory
+            break  # rows take no memory
     return low[0] * unit
 
 
@@ -221,9 +221,9 @@ def fewest_devices(build: Build, target: Target, candidate: Candidate) -> int | 
     """The fewest devices on which the candidate fits, by doubling its data axis; None if 2**16 are too few.
 
     Args:
-      build: as for `compare`; what it refuses (rows that do not divide) is passed over.
-      target: its chip and memory count, its number of devices does not.
-      candidate: the strategy, with tensor and pipeline axes as they are to stay.
+      build: as for `compare`; sizes that it refuses (rows that do not divide) are skipped.
+      target: only its chip and memory matter, not its number of devices.
+      candidate: the strategy; its tensor and pipeline axes stay fixed.
     """
     larger = candidate
     while larger.num_devices <= 2**16:

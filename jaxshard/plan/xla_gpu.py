@@ -1,15 +1,14 @@
-"""What XLA for GPU does to a program before it runs it, where that changes memory; each was seen in compiled steps.
+"""XLA for GPU's program transformations that change memory; each was seen in compiled steps.
 
-* It makes one kernel of a sum over rows and the element-wise work on them, which writes beside what it reads.
-* A matrix product takes casts of what is in memory, no other element-wise work: a layer's normed input is kept for the
-  weight's gradient.
-* It makes two turns of a loop one, and sums the first's gradients while the second computes: they are held that long.
-* A turn copies its slice of an array that the loop goes through, where a product or several kernels read it.
-* cuDNN takes a convolution's kernel in another order of dims than JAX's programs keep it in. XLA transposes each one
-  before its first convolution, and keeps that for the backward pass.
+* It fuses a sum over rows and the element-wise work on them into one kernel, which cannot overwrite what it reads.
+* It fuses only casts of arrays in memory into a matrix product, no other element-wise work: a layer's normed input is
+  kept for the weight's gradient.
+* It merges two iterations of a loop, and reduces the first one's gradients while the second computes; both are live.
+* An iteration copies its slice of a scanned array if a product or several kernels read it.
+* cuDNN needs a convolution's kernel in a different dim order than JAX. XLA transposes each kernel before its first
+  convolution, and keeps the copy for the backward pass.
 
-Products that it would put off, and loops that it would begin early, wait in our programs, which
-`platforms.backward` orders.
+XLA would also delay products and start loops early; `platforms.backward` orders our programs to prevent that.
 """
 
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.program import Block, Op, Value
 from jaxshard.programs.primitives import CONVERT, CONVOLUTION, FUSED, GATHERS, REDUCTIONS, REV
 
-_LONGEST_ROW = 2**13  # elements that one block of threads keeps
+_LONGEST_ROW = 2**13  # elements that one thread block keeps
 
 
 def normalises(fusion: Fusion, op: Op) -> bool:
-    """Whether the operation is part of a kernel that sums rows as it goes, and so cannot write over what it reads."""
+    """Whether the operation is part of a kernel that also sums rows, and so cannot overwrite what it reads."""
     shape = op.outs[0].shape
     if not shape or shape[-1] > _LONGEST_ROW:
         return False
@@ -39,9 +38,9 @@ def bytes_of_turn_before(block: Block) -> int:
 
 
 def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:
-    """The slices of scanned arrays, after the first `num_given` inputs of a turn, that the turn makes copies of.
+    """The slices of scanned arrays (inputs of an iteration after the first `num_given`) that the iteration copies.
 
-    Element-wise work that alone reads a slice takes it from where it lies.
+    A slice that only one element-wise kernel reads is read in place.
     """
     readers: dict[Value, list[Op]] = {}
     for op in fusion.block.ops:
@@ -53,7 +52,7 @@ def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:
 
 
 def with_turned_kernels(block: Block) -> Block:
-    """The block with a copy of each kernel, in another order of dims, which its convolutions read in its place."""
+    """The block with a transposed copy of each convolution kernel, which the convolutions read instead."""
     turned: dict[Value, Value] = {}
     made: dict[Value, Op] = {}
     ops: list[Op] = []
@@ -71,7 +70,7 @@ def with_turned_kernels(block: Block) -> Block:
 
 
 def _kernel(op: Op, made: Mapping[Value, Op]) -> Value | None:
-    """The array that holds a convolution's kernel; None if it has none: a kernel's gradient is one of two others."""
+    """The array of a convolution's kernel; None for the convolution that makes a kernel's gradient, which has none."""
     if op.name != CONVOLUTION:
         return None
     kernel = op.ins[1].root

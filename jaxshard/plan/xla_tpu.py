@@ -1,13 +1,13 @@
-"""What XLA for TPU does to a program before it runs it, where that changes bytes; each was seen in compiled steps.
+"""XLA for TPU's program transformations that change bytes; each was seen in compiled steps.
 
-* A float32 matrix product or convolution of default precision takes bfloat16 there. So the compiler makes bfloat16
-  whatever only products read, or what is cast to it anyway: gathers, saved activations, and, ahead of a loop over
-  layers, a copy of the layers that it runs over.
-* The gradient of a pick, which scatters one element into each row of zeros, becomes element-wise work.
-* A reduce-scatter into parts that do not fill its tiles becomes an all-reduce, of twice the bytes.
-* Of a sum over one axis that is then scattered over all others, it scatters first.
-* A scatter or gather over all chips of a torus of three dims becomes an all-reduce, of twice the bytes (v5p:2x2x2 to
-  8x8x8); over parts of it, or axis by axis, it stays what it is.
+* Float32 matrix products and convolutions of default precision read bfloat16 on TPU. So the compiler narrows values
+  that only products read, or that are cast to bfloat16 anyway: gathers, saved activations, and, before a loop over
+  layers, a copy of the layers' parameters.
+* The gradient of picking one element per row, a scatter into zeros, becomes element-wise work.
+* A reduce-scatter whose shards do not fill the tiles becomes an all-reduce, with twice the bytes.
+* A sum over one axis, followed by a scatter over all others, is done in the opposite order.
+* A scatter or gather over all chips of a 3D torus becomes an all-reduce, with twice the bytes (v5p:2x2x2 to 8x8x8);
+  over part of the torus, or axis by axis, it stays.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.D
 
 
 def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
-    """The block as a TPU runs it; its values are changed in place.
+    """The block as a TPU runs it; changes values in place.
 
     Args:
       block: the program on each device.
       num_devices: of the mesh.
-      torus_dims: in how many dims they are joined; 0 where that is not known.
+      torus_dims: the number of dims of the torus; 0 if unknown.
     """
     _pick_by_comparing(block)
     only = _only_products(block, frozenset())
@@ -51,7 +51,7 @@ def as_on_tpu(block: Block, num_devices: int, torus_dims: int) -> Block:
 
 
 def _pick_by_comparing(block: Block) -> None:
-    """Makes element-wise work, in place, of scatters of one element into each row of an array."""
+    """Replaces scatters of one element into each row of an array by element-wise operations, in place."""
     block.ops = [Op(SELECT, op.ins[1:], op.outs, op.params) if _is_unpicked(op) else op for op in block.ops]
     for op in block.ops:
         for inner in op.blocks:
@@ -66,11 +66,11 @@ def _is_unpicked(op: Op) -> bool:
 
 
 def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
-    """The values that only products read, in the bodies of loops too.
+    """The values that only products read, also in loop bodies.
 
     Args:
       block: the program.
-      fine: its outputs that only products read outside of it.
+      fine: its outputs that only products read outside the block.
     """
     outs = {x.root for x in block.outs} - fine
     bad: set[Value] = set(outs)
@@ -98,7 +98,7 @@ def _is_single(x: Value) -> bool:
 
 
 def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
-    """Whether the operation reads its input `i` as products do, or hands it on to products alone."""
+    """Whether the operation is a product that reads its input `i`, or passes it on to products alone."""
     if op.name in PRODUCTS:
         return op.params.get("precision") in _DEFAULT
     if op.name == CONVERT and op.outs[0].dtype == jnp.bfloat16:
@@ -112,7 +112,7 @@ def _is_fine(op: Op, i: int, made: set[Value], inner: set[Value]) -> bool:
 
 
 def _narrow(block: Block, only: set[Value]) -> None:
-    """Makes the values in `only` bfloat16, in place, and halves what gathers of them move."""
+    """Changes the values in `only` to bfloat16, in place, and halves the bytes of their gathers."""
     given = {x.root for x in block.ins}
     for op in block.ops:
         for out in op.outs:
@@ -125,7 +125,7 @@ def _narrow(block: Block, only: set[Value]) -> None:
 
 
 def _reduce_otherwise(block: Block, num_devices: int) -> None:
-    """Changes reductions, in place, to those that XLA makes of them."""
+    """Changes reductions as XLA does, in place."""
     read_by: dict[Value, list[Op]] = {}
     for op in block.ops:
         for x in op.ins:
@@ -156,7 +156,7 @@ def _is_over(op: Op, num_devices: int) -> bool:
 
 
 def _as_all_reduce(op: Op) -> list[Op]:
-    """The same by an all-reduce: of zeros with this device's part in them, or cut after it."""
+    """The equivalent all-reduce: a gather sums zeros that contain each device's shard; a scatter slices the sum."""
     moved = tuple(dataclasses.replace(m, kind="all-reduce") for m in op.moved)
     if op.name != REDUCE_SCATTER:
         return [dataclasses.replace(op, moved=moved)]
@@ -165,14 +165,14 @@ def _as_all_reduce(op: Op) -> list[Op]:
 
 
 def _misses_tiles(op: Op) -> bool:
-    """Columns in odd multiples of 128, of a dtype of two bytes."""
+    """Whether a shard's columns are an odd multiple of 128, in a 2-byte dtype."""
     part = op.outs[0]
     dim: int = op.params["scatter_dimension"]
     return dim == len(part.shape) - 1 and part.itemsize == 2 and part.shape[dim] % 256 == 128
 
 
 def _with_copies(block: Block, only: set[Value]) -> Block:
-    """The block with bfloat16 copies, ahead of loops, of arrays that they scan and only products read there."""
+    """The block with bfloat16 copies, before each loop, of scanned arrays that only products read in it."""
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
     for op in block.ops:

@@ -1,6 +1,6 @@
 # pyright: standard
 # (matplotlib's types are partly unknown, which strict refuses)
-"""A plan's charts, bars of memory and of traffic: drawn by matplotlib as one PNG, or each one as SVG for the page."""
+"""A plan's bar charts of memory and traffic, drawn by matplotlib as one PNG, or as one SVG each for the page."""
 
 import dataclasses
 import io
@@ -24,24 +24,24 @@ OF_MEMORY = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e
 OF_TRAFFIC = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
 OTHERS = "#999999"
 BAD = "#b3261e"
-FAR = 3  # a limit that is more than 3 times the longest bar is told, not drawn: the bars would be dots
+FAR = 3  # a limit above 3 times the longest bar is written, not drawn: the bars would be dots
 
 _INK, _GROUND, _GRID, _FRAME = "#222222", "#ffffff", "#e3e6ea", "#000000"
 _ROW = 0.42  # height of a bar with its gap, in inches
 _CHAR = 1 / 14  # width of a character, in inches
-_TIP = "tip: "  # ahead of a bar's tooltip, where it stands as the bar's id
+_TIP = "tip: "  # precedes a bar's tooltip, which is stored as the bar's id
 
 _PAGE_COLOURS: Mapping[str, str] = MappingProxyType(
     {_INK: "var(--ink)", _GROUND: "var(--ground)", _GRID: "var(--rule)", _FRAME: "var(--dim)", BAD: "var(--bad)"}
 )
-"""Colours of charts that follow the page's, which has a light and a dark look."""
+"""Chart colours that follow the page's light or dark theme."""
 
 
 # The charts' data.
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Raises a ValueError if there are no rows, or they are for different targets."""
+    """Raises ValueError if there are no rows, or they have different targets."""
     if not rows:
         raise ValueError("rows: there are none to show; give those of plan.compare or plan.fit")
     for row in rows:
@@ -61,8 +61,8 @@ class Chart:
       names: of the rows.
       parts: the bytes of each row, by part.
       colours: of the parts.
-      ends: the texts after the bars.
-      limit: in bytes, if there is one.
+      ends: the labels after the bars.
+      limit: in bytes, or None.
     """
 
     title: str
@@ -79,12 +79,12 @@ class Chart:
 
     @property
     def excess(self) -> list[float]:
-        """By how many bytes each bar is longer than the limit."""
+        """The bytes of each bar beyond the limit."""
         return [0.0 if self.limit is None else max(0.0, total - self.limit) for total in self.totals]
 
     @property
     def line(self) -> float | None:
-        """The limit, if it is near enough to be drawn."""
+        """The limit, if it is near enough to draw."""
         near = self.limit is not None and self.limit <= FAR * max(self.totals)
         return self.limit if near else None
 
@@ -96,14 +96,14 @@ class Chart:
         return f"limit {size_in_words(self.limit)}" + ("" if self.line is not None else ", far beyond the bars")
 
     def reach(self, num_chars: float) -> float:
-        """The scale's end, in bytes: each bar and its text fit in a panel that is `num_chars` characters wide."""
+        """The scale's end, in bytes, such that each bar and its label fit in a panel `num_chars` characters wide."""
         bars = zip(self.totals, self.ends, self.excess, strict=True)
         ends = (total / (1 - (len(end) + 2) * (1.15 if bold else 1) / num_chars) for total, end, bold in bars)
         return max(*ends, 1.02 * (self.line or 0.0), 1.0)
 
 
 def memory_chart(rows: Sequence[Row]) -> Chart:
-    """The peak of each row by kind, against the memory of the target."""
+    """Each row's peak memory by kind, with the target's memory as the limit."""
     parts = {kind: [float(row.prediction.memory[kind]) for row in rows] for kind in KINDS}
     ends = [size_in_words(row.prediction.peak_bytes) + ("" if row.fits else f", {fits_in_words(row)}") for row in rows]
     title = "Memory at the peak, per device"
@@ -111,7 +111,7 @@ def memory_chart(rows: Sequence[Row]) -> Chart:
 
 
 def traffic_chart(rows: Sequence[Row]) -> Chart:
-    """Bytes sent, by axes. Axes that carry too little to be seen, or for which no colour is left, share the last."""
+    """Bytes sent, by mesh axes. Axes with too few bytes to see, or without their own colour, share the last part."""
     sent = [row.prediction.costs.wire_bytes_by_axes() for row in rows]
     parts = {axes: [found.get(axes, 0.0) for found in sent] for axes in axes_sent_along(rows)}
     most = max(row.prediction.wire_bytes for row in rows)
@@ -126,13 +126,12 @@ def traffic_chart(rows: Sequence[Row]) -> Chart:
 
 
 def axes_sent_along(rows: Sequence[Row]) -> list[str]:
-    """All combinations of mesh axes along which anything is sent."""
+    """All combinations of mesh axes that carry traffic."""
     sent = [row.prediction.costs.wire_bytes_by_axes().items() for row in rows]
     return list(dict.fromkeys(axes for axes, num_bytes in itertools.chain(*sent) if num_bytes))
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:
-    """The rows' names."""
     return [row.candidate.name for row in rows]
 
 
@@ -144,7 +143,7 @@ def machine_in_words(rows: Sequence[Row]) -> str:
 
 
 def fits_in_words(row: Row) -> str:
-    """How much is free, or too much, such as "34.8 GB free"."""
+    """The free or missing memory, such as "34.8 GB free"."""
     return (
         f"{size_in_words(row.excess_bytes)} too large" if not row.fits else f"{size_in_words(-row.excess_bytes)} free"
     )
@@ -155,16 +154,16 @@ def fits_in_words(row: Row) -> str:
 
 @by_own_settings
 def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
-    """Draws memory against the limit, and traffic by mesh axes, of all rows to a PNG.
+    """Draws all rows' memory against the limit, and traffic by mesh axes, to a PNG.
 
     Args:
-      rows: of `plan.compare` or `plan.fit`, one bar each, the first on top.
-      path: of the PNG, in an existing folder; it is written over.
+      rows: from `plan.compare` or `plan.fit`, one bar each, the first on top.
+      path: of the PNG, in an existing folder; it is overwritten.
       title: above the picture.
 
     Raises:
-      ValueError: there are no rows, or they are for different targets.
-      ModuleNotFoundError: matplotlib is not installed; `jaxshard[train]` brings it.
+      ValueError: there are no rows, or they have different targets.
+      ModuleNotFoundError: matplotlib is not installed; `jaxshard[train]` installs it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -186,7 +185,7 @@ def draw(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
 
 @by_own_settings
 def svg(chart: Chart) -> str:
-    """One chart as an `<svg>` element for a page: a tooltip on each bar, its text in the page's font and colours.
+    """One chart as an `<svg>` element for a page, with a tooltip on each bar, in the page's font and colours.
 
     Args:
       chart: see `memory_chart`, `traffic_chart`.
@@ -206,7 +205,7 @@ def svg(chart: Chart) -> str:
 
 
 def _for_page(text: str, title: str) -> str:
-    """matplotlib's SVG file as an element of a page, with ids that no other chart has."""
+    """Turns matplotlib's SVG file into an element of a page, with unique ids."""
     prefix, box = re.sub(r"\W+", "-", title.lower()), re.findall(r'viewBox="([^"]*)"', text)[0]
     inside = text[text.index("<defs>") :].replace("url(#", f"url(#{prefix}-")
     inside = re.sub(r"<style.*?</style>", "", inside)
@@ -225,7 +224,7 @@ def _legend(axes: "Axes", side: str) -> None:
 
 
 def _bars(axes: "Axes", chart: Chart, num_chars: float) -> None:
-    """The bars on a panel that is `num_chars` characters wide."""
+    """Draws the bars on a panel `num_chars` characters wide."""
     reach, count = chart.reach(num_chars), len(chart.names)
     unit, scale = unit_of(reach)
     left = [0.0] * count
@@ -249,7 +248,7 @@ def _bars(axes: "Axes", chart: Chart, num_chars: float) -> None:
 def _bar(
     axes: "Axes", chart: Chart, part: str, values: Sequence[float], starts: Sequence[float], scale: float, **look: Any
 ) -> None:
-    """One part of all bars: `values` in bytes, drawn from `starts`, which are in units of `scale` bytes."""
+    """Draws one part of all bars: `values` in bytes, from `starts` in units of `scale` bytes."""
     drawn = axes.barh(
         range(len(values)), [value / scale for value in values], 0.66, starts, label=part, linewidth=0, **look
     )

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: charts, tables, and where each leaf lies. No script, no links."""
+"""A plan as one self-contained HTML page, without scripts or links: charts, tables, and each leaf's sharding."""
 
 import dataclasses
 import math
@@ -27,16 +27,16 @@ from jaxshard.system.text import seconds_in_words, size_in_words
 
 
 def page(rows: Sequence[Row], path: Path, *, title: str, notes: Sequence[str] = ()) -> None:
-    """Writes all that is known of a plan to one HTML page, which needs no other file, network or script.
+    """Writes a plan with all details to one HTML page, which needs no other file, network or script.
 
     Args:
-      rows: of `plan.compare` or `plan.fit`.
-      path: of the page, in an existing folder; it is written over.
+      rows: from `plan.compare` or `plan.fit`.
+      path: of the page, in an existing folder; it is overwritten.
       title: of the page.
-      notes: what else to say, such as `Fit.why()`; line breaks are kept.
+      notes: further text, such as `Fit.why()`; line breaks are kept.
 
     Raises:
-      ValueError: there are no rows, or they are for different targets.
+      ValueError: there are no rows, or they have different targets.
     """
     check(rows)
     charts = [
@@ -119,7 +119,7 @@ def _times_table(rows: Sequence[Row]) -> _Table:
     return _table(rows, heads, map(cells, rows))
 
 
-# Where each leaf lies.
+# Each leaf's sharding.
 
 
 class _Leaves:
@@ -134,23 +134,23 @@ class _Leaves:
 
 
 def _leaf(cells: Sequence[str], ways: Sequence[int]) -> tuple[list[str], Markup, str, _Cell, str]:
-    """(kind to spec, the picture of the cut, the cut in words, bytes per device, why) of one row of a layout."""
+    """(kind to spec, the picture of the shards, their description, bytes per device, why) of one row of a layout."""
     *texts, num_bytes, why = cells
     cut = ", ".join(f"dim {dim} in {n}" for dim, n in enumerate(ways) if n > 1)
     return texts, _cut(ways), cut or "whole", _bytes_cell(int(num_bytes)), why
 
 
 def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:
-    """The number of parts of each dim."""
+    """The number of shards of each dim."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     return [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in entries]
 
 
-_STRIPES = (8, 16)  # the most that are drawn down and across
+_STRIPES = (8, 16)  # the most to draw down and across
 
 
 def _cut(ways: Sequence[int]) -> Markup:
-    """A rectangle with a stripe for each part, the first device's filled; of the dims that are cut, the first two."""
+    """A rectangle with a stripe for each shard of the first two sharded dims; the first device's is filled."""
     cut, last = [dim for dim, n in enumerate(ways) if n > 1], len(ways) - 1
     down, across = (None, last) if cut == [last] else (*cut, None, None)[:2]
     counts = [1 if dim is None else ways[dim] for dim in (down, across)]
@@ -168,5 +168,5 @@ def _cut(ways: Sequence[int]) -> Markup:
 
 
 def _edges(count: int, most: int) -> range:
-    """The stripes that a line precedes; of more than can be drawn, the last ones make room for dots."""
+    """The stripes that a line precedes; if there are too many to draw, dots replace the last ones."""
     return range(1, count if count <= most else most * 3 // 4)
