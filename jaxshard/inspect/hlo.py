@@ -1,4 +1,4 @@
-"""The parser: HLO text -> computations of instructions, shapes, replica groups, loops' trip counts, what overlaps.
+"""Parses HLO text: computations, instructions, shapes, replica groups, and loops' trip counts.
 
 One instruction is one line: `ROOT %name = f32[8,1024]{1,0:T(8,128)} opcode(%operand, f32[] %typed), attribute=v, ...`
 """
@@ -23,12 +23,12 @@ class Instruction(NamedTuple):
 
     @property
     def operand_names(self) -> list[str]:
-        """The operands without `/*index=5*/` marks and without their shapes."""
+        """The operands' names, without `/*index=5*/` comments and shapes."""
         bare = re.sub(r"/\*.*?\*/|\w+\[[^\]]*\](\{[^}]*\})?|[()\s]", "", self.operands)
         return re.findall(r"%?([\w.\-]+)(?=,|$)", bare)
 
     def called(self, *keys: str) -> list[str]:
-        """Names of the computations in the attributes `keys`, each `key=%name` or `key={%name, %name}`."""
+        """The computations named in the attributes `keys`, each `key=%name` or `key={%name, %name}`."""
         found = re.findall(rf"\b(?:{'|'.join(keys)})=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
         return [name for value in found for name in re.findall(r"[\w.\-]+", value)]
 
@@ -48,7 +48,6 @@ _INSTRUCTION = re.compile(rf"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(({_
 
 
 def parse(text: str) -> Module:
-    """The module that HLO text describes."""
     computations, roots, entry, current = {}, {}, "", ""
     for line in text.splitlines():
         if line[:1].isspace() and current and (found := _INSTRUCTION.match(line)):
@@ -64,7 +63,7 @@ def parse(text: str) -> Module:
 
 
 def bytes_of(shape: str) -> tuple[int, list[str]]:
-    """Bytes and element types of a shape, or of every array in a tuple of shapes."""
+    """Total bytes and element types of a shape, or of a tuple of shapes."""
     total, dtypes = 0, []
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<= ]*)\]", shape):
         width = re.search(r"\d+", dtype)  # f32, bf16, c64, s4, f8e4m3fn: the first number is the width in bits
@@ -74,7 +73,7 @@ def bytes_of(shape: str) -> tuple[int, list[str]]:
     return total, dtypes
 
 
-# Replica groups, in each form that a compiler writes.
+# Replica groups, in every notation that compilers use.
 
 _GROUPS = re.compile(
     r"replica_groups=(?:(?P<lists>\{(?:\{[\d,]*\},?)*\})"
@@ -89,7 +88,7 @@ def _ints(text: str | None) -> list[int]:
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """The device ids of each group that a collective works in; for a permute, of each set of linked devices."""
+    """The device ids of each group of a collective; for a permute, of each set of linked devices."""
     pairs = re.search(r"source_target_pairs=(\{[\d,{}]*\})", instruction.attributes)
     if pairs:
         return _linked(pairs[1])
@@ -104,7 +103,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> Groups:
 
 @functools.cache
 def _expand(written: str, num_devices: int) -> Groups:
-    """All groups that `written` stands for, such as `[4,2]<=[2,4]T(1,0)`."""
+    """Expands a notation of groups such as `[4,2]<=[2,4]T(1,0)`."""
     found = _GROUPS.match(written)
     assert found
     if found["lists"]:
@@ -123,7 +122,7 @@ def _iota(dims: str, perm: str | None) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
-    """One row per group. An axis may be cut: `'x':(2)4` is the middle factor of x seen as 2 x 4 x rest."""
+    """One row per group. An axis may be split: `'x':(2)4` is the middle factor of x = 2 x 4 x rest."""
     sizes = {name.strip("' "): int(size) for name, size in (axis.rsplit("=", 1) for axis in mesh.split(","))}
     iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids or f"[{math.prod(sizes.values())}]")
     devices = _iota(iota[1], iota[2]) if iota else np.array(_ints(ids))
@@ -140,7 +139,7 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
 
 
 def _spans(axes: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
-    """(axis, where in it the span starts, where it ends) of each axis in `axes`, as products of the factors so far."""
+    """(axis, start, end) of each axis in `axes`; start and end are products of the axis's factors up to there."""
     found = []
     for axis, before, size in re.findall(r"'?([^',: ]+)'?(?::\((\d+)\)(\d+))?", axes):
         start = int(before or 1)
@@ -150,7 +149,7 @@ def _spans(axes: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
 
 @functools.cache
 def _linked(pairs: str) -> Groups:
-    """The sets of devices that source-target pairs, `{{0,1},{1,0},...}`, link together."""
+    """The sets of devices that source-target pairs `{{0,1},{1,0},...}` link."""
     parent: dict[int, int] = {}
 
     def first(device: int) -> int:
@@ -168,18 +167,18 @@ def _linked(pairs: str) -> Groups:
     return tuple(tuple(group) for group in groups.values())
 
 
-# Trip counts, where the compiler names none: from the counter's start, its step and the limit.
+# Trip counts, if the compiler gives none: from the counter's start, step and limit.
 
 
 class _Value(NamedTuple):
-    """An integer known as element `slot` of a loop's carry plus `offset`; as `offset` alone if `slot` is None."""
+    """An integer: element `slot` of a loop's carry plus `offset`; just `offset` if `slot` is None."""
 
     slot: int | None
     offset: int
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often the body of a while loop in `computation` runs; None if that cannot be read."""
+    """The trip count of a while loop in `computation`; None if it cannot be read."""
     named = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     if named:
         return int(named[1])
@@ -213,7 +212,7 @@ def _element(module: Module, computation: str, name: str, index: int) -> _Value 
 
 
 def _compared(module: Module, computation: str, name: str, given: list | None) -> tuple:
-    """Direction and both sides of the comparison that a loop's condition ends in, also inside a fusion."""
+    """(direction, left, right) of the comparison that ends a loop's condition, also inside a fusion."""
     made = module.computations[computation][name]
     sides = [_value(module, computation, operand, given) for operand in made.operand_names]
     if made.opcode == "compare":
@@ -224,7 +223,7 @@ def _compared(module: Module, computation: str, name: str, given: list | None) -
 
 
 def _value(module: Module, computation: str, name: str, given: list | None) -> _Value | None:
-    """What an integer is, if it can be told. `given`: the arguments of a fusion, None in a loop's own body."""
+    """An integer's value, if known. `given`: the arguments of a fusion; None in a loop's own body."""
     made = module.computations[computation].get(name)
     if made is None:
         return None

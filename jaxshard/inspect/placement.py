@@ -1,4 +1,4 @@
-"""Which part of each leaf is on which device, drawn as text, from specs and axis sizes alone."""
+"""Draws as text which part of each leaf is on which device, from specs and axis sizes alone."""
 
 import itertools
 import math
@@ -10,24 +10,23 @@ import numpy as np
 from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import named_leaves
 
-_Part = tuple[tuple[int, int, bool], ...]  # for each dim: start, stop, and whether that is all of it
+_Part = tuple[tuple[int, int, bool], ...]  # for each dim: start, stop, and whether they span the whole dim
 
 
 def picture(tree: Any, *, width: int = 120) -> str:
-    """Draws where each leaf lies: a row per leaf, a column per device, and in each cell the part that it holds.
+    """Draws each leaf's placement: a row per leaf, a column per device, and in each cell the part that it holds.
 
-    A row is two lines: the leaf's path, shape and spec; then its parts as index slices, such as "0:64, :", with one
-    cell around neighbours that hold the same part. Devices that hold the same parts of every leaf share a column,
-    headed "0-3" or "0,4". Where not all columns fit, those in the middle are left out, and the picture says so.
+    A row is two lines: the leaf's path, shape and spec; then its parts as index slices, such as "0:64, :". Neighbours
+    with the same part share a cell. Devices with the same parts of every leaf share a column, headed "0-3" or "0,4".
+    If not all columns fit, the middle ones are omitted, and the picture says so.
 
     Args:
-        tree: a pytree of arrays or `jax.ShapeDtypeStruct`s, each with a `NamedSharding`, all on one mesh. A
-            `jax.sharding.AbstractMesh` will do: no device is needed. Its devices are numbered in mesh order; those of
-            a `Mesh` have their own ids.
-        width: characters in a line of cells, at the most, if two columns fit.
+        tree: a pytree of arrays or `jax.ShapeDtypeStruct`s, each with a `NamedSharding`, all on one mesh. An
+            `AbstractMesh` needs no devices, and numbers them in mesh order; a `Mesh` has its devices' ids.
+        width: the most characters in a line of cells, if two columns fit.
 
     Raises:
-        ValueError: if a leaf has no `NamedSharding`, lies on another mesh than the first, or does not divide.
+        ValueError: if a leaf has no `NamedSharding`, is on a different mesh than the first, or does not divide.
 
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("replica", "data"))
     >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -58,7 +57,7 @@ def picture(tree: Any, *, width: int = 120) -> str:
 
 
 def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
-    """The ids of the devices, in mesh order, after a check that all leaves lie on them."""
+    """The device ids in mesh order; checks that all leaves are on one mesh."""
     meshes = []
     for path, leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
@@ -78,7 +77,7 @@ def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
 
 
 def _parts(path: str, leaf: Any) -> list[_Part]:
-    """What each device of the mesh holds, in mesh order."""
+    """Each device's part of a leaf, in mesh order."""
     sizes = dict(leaf.sharding.mesh.shape)
     coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
     dims = []
@@ -112,7 +111,7 @@ def _ranges(ids: list[int]) -> str:
 
 
 def _shown(count: int, fit: int) -> list[int | None]:
-    """The columns to draw; None stands for those that are left out."""
+    """The columns to draw; None stands for omitted ones."""
     if count <= fit:
         return list(range(count))
     return [*range(fit - 2), None, count - 1] if fit > 2 else [0, None, count - 1]

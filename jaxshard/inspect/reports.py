@@ -1,8 +1,8 @@
-"""What a compiled step costs: its collectives, the bytes they put on the wire, its memory; and pictures of layouts.
+"""Reports a compiled step's collectives, wire bytes, memory and flops.
 
-Everything here is read from the compiled program, not predicted: `compiled.as_text()` gives the optimized HLO
-of one device, `compiled.memory_analysis()` the compiler's own account of memory. Nothing is run. It reads what
-the CPU, GPU and TPU compilers write, so programs compiled for hardware that is not there can be read too.
+All figures are read from the compiled program, not predicted: `compiled.as_text()` is the optimized HLO of one device,
+`compiled.memory_analysis()` the compiler's account of memory. Nothing runs. It reads the output of the CPU, GPU and TPU
+compilers, also for hardware that you do not have.
 """
 
 import dataclasses
@@ -16,23 +16,22 @@ from jaxshard.inspect.traffic import Collective, collectives, needed
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one step of a compiled program costs each device. `str(report)` is a table.
+    """The costs of one step of a compiled program on each device. `str(report)` is a table.
 
     Attributes:
         collectives: every collective of the program, in program order.
         wire_bytes: bytes that a device sends per step, the sum over `collectives`.
-        argument_bytes: size of the inputs on one device, in bytes; this and all below are None where the compiler
-            gives no memory analysis.
-        output_bytes: size of the outputs on one device, in bytes, those that reuse an input included.
-        temp_bytes: scratch memory on one device, in bytes.
-        alias_bytes: part of the outputs that reuses (donated) inputs, in bytes.
-        peak_bytes: most memory that one device needs at once, in bytes, as the compiler says; on CPU, where its
-            figure leaves the scratch out, and where it says nothing: arguments + outputs + scratch - aliases.
-        arguments: bytes on one device of each positional argument, all leaves of a pytree summed, without padding;
-            for a `jaxshard.train_step` these are params, state, batch. Leaves that the program does not use are not
-            given to it and count 0. () where the compiled program does not say.
-        flops: the compiler's own count of floating-point operations on one device. It counts the body of a loop once,
-            whatever its trips, so for a scan over layers it is far too low. None where the compiler counts none (GPU).
+        argument_bytes: bytes of the inputs on one device; this and all below are None if the compiler gives no memory
+            analysis.
+        output_bytes: bytes of the outputs on one device, including those that reuse an input.
+        temp_bytes: bytes of scratch memory on one device.
+        alias_bytes: bytes of the outputs that reuse (donated) inputs.
+        peak_bytes: peak memory of one device, in bytes, from the compiler; on CPU, whose figure omits the scratch, or
+            without a figure: arguments + outputs + scratch - aliases.
+        arguments: bytes on one device of each positional argument, summed over its leaves, without padding; for a
+            `jaxshard.train_step`: params, state, batch. Leaves that the program does not use count 0. () if unknown.
+        flops: the compiler's count of floating-point operations on one device. It counts a loop's body once, so it is
+            far too low for a scan over layers. None if the compiler does not count (GPU).
         platform: "cpu", "gpu" or "tpu"; None if unknown.
     """
 
@@ -49,11 +48,11 @@ class Report:
 
     @property
     def trips_known(self) -> bool:
-        """False if some collective is in a loop whose trip count cannot be read: the totals are then too low."""
+        """False if the trip count of a loop around some collective cannot be read; the totals are then too low."""
         return all(c.trips_known for c in self.collectives)
 
     def wire_bytes_by_axes(self, mesh: jax.sharding.Mesh) -> dict[str, float]:
-        """Wire bytes by the mesh axes that they go along: {"data": ..., "tensor": ..., "replica x data": ...}."""
+        """Wire bytes by mesh axes: {"data": ..., "tensor": ..., "replica x data": ...}."""
         found: dict[str, float] = {}
         for c in self.collectives:
             if c.wire_bytes:
@@ -74,7 +73,7 @@ class Report:
             plain: what `to_dict` returned.
 
         Raises:
-            ValueError: if `plain` is anything else, such as the dict of another version of jaxshard.
+            ValueError: if `plain` is not such a dict, for example from another version of jaxshard.
 
         >>> Report.from_dict(Report((), 0.0, flops=8.0).to_dict()).flops
         8.0
@@ -92,7 +91,7 @@ class Report:
         return report
 
     def table(self) -> Any:
-        """A `rich.table.Table` of the collectives, as `str(report)` lists them; needs `rich` (`jaxshard[train]`)."""
+        """A `rich.table.Table` of the collectives, as in `str(report)`; needs `rich` (`jaxshard[train]`)."""
         from rich.table import Table
 
         table = Table(title="collectives per device and step", caption="\n".join(self._totals()))
@@ -138,14 +137,14 @@ _HEADINGS = ("collective", "group", "dtype", "count", "executions", "bytes", "wi
 
 
 def _plain(value: Any) -> Any:
-    """A dataclass as a dict, and tuples as lists, all the way down."""
+    """Converts dataclasses to dicts and tuples to lists, recursively."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
 def _made(cls: Any, plain: dict[str, Any]) -> Any:
-    """A dataclass from the dict that `_plain` made of it; other entries are left out."""
+    """Makes a dataclass from the dict of `_plain`; ignores other entries."""
     return cls(**{f.name: _tuples(plain[f.name]) for f in dataclasses.fields(cls)})
 
 
@@ -163,7 +162,7 @@ def report(compiled: jax.stages.Compiled) -> Report:
         A `Report`; print it for a table.
 
     Raises:
-        TypeError: if `compiled` is not a compiled program. Text is not enough: it says nothing of memory.
+        TypeError: if `compiled` is not a compiled program. Text is not enough, as it lacks the memory analysis.
         ValueError: as `collectives`.
     """
     if not isinstance(compiled, jax.stages.Compiled):
@@ -179,9 +178,9 @@ def report(compiled: jax.stages.Compiled) -> Report:
         return Report(found, _total(found, "wire_bytes"), **known)
     sizes = [int(getattr(memory, f"{field}_size_in_bytes")) for field in ("argument", "output", "temp", "alias")]
     peak = int(getattr(memory, "peak_memory_in_bytes", 0))
-    if not peak or known["platform"] == "cpu":  # the CPU compiler's peak leaves the scratch memory out
+    if not peak or known["platform"] == "cpu":  # the CPU compiler's peak omits the scratch memory
         peak = sizes[0] + sizes[1] + sizes[2] - sizes[3]
-    else:  # it counts the host's memory as well
+    else:  # the compiler's peak includes host memory
         peak -= sum(int(getattr(memory, f"host_{field}_size_in_bytes", 0)) for field in ("argument", "temp"))
     return Report(found, _total(found, "wire_bytes"), *sizes, peak_bytes=peak, **known)
 
@@ -201,9 +200,9 @@ def _flops(compiled: jax.stages.Compiled) -> float | None:
 def _arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
     try:
         avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
-    except (AttributeError, NotImplementedError):  # what an executable of another kind lacks
+    except (AttributeError, NotImplementedError):  # this kind of executable lacks them
         return ()
-    return tuple(  # a sharding is None for what the program does not use, and a tree may have Nones of its own
+    return tuple(  # a sharding is None for an unused leaf, and a tree may itself contain None
         sum(map(_shard_bytes, jax.tree.leaves(aval), jax.tree.structure(aval).flatten_up_to(sharding)))
         for aval, sharding in zip(avals, shardings, strict=True)
     )

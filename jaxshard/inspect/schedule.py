@@ -1,4 +1,4 @@
-"""What the schedule of a compiled step overlaps with matrix products, and the bytes that its other kernels move."""
+"""Which collectives a compiled step's schedule overlaps with matrix products, and the bytes its other kernels move."""
 
 import dataclasses
 import re
@@ -14,14 +14,14 @@ _PRODUCT = re.compile(r'custom_call_target="(?:__cublas|__cudnn)|__triton_gemm|_
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Of one step, per device.
+    """The schedule of one step, per device.
 
     Attributes:
-      payload_bytes: the payload of all collectives, loops counted.
-      covered_bytes: the part of it whose collective has a matrix product between its start and its done.
-      num_collectives: collectives as the program lists them, a loop's once.
-      num_covered: the part of them that matrix products cover.
-      kernel_bytes: what kernels other than matrix products and collectives read and write.
+      payload_bytes: the payload of all collectives, times their trips.
+      covered_bytes: the payload of collectives with a matrix product between their start and done.
+      num_collectives: the collectives in the program; one in a loop counts once.
+      num_covered: those with a matrix product between their start and done.
+      kernel_bytes: bytes that kernels other than matrix products and collectives read and write.
     """
 
     payload_bytes: float
@@ -32,7 +32,7 @@ class Schedule:
 
 
 def schedule(compiled_or_text: jax.stages.Compiled | str) -> Schedule:
-    """Reads a compiled program's schedule. XLA for CPU starts no collective ahead of its use.
+    """Reads a compiled program's schedule. XLA for CPU never overlaps collectives.
 
     Args:
         compiled_or_text: `step.lower(...).compile()`, for any platform, or its `as_text()`.
@@ -58,7 +58,7 @@ def schedule(compiled_or_text: jax.stages.Compiled | str) -> Schedule:
 
 
 def _is_product(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Whether an instruction is a matrix product, or holds one."""
+    """Whether an instruction is, or contains, a matrix product."""
     if instruction.opcode in ("dot", "convolution"):
         return True
     if _PRODUCT.search(instruction.attributes):
@@ -68,7 +68,7 @@ def _is_product(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def _kernel_bytes(module: hlo.Module, computation: str, trips: int) -> float:
-    """Bytes that kernels read and write, without matrix products and collectives."""
+    """Bytes that kernels other than matrix products and collectives read and write."""
     total = 0.0
     made = module.computations[computation]
     for instruction in made.values():
@@ -105,9 +105,9 @@ def _bytes_moved(module: hlo.Module, made: dict[str, hlo.Instruction], instructi
 
 
 def _bytes_used(inside: dict[str, hlo.Instruction], name: str, size: int) -> tuple[float, float]:
-    """(bytes that a fusion reads of an operand, bytes of its result that are the operand's and are not written).
+    """(bytes that a fusion reads of an operand, bytes of its result that reuse the operand and are not written).
 
-    A slice of an operand counts as the slice, an update in place as the update.
+    Of a slice, only the sliced part counts; of an update in place, only the update.
     """
     readers = [i for i in inside.values() if name in i.operand_names]
     if readers and all(i.opcode in ("dynamic-slice", "slice", "gather") for i in readers):

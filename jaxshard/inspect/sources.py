@@ -11,7 +11,7 @@ from jaxshard.inspect.traffic import COLLECTIVES, text_of
 
 
 class Frame(NamedTuple):
-    """A function that stood at a line while the operation was traced."""
+    """A function on the stack when an operation was traced, and its line."""
 
     file: str
     line: int
@@ -19,17 +19,17 @@ class Frame(NamedTuple):
 
 
 def frames(compiled_or_text: jax.stages.Compiled | str) -> dict[str, list[tuple[Frame, ...]]]:
-    """The functions that were running when each collective was traced, the innermost first.
+    """The stack from which each collective was traced, the innermost function first.
 
-    JAX keeps the innermost 10 of each unless `jax_traceback_in_locations_limit` says otherwise.
+    JAX keeps the innermost 10 functions, or `jax_traceback_in_locations_limit`.
 
     Args:
         compiled_or_text: as for `collectives`.
 
     Returns:
-        By the collective's name (`Collective.name`): its own functions first. Where it has several operands, the
-        compiler has made one collective of several, and keeps the functions of one: then come those of its operands,
-        and so where it has none of its own, as the compiler put it in. [] where nothing is known.
+        `Collective.name` -> stacks, its own first. If a collective has several operands, because the compiler merged
+        several collectives, or no stack of its own, because the compiler added it, the stacks of its operands follow.
+        [] if nothing is known.
 
     Raises:
         TypeError: as `collectives`.
@@ -46,7 +46,7 @@ def frames(compiled_or_text: jax.stages.Compiled | str) -> dict[str, list[tuple[
     return found
 
 
-_MOST_STEPS = 8  # from a value to one that it is made of
+_MOST_STEPS = 8  # from a value back to its origin
 
 
 class _Program:
@@ -60,7 +60,7 @@ class _Program:
         }
 
     def origin(self, computation: str, name: str, steps: int = _MOST_STEPS) -> tuple[Frame, ...]:
-        """The functions that made a value, or else what it is made of; the compiler's own pads and slices have none."""
+        """The stack of a value, or of its operands if it has none, like the compiler's own pads and slices."""
         made = self.module.computations[computation].get(name)
         if made is None or not steps:
             return ()
@@ -75,9 +75,9 @@ class _Program:
 
 
 class _Stacks:
-    """The tables at the head of HLO text, in which an operation's metadata names a place.
+    """The stack tables at the head of HLO text, to which operations' metadata refer.
 
-    `parent_frame_id` counts from 1 in some versions of XLA, where 1 is no frame, and from 0 in others.
+    `parent_frame_id` counts from 1 in some versions of XLA, where 1 means no frame, and from 0 in others.
     """
 
     def __init__(self, text: str):
@@ -89,7 +89,7 @@ class _Stacks:
         self._none = min(parents, default=0)
 
     def of(self, instruction: hlo.Instruction) -> tuple[Frame, ...]:
-        """The functions that were running, the innermost first; () where the text does not say."""
+        """An instruction's stack, the innermost function first; () if unknown."""
         number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if number:
             return tuple(self._from(int(number[1])))

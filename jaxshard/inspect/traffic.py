@@ -29,26 +29,26 @@ _IDLE_CALL = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|As
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a compiled program, as one device sees it.
+    """One collective operation of a compiled program, on one device.
 
     Attributes:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
             "collective-permute" or "collective-broadcast". A TPU `all-reduce-scatter` fusion is a "reduce-scatter".
-        bytes: payload of one execution, in bytes per device: the whole output of an all-gather, the whole input of
-            a reduce-scatter, and the operands of every other kind (of an all-reduce in the type that is summed in; of
-            a ragged all-to-all, the whole operand: an upper bound). Several arrays in one operation are added up.
-            Types are those the compiler chose, which may be wider (CPU) or narrower than the program's.
-        group_size: number of devices that work together, the largest if groups differ. For a permute: the number
-            of devices linked by its source-target pairs.
+        bytes: payload of one execution, in bytes per device, summed over its arrays: the full output of an all-gather,
+            the full input of a reduce-scatter, else the operands (for an all-reduce in the type of the sum; for a
+            ragged all-to-all the whole operand, an upper bound). The compiler's types count, which may be wider (CPU)
+            or narrower than the program's.
+        group_size: the number of devices in a group, the largest if groups differ. For a permute: the number of devices
+            linked by its source-target pairs.
         trips: executions per step: the product of the trip counts of the loops around it.
         dtypes: HLO element types of the payload, each once, such as `("f32",)`.
         name: the instruction's name in the HLO text.
-        op_name: JAX's path to the operation (`metadata` in the HLO text), "" where there is none.
+        op_name: JAX's path to the operation (`metadata` in the HLO text), "" if there is none.
         replica_groups: the device ids of each group. For a permute: of each set of linked devices.
-        trips_known: False if a loop around it has no trip count that can be read; it then counts as one trip.
+        trips_known: False if the trip count of a loop around it cannot be read; that loop counts as one trip.
         overlapped: the names of the compute instructions (fusions, matrix products, loops; not copies) that the
-            schedule places between its start and its done: what can hide its time. () where there are none; None if
-            the operation is synchronous. That they overlap is the compiler's plan, not a measurement.
+            schedule places between its start and its done, and that can hide its time; () if there are none; None if
+            the operation is synchronous. This is the compiler's plan, not a measurement.
     """
 
     kind: str
@@ -69,11 +69,11 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends per step: by the rings of `hardware.chips`, times `trips`."""
+        """Bytes that a device sends per step, by the ring formulas of `hardware.chips`, times `trips`."""
         return ring_bytes(self.kind, self.bytes * self.trips, self.group_size)
 
     def axes(self, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-        """The axes of the program's mesh along which it moves data: in which the devices of a group differ."""
+        """The mesh axes along which it moves data: those in which the devices of a group differ."""
         where = [np.unravel_index(group, mesh.devices.shape) for group in self.replica_groups if group]
         return tuple(axis for d, axis in enumerate(mesh.axis_names) if any(len(set(at[d])) > 1 for at in where))
 
@@ -81,11 +81,10 @@ class Collective:
 def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program, in program order.
 
-    A collective in a loop body appears once, with its `trips`; in a loop's condition too, with one more. Every
-    branch of a conditional is listed, though only one runs: an upper bound. An operation that is split into a
-    start and a done (or, on TPU, spread over several fusions) is listed once. Where the compiler names no trip
-    count (TPU), it is worked out from the loop's counter: where it starts, its step, and the constant that the
-    condition compares it with. Transfers by `send` and `recv` and through the host are not collectives.
+    A collective in a loop's body or condition appears once, with its `trips` (one more in the condition). All branches
+    of a conditional are listed, though only one runs: an upper bound. An operation that is split into a start and a
+    done (or, on TPU, spread over several fusions) is listed once. If the compiler gives no trip count (TPU), it is
+    computed from the loop counter's start, step and limit. `send`, `recv` and host transfers are not collectives.
 
     Args:
         compiled_or_text: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -95,7 +94,7 @@ def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective
 
     Raises:
         TypeError: if given neither a compiled program nor HLO text.
-        ValueError: if the HLO text is incomplete, or writes its replica groups in a form not known here.
+        ValueError: if the HLO text is incomplete, or has an unknown notation of replica groups.
 
     >>> collectives("HloModule m\\n\\nENTRY e {\\n  ROOT p = f32[8]{0} parameter(0)\\n}")
     ()
@@ -105,7 +104,7 @@ def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective
 
 
 def wire_bytes(compiled_or_text: jax.stages.Compiled | str) -> float:
-    """Bytes that each device sends per step through the collectives of a compiled program.
+    """Bytes that each device sends per step in the collectives of a compiled program.
 
     Args:
         compiled_or_text: as for `collectives`.
@@ -120,14 +119,14 @@ def wire_bytes(compiled_or_text: jax.stages.Compiled | str) -> float:
 
 
 def needed(what: str, got: object) -> str:
-    """The message of the error for an argument that is of another kind than needed."""
+    """The error message for an argument of the wrong type."""
     hint = ": call `.compile()` on it first" if isinstance(got, jax.stages.Lowered) else ""
     shown = repr(got if len(got) <= 40 else got[:40] + "...") if isinstance(got, str) else type(got).__name__
     return f"jaxshard.inspect needs {what}, got {shown}{hint}."
 
 
 def text_of(compiled_or_text: jax.stages.Compiled | str) -> str:
-    """The optimized HLO text, checked to be one."""
+    """The optimized HLO text, checked."""
     what = "a compiled program, `jax.jit(f).lower(...).compile()`, or its HLO text, `compiled.as_text()`"
     is_compiled = isinstance(compiled_or_text, jax.stages.Compiled)
     text = compiled_or_text.as_text() if is_compiled else compiled_or_text
@@ -136,7 +135,7 @@ def text_of(compiled_or_text: jax.stages.Compiled | str) -> str:
     return text
 
 
-# The walk: every collective under a computation, with the trips of the loops around it.
+# The walk: every collective in a computation and those it calls, with the trips of the loops around it.
 
 _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
 
@@ -144,14 +143,14 @@ _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false
 class _Around(NamedTuple):
     """The instructions around a computation: loops, fusions, asynchronous operations."""
 
-    trips: int = 1  # how often it runs per step
-    known: bool = True  # whether all loops around it have trip counts that can be read
+    trips: int = 1  # runs per step
+    known: bool = True  # whether the trip counts of all loops around it can be read
     scatters: bool = False  # whether it is inside a TPU `all-reduce-scatter`
     overlapped: tuple[str, ...] | None = None  # as in `Collective`, if it is inside an asynchronous operation
 
 
 def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective]:
-    """Yields the collectives under computation `name`."""
+    """Yields the collectives in computation `name` and those it calls."""
     if name not in module.computations:
         raise ValueError(f"HLO text is incomplete: computation {name} is not defined.")
     for instruction in module.computations[name].values():
@@ -177,7 +176,7 @@ def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective
 
 
 def _is_continuation(module: hlo.Module, name: str, instruction: hlo.Instruction) -> bool:
-    """TPU spreads an async collective over several fusions, and repeats it in each. Only the start's counts."""
+    """Whether this repeats an async collective: TPU spreads one over several fusions, and only the start counts."""
     if "async_collective_fusion_config" not in instruction.attributes:
         return False
     starts = (i for i in module.computations[name].values() if '"AsyncCollectiveStart"' in i.attributes)
@@ -207,7 +206,7 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
 
 
 def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> tuple[int, list[str]]:
-    """Bytes and element types of what a collective is given; results differ in form between compilers."""
+    """Bytes and element types of a collective's operands; the form of results differs between compilers."""
     names, made = instruction.operand_names, module.computations[computation]
     if instruction.opcode.startswith("ragged"):  # the rest are an output buffer, offsets and sizes
         names = names[:1]
@@ -224,7 +223,7 @@ def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instru
     return given
 
 
-# What runs while an asynchronous operation is under way: the instructions scheduled between its start and its done.
+# The instructions scheduled between an asynchronous operation's start and its done.
 
 
 def _overlapped(module: hlo.Module, computation: str, start: hlo.Instruction) -> tuple[str, ...] | None:
@@ -234,7 +233,7 @@ def _overlapped(module: hlo.Module, computation: str, start: hlo.Instruction) ->
         return None
     if '"is_sync":true' in start.attributes:
         return None
-    carried, found = {start.name}, []  # carried: what hands the running operation on to its done
+    carried, found = {start.name}, []  # carried: the values that pass the running operation on to its done
     schedule = itertools.dropwhile(lambda i: i.name != start.name, module.computations[computation].values())
     for instruction in itertools.islice(schedule, 1, None):
         inside = _inside(module, instruction)
@@ -251,7 +250,7 @@ def _overlapped(module: hlo.Module, computation: str, start: hlo.Instruction) ->
 
 
 def _computes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> bool:
-    """Whether it is work on arrays: no loop counter, and of the fusions with a collective those that also compute."""
+    """Whether it computes on arrays: not a loop counter, and not a fusion that only contains a collective."""
     if instruction.opcode not in _COMPUTE or _IDLE_CALL.search(instruction.attributes):
         return False
     made = module.computations[computation]
@@ -271,7 +270,7 @@ def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instru
 
 
 def _chain(inside: list[hlo.Instruction]) -> tuple[str, ...] | None:
-    """TPU spreads a collective over a chain of fusions, a copy of it in each: what all copies have in common."""
+    """What all copies of a collective have in common: TPU spreads one over a chain of fusions, with a copy in each."""
     for i in inside:
         if i.opcode in COLLECTIVES and "async_collective_fusion_config" in i.attributes:
             return i.opcode, *re.findall(r'\b(?:channel_id|chain_id)="?\d+', i.attributes)
