@@ -83,20 +83,19 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; `arguments` are those of the shell by default.
+    """Runs a command; `arguments` are by default those of the shell.
 
     Returns:
-      The exit status. 0: done. 1: training failed, or a checkpoint is corrupt, or two of them differ, or something is
-      wrong with the machine (`doctor`), or the compiler refuses a step (`explain`). 2: bad input, and nothing was
-      written. 75: a step hung. 134: another process was lost. 129, 130, 143: interrupted by SIGHUP, by Ctrl-C, by
-      SIGTERM. 141: who read the output has left (`train` goes on). After 75 and 134 the same command is worth another
-      try.
+      The exit status. 0: done. 1: training failed, a checkpoint is corrupt, two checkpoints differ, the machine has a
+      fault (`doctor`), or the compiler rejects a step (`explain`). 2: bad input; nothing was written. 75: a step hung.
+      134: another process was lost. 129, 130, 143: interrupted by SIGHUP, Ctrl-C, SIGTERM. 141: the reader of the
+      output has left (`train` goes on). After 75 and 134, run the same command again.
     """
     if process.is_command():
         _show_any_character()
         process.without_lines_of_gloo()
     status = _run(arguments)
-    if status == process.INTERRUPTED and process.is_command():  # JAX crashes where Python ends while XLA compiles
+    if status == process.INTERRUPTED and process.is_command():  # JAX crashes if Python exits while XLA compiles
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -123,20 +122,20 @@ def _run(arguments: Sequence[str] | None) -> int:
         with process.output_needed():
             return module.command(rest)
     except process.OutputGoneError as gone:
-        if isinstance(gone.reason, BrokenPipeError):  # who read the output has left, as `head` does
+        if isinstance(gone.reason, BrokenPipeError):  # the reader of the output has left, as `head` does
             return 128 + signal.SIGPIPE
         print(f"jaxshard {command}: standard output cannot be written: {gone}", file=sys.stderr)
         return 2
 
 
 def _show_any_character() -> None:
-    """What the terminal's encoding lacks is shown escaped, in place of an error."""
+    """Escapes characters that the terminal's encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unknown_command(name: str, known: Sequence[str]) -> str:
-    """The message for a command that is not there.
+    """The message for an unknown command.
 
     >>> unknown_command("plann", ["train", "plan"])
     "no command 'plann'; did you mean 'plan'? There is train, plan"

@@ -56,7 +56,7 @@ _P = ParamSpec("_P")
 def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard ckpt`; returns the exit status."""
     if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # an export takes its files away
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # so that an interrupted export removes its files
     commands = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         return _fail(unknown_command(arguments[0], list(commands)), 2)
@@ -82,7 +82,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _later(command: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
-    """What parses as the command, and returns it with its arguments in place of running it."""
+    """Makes a function that parses as the command, but returns the call instead of running it."""
 
     @functools.wraps(command)
     def parsed(*args: _P.args, **kwargs: _P.kwargs) -> Callable[[], int]:
@@ -92,7 +92,7 @@ def _later(command: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
 
 
 def ls(folder: _Dir) -> int:
-    """List checkpoints, and folders beside them that are none.
+    """List checkpoints, and sub-folders that are not complete checkpoints.
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
@@ -112,7 +112,7 @@ def ls(folder: _Dir) -> int:
 
 
 def info(folder: _Dir, step: _Step = None) -> int:
-    """Show a checkpoint's leaves: path, shape, dtype, bytes and digest (of numbers, themselves). No array is read.
+    """Show a checkpoint's leaves: path, shape, dtype, bytes and digest (or value). Reads no array.
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
@@ -134,7 +134,7 @@ def info(folder: _Dir, step: _Step = None) -> int:
 
 
 def verify(folder: _Dir, step: _Step = None) -> int:
-    """Read every array, and compare its digest with the one that was saved; say whether all are finite.
+    """Read every array and compare its digest with the saved one; show whether all are finite.
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
@@ -164,7 +164,7 @@ def verify(folder: _Dir, step: _Step = None) -> int:
 
 def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     """Compare two checkpoints by shapes, dtypes and digests: a line for each leaf that is only in the first (-), only
-    in the second (+), or another (!). Of a folder with several, the newest is taken; name a step's folder to take that:
+    in the second (+), or different (!). A folder with several stands for its newest; name a step's folder to choose:
     `jaxshard ckpt diff runs/mine/model/100 runs/mine/model/200`.
 
     Args:
@@ -196,21 +196,21 @@ def export(
     """Write a checkpoint's arrays to a .safetensors file, or a run's model to a folder for Hugging Face's transformers.
     Every digest is checked before a file appears.
 
-    In a file an array's name is its path as `info` shows it; a typed key is written as its uint32 data. In a folder
-    (config.json, model.safetensors, the tokenizer that the run started from) the model is a GPT-2 or a Llama, and
-    adapters are merged.
+    In a file, arrays are named by their paths, as `info` shows them; typed keys are written as uint32 data. In a folder
+    (config.json, model.safetensors, the tokenizer that the run started from), the model is a GPT-2 or Llama with merged
+    adapters.
 
-    Arrays that take more than --shard-size are written to several files: in place of model.safetensors there are
-    model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as Hugging Face's loaders expect them.
+    Arrays of more than --shard-size in all are written to several files, as Hugging Face's loaders expect: instead of
+    model.safetensors, model-00001-of-00003.safetensors and so on, and model.safetensors.index.json.
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
       safetensors: the file to write; it must not be there yet.
-      huggingface: the folder to write, in place of a file; it must be new or empty.
+      huggingface: the folder to write, instead of a file; it must be new or empty.
       dtype: of the tensors in that folder; by default the parameters'.
-      shard_size: the most that one file holds, such as 500MB, and about what is held in memory.
+      shard_size: the largest file, such as 500MB; the export needs about as much host memory.
       step: the step to take; by default the newest.
-      only: a regular expression: only leaves whose paths have a match anywhere, such as ^params/
+      only: a regular expression such as ^params/: only leaves whose paths match it anywhere
     """
     most = _shard_bytes(shard_size)
     if (safetensors is None) == (huggingface is None):

@@ -1,8 +1,8 @@
 """Writes a checkpoint's arrays by the safetensors library, to one file or to shards with an index.
 
-Which array goes to which shard, the shards' names and the index are as Hugging Face's `save_pretrained` makes them, so
-that its loaders find every array. All files are written in a hidden folder beside their place and moved there when they
-are whole, the index last. No more than one shard is held in memory.
+Arrays are distributed to shards, shards named and the index written as by Hugging Face's `save_pretrained`, so that its
+loaders find every array. All files are written to a hidden folder beside their destination and moved when complete, the
+index last. At most one shard is in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER_BYTES = 200  # of one array, at most, besides its name
 
 
 def check_free(file: Path, *others: Path) -> None:
-    """Raises ValueError if `file` cannot be written: it or one of `others` is there, or its folder is not."""
+    """Raises ValueError if `file` or one of `others` exists, or its folder does not."""
     for taken in filter(os.path.lexists, (file, *others)):
         which = "" if taken == file else f": {taken}"
         raise ValueError(f"--safetensors {file}{which} is there already: name a new file")
@@ -40,7 +40,7 @@ def check_free(file: Path, *others: Path) -> None:
 
 
 def num_bytes(leaf: Entry) -> int:
-    """The bytes of one array, by its entry in a checkpoint's index.
+    """The size of one array in bytes, from its entry in a checkpoint's index.
 
     >>> num_bytes({"shape": [3, 4], "dtype": "bfloat16", "digest": 0})
     24
@@ -49,7 +49,7 @@ def num_bytes(leaf: Entry) -> int:
 
 
 def index_of(file: Path) -> Path:
-    """Where the index of the shards of `file` is.
+    """The path of the index of the shards of `file`.
 
     >>> index_of(Path("model.safetensors")).name
     'model.safetensors.index.json'
@@ -58,15 +58,15 @@ def index_of(file: Path) -> Path:
 
 
 def shards_of(file: Path, leaves: Index, most_bytes: float) -> dict[Path, list[str]]:
-    """Deals the arrays out to files of at most `most_bytes`, in their order; a larger array has a file of its own.
+    """Distributes the arrays, in order, to files of at most `most_bytes`; a larger array gets a file of its own.
 
     Args:
-      file: the only file, where one is enough; else the one that the shards are named after.
+      file: the file, if one is enough; else the shards are named after it.
       leaves: path -> shape and dtype.
-      most_bytes: of the arrays in one shard.
+      most_bytes: the most bytes of arrays in one shard.
 
     Returns:
-      The paths of the arrays in each file.
+      file -> the paths of its arrays.
 
     >>> leaves: Index = {path: {"shape": [3], "dtype": "float32", "digest": 0} for path in "abc"}
     >>> {shard.name: paths for shard, paths in shards_of(Path("m.safetensors"), leaves, 24).items()}
@@ -93,18 +93,18 @@ def write(file: Path, leaves: Index, read: Read, notes: Mapping[str, str], most_
     """Writes the arrays; all files appear, or none.
 
     Args:
-      file: not there yet; shards are named after it.
+      file: must not exist; shards are named after it.
       leaves: path -> shape and dtype.
-      read: gives (path, array) of the paths that it is asked for.
+      read: paths -> (path, array) for each.
       notes: for the header of each file.
-      most_bytes: of the arrays in one shard.
+      most_bytes: the most bytes of arrays in one shard.
 
     Returns:
       The number of shards; 1: `file` holds all arrays, and there is no index.
 
     Raises:
-      ValueError: a dtype or a name that such files cannot hold; one of the files is there already.
-      OSError: they cannot be written, or another export has just written one.
+      ValueError: the format does not support a dtype or a name; or one of the files exists.
+      OSError: a file cannot be written, or another export has just written it.
     """
     _check_dtypes(leaves)
     shards = shards_of(file, leaves, most_bytes)
@@ -153,9 +153,9 @@ def _check_space(file: Path, leaves: Index) -> None:
 def _write_shard(file: Path, arrays: Iterable[tuple[str, np.ndarray]], notes: Mapping[str, str]) -> None:
     held = {path: np.asarray(x, order="C") for path, x in arrays}
     file.touch()
-    mode = file.stat().st_mode  # as the umask has it; the library lets only the owner read
+    mode = file.stat().st_mode  # by the umask; the library's files are readable only for the owner
     try:
-        save_file(held, file, {"format": "pt", **notes})  # transformers refuses a file without a format that it knows
+        save_file(held, file, {"format": "pt", **notes})  # transformers rejects files without a known format
     except SafetensorError as error:
         raise OSError(errno.EIO, f"it could not be written: {error}", str(file)) from error
     file.chmod(mode)
@@ -168,7 +168,7 @@ def _write_index(file: Path, shards: Mapping[Path, Sequence[str]], total_bytes: 
 
 
 def _publish(folder: Path, file: Path, targets: Sequence[Path]) -> None:
-    """Moves the files to their places, in order; where one fails, those that were moved are deleted."""
+    """Moves the files to their destinations, in order; if one fails, deletes those already moved."""
     check_free(file, index_of(file), *targets)
     sync_tree(folder)
     moved: list[Path] = []

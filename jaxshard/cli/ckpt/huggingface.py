@@ -1,7 +1,7 @@
-"""Writes a run's model to a folder as Hugging Face's `save_pretrained` does, so that `from_pretrained` takes it.
+"""Writes a run's model to a folder as Hugging Face's `save_pretrained` does, for `from_pretrained`.
 
-Masters are read where there are such, and adapters are merged. The folder is made in a hidden one beside it, and moved
-when it is whole. Of the arrays one leaf and one shard are held in memory.
+It reads the masters, if there are any, and merges adapters. The folder is written to a hidden one beside it, and moved
+when complete. At most one leaf and one shard are in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxshard.system.files import rename, replace, sync_tree, workplace
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError if `folder` cannot be made: something is there, or the folder that it shall be in is not."""
+    """Raises ValueError if `folder` exists and is not empty, or its parent does not exist."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"--huggingface {folder} is there already: name a new folder")
     if not folder.absolute().parent.is_dir():
@@ -40,21 +40,21 @@ def check_free(folder: Path) -> None:
 
 
 def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None, most_bytes: float) -> list[str]:
-    """Writes configuration, weights and what the run kept of a tokenizer.
+    """Writes the configuration, the weights, and the tokenizer that the run kept.
 
     Args:
       checkpoints: of a run.
-      step: which of them.
+      step: of the checkpoint.
       folder: new or empty.
-      dtype: of all tensors; by default the parameters', and with adapters the base's.
-      most_bytes: of the tensors in one file.
+      dtype: of all tensors; by default the parameters', with adapters the base's.
+      most_bytes: the most bytes of tensors in one file.
 
     Returns:
       The names of the files.
 
     Raises:
-      ValueError: it is no run's, no architecture of Hugging Face's is its model, or `dtype` cannot hold a number.
-      OSError: it cannot be written.
+      ValueError: the checkpoint is not a run's, Hugging Face has no such architecture, or a number overflows `dtype`.
+      OSError: the folder cannot be written.
     """
     config, run = _config_of(checkpoints), checkpoints.path.parent
     dtype = dtype or config.lora.float_base(config.precision.params)
@@ -78,7 +78,7 @@ def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None,
 
 
 def _known_before(run: RunFolder) -> dict[str, Any]:
-    """The config.json that the run started from; else what the run's own tokenizer says."""
+    """The config.json that the run started from; else the fields that the run's own tokenizer gives."""
     before = run.huggingface / hf_folder.CONFIG
     if before.is_file():
         return hf_config.read(before)
@@ -87,7 +87,7 @@ def _known_before(run: RunFolder) -> dict[str, Any]:
 
 
 def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
-    """Copies the run's own tokenizer, and says how `transformers` is to read it, unless the start's files do."""
+    """Copies the run's own tokenizer, with the configuration that `transformers` needs, unless the start has these."""
     config = folder / "tokenizer_config.json"
     if not run.tokenizer.is_file():
         return
@@ -100,7 +100,7 @@ def _add_tokenizer(run: RunFolder, folder: Path, end: object) -> None:
 
 
 def _config_of(checkpoints: Checkpointer) -> Config:
-    """The configuration of the run that the checkpoints are of."""
+    """The configuration of the checkpoints' run."""
     run = RunFolder(checkpoints.path.parent)
     if checkpoints.path != run.model.resolve() or not run.config.is_file():
         raise ValueError(f"--huggingface writes the model of a run of jaxshard train, not {checkpoints.path}")
@@ -109,7 +109,7 @@ def _config_of(checkpoints: Checkpointer) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads tensors of a saved model by their names: each leaf once for all that are asked for together."""
+    """Reads a saved model's tensors by name; in one call, each leaf is read once."""
 
     checkpoints: Checkpointer
     step: int
@@ -127,7 +127,7 @@ class _Reader:
                     yield name, self._typed(tensor.rule.split(whole)[tensor.number], name)
 
     def _parts(self, path: str) -> dict[str, np.ndarray]:
-        """The leaf, and what belongs to it, by their own names."""
+        """A leaf and its companions (scales, adapters), by their own names."""
         saved, layer = self.checkpoints.info(self.step)["leaves"], path.removesuffix("kernel")
         beside = [f"params/{layer}{name}" for name in linear.ADDED if f"params/{layer}{name}" in saved]
         master = f"{finished_run.MASTERS}/{path}"

@@ -1,6 +1,6 @@
-"""What `jaxshard ckpt` shows: which checkpoints are meant, what `ls`, `info` and `diff` say, and their tables.
+"""The output of `jaxshard ckpt`: the checkpoints that its arguments name, and the tables of `ls`, `info` and `diff`.
 
-In a terminal no line is wider than the terminal, and nothing is cut off.
+In a terminal, no line is wider than the terminal, and nothing is cut off.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _GAP = 2  # columns between two columns of a table
 
 
 def make_console() -> Console:
-    """In a terminal of its width; else without end, for other programs to read lines that are whole."""
+    """A console as wide as the terminal; unlimited without one, so that other programs read complete lines."""
     width = None if Console().is_terminal else 10**5
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def say(console: Console, line: str) -> None:
-    """Prints a line whole, for the terminal to wrap; what was read from a file cannot move the cursor."""
+    """Prints a line that the terminal wraps; removes control characters that came from a file."""
     console.print(printable(line), soft_wrap=True)
 
 
@@ -43,10 +43,10 @@ def show(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]
     """Prints a table.
 
     Args:
-      console: where to.
+      console: to print on.
       headings: of the columns.
       rows: a cell for each column.
-      long: the column that gets lines of its own where the table is wider than the console.
+      long: the column that gets its own lines if the table is wider than the console.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(headings, *cells, strict=True)]
@@ -62,7 +62,7 @@ def show(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]
 def _show_in_two_lines(
     console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], where: int, widths: Sequence[int]
 ) -> None:
-    """Each row in two lines: the long cell, and the others; the one that stands first comes first."""
+    """Prints each row in two lines, the long cell and the others, in the columns' order."""
     for row in (headings, *rows):
         others = [
             " " * (width - cell_len(cell)) + cell if heading in _NUMBERS else cell + " " * (width - cell_len(cell))
@@ -77,7 +77,7 @@ def _show_in_two_lines(
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table that cuts nothing off: in a narrow terminal a cell takes several lines."""
+    """A table whose cells wrap in a narrow terminal; nothing is cut off."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
@@ -91,12 +91,12 @@ _COMPARED = 2**20  # elements at once
 
 
 def differences(left: Side, right: Side, values: bool) -> Iterator[str]:
-    """A line for each leaf that is in one alone (-, +) or another (!).
+    """A line for each leaf that is in one checkpoint alone (-, +) or differs (!).
 
     Args:
       left: one checkpoint.
       right: the other.
-      values: read leaves of which only the digests differ, and tell their largest difference.
+      values: read leaves of which only the digests differ, and report their largest difference.
     """
     one, two = (checkpoints.info(step)["leaves"] for checkpoints, step in (left, right))
     yield from (f"- {path}: only here: {_kind(one[path])}" for path in one if path not in two)
@@ -112,7 +112,7 @@ def differences(left: Side, right: Side, values: bool) -> Iterator[str]:
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest absolute difference, in float64 or complex128; nan where only one of two elements is nan.
+    """The largest absolute difference, in float64 or complex128; nan if only one of two elements is nan.
 
     >>> largest_difference(np.array([1.0, np.inf, np.nan]), np.array([1.5, np.inf, np.nan]))
     0.5
@@ -185,7 +185,7 @@ def num_bytes(leaves: Index) -> int:
 
 
 def opened(folder: Path) -> tuple[Checkpointer, int | None]:
-    """The checkpoints that a folder stands for, and the step if it is the folder of one."""
+    """(checkpoints, step or None) of a folder: of checkpoints, of a run or of one step."""
     if not folder.is_dir():
         raise ValueError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a folder")
     place, step = located(folder)
@@ -193,7 +193,7 @@ def opened(folder: Path) -> tuple[Checkpointer, int | None]:
 
 
 def asked(folder: Path, step: int | None) -> tuple[Checkpointer, list[int]]:
-    """The checkpoints of a folder, and the steps that are meant: all, or the one."""
+    """The checkpoints of a folder, and the chosen steps: all, or one."""
     checkpoints, itself = opened(folder)
     if step is not None and itself is not None:
         raise ValueError(f"--step {step}: {folder} is the folder of step {itself}; leave --step out")

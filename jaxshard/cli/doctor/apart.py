@@ -1,4 +1,4 @@
-"""Work in a process of its own, which is killed when its time is up: what hangs there does not hang the command."""
+"""Runs work in a process of its own, killed when its time is up, so that a hang there does not hang the command."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 5.0  # for a killed process to be gone; one that waits for a dead disk stays
+_GRACE_SECONDS = 5.0  # for a killed process to end; one that waits for a dead disk stays
 
 Lines = Iterable[Mapping[str, Any]]
 
 
 class Told(NamedTuple):
-    """What a process told.
+    """A process's report.
 
     Attributes:
-      lines: what it told until its end.
+      lines: reported until its end.
       status: its exit status, negative for a signal; None: its time was up.
-      errors: what it and its libraries wrote to standard error.
+      errors: its standard error.
     """
 
     lines: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 def told_by(module: str, arguments: Sequence[str], environment: Mapping[str, str], seconds: float) -> Told:
-    """Runs `main(arguments)` of a module of jaxshard, as `tell` has it, for so many seconds at the most."""
+    """Runs `main(arguments)` of a module of jaxshard for at most `seconds`; returns what it reported by `tell`."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main({[str(seconds), *arguments]!r})"
     command = [sys.executable, "-P", "-c", code]
     pipe = subprocess.PIPE
@@ -54,7 +54,7 @@ def told_by(module: str, arguments: Sequence[str], environment: Mapping[str, str
 
 
 def tell(arguments: Sequence[str], work: Callable[[Sequence[str]], Lines]) -> None:
-    """In the process: does the work, and tells each line as it comes. It ends with its parent, or when time is up."""
+    """Runs in the process: does the work, and reports each line at once. Ends with its parent, or when time is up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     seconds, *rest = arguments
     signal.alarm(int(float(seconds) + _GRACE_SECONDS) + 1)
@@ -65,7 +65,7 @@ def tell(arguments: Sequence[str], work: Callable[[Sequence[str]], Lines]) -> No
 
 
 def _read(out: bytes | None) -> list[dict[str, Any]]:
-    """The lines of JSON; a library may have printed others, and the last may be cut off."""
+    """The lines of JSON; ignores lines that a library printed, and a last one that was cut short."""
     found: list[dict[str, Any]] = []
     for line in (out or b"").decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -76,7 +76,7 @@ def _read(out: bytes | None) -> list[dict[str, Any]]:
 
 
 def last_words(errors: str) -> str:
-    """What a process that crashed wrote last, in one line, without the time and the place that C++ writes before it.
+    """The last message of a crashed process, in one line, without the time and source line that C++ prefixes.
 
     >>> last_words("F1125 14:46:17.125430   20894 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --x")
     'Unknown flag in XLA_FLAGS: --x'

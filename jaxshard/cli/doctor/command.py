@@ -95,7 +95,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _sections(given: argparse.Namespace, start: Mapping[str, Any], facts: dict[str, object]) -> Iterator[Section]:
-    """The sections, each as soon as it is known; `facts` gets what they are made from."""
+    """Yields the sections, each as soon as it is known, and adds the facts behind them to `facts`."""
     given_by_user, here, seconds = environment(), _machine(), given.seconds
     yield doctor_sections.packages(start["versions"], _requirements())
     told = ask("devices", [doctor_devices.JAX_NAMES[kind] for kind in here.accelerators], seconds)
@@ -110,7 +110,7 @@ def _sections(given: argparse.Namespace, start: Mapping[str, Any], facts: dict[s
 
 
 def _temporary() -> str:
-    """The folder for temporary files, or that which should be it."""
+    """The folder for temporary files, which may not exist."""
     try:
         return tempfile.gettempdir()
     except OSError:
@@ -118,7 +118,7 @@ def _temporary() -> str:
 
 
 def ask(task: str, arguments: Sequence[str], seconds: float, changed: Mapping[str, str] | None = None) -> Told:
-    """What `doctor_probe` tells of a task, in a process with simulated devices, if the user chose no number of them."""
+    """Runs a task of `probe` in a process, with simulated devices unless the user chose their number."""
     variables = environment() | dict(changed or {})
     is_chosen = "host_platform_device_count" in variables.get("XLA_FLAGS", "")
     if not is_chosen and "JAX_NUM_CPU_DEVICES" not in variables:
@@ -156,7 +156,7 @@ def _requirements() -> list[str]:
         return []
 
 
-# What is shown.
+# Output.
 
 
 def _show(section: Section) -> None:
@@ -169,12 +169,12 @@ def _show(section: Section) -> None:
 
 
 def _short(finding: Finding) -> str:
-    """What a finding is about, without the end of a long value."""
+    """A finding's subject, with a long value shortened."""
     return finding.what if len(finding.what) <= _WIDTH else f"{finding.what[: _WIDTH - 4]} ..."
 
 
 def _say(text: str, first: str, later: str) -> None:
-    """Prints a text in lines that fit the terminal; a word that is longer than a line stays whole."""
+    """Prints text in lines that fit the terminal; a word longer than a line is not broken."""
     width = min(shutil.get_terminal_size().columns, _WIDTH) if sys.stdout and sys.stdout.isatty() else _WIDTH
     lines = textwrap.wrap(
         printable(text),

@@ -1,4 +1,4 @@
-"""Parts of what `jaxshard doctor` says: devices, the links between them, compilers for machines that are not here."""
+"""Sections of `jaxshard doctor`: devices, the links between them, and compilers for other machines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ JAX_NAMES = {"gpu": "cuda", "tpu": "tpu"}
 
 
 class Machine(NamedTuple):
-    """The machine, as it is seen without JAX.
+    """The machine, seen without JAX.
 
     Attributes:
       accelerators: "gpu", "tpu".
       gpu_without_driver: whether there is a GPU that no program can use.
-      memory_bytes, shared_bytes: of the host's memory, and of /dev/shm; None where that is not known.
-      cores: of the processor.
+      memory_bytes, shared_bytes: sizes of host memory and of /dev/shm; None if unknown.
+      cores: of the CPU.
     """
 
     accelerators: Sequence[str] = ()
@@ -36,12 +36,12 @@ class Machine(NamedTuple):
 
 
 def seen(told: Told) -> list[dict[str, Any]]:
-    """The devices that JAX has found."""
+    """The devices that JAX found."""
     return [device for devices in of(told, "devices") for device in devices]
 
 
 def devices(told: Told, machine: Machine, environment: Mapping[str, str], seconds: float) -> Section:
-    """The devices that JAX sees, or why it sees none, or not those that are there."""
+    """The devices that JAX sees, or why it sees none or not all."""
     found, lines = seen(told), []
     if found:
         processes, taken = of(told, "num_processes")[0], of(told, "seconds")[0]
@@ -66,7 +66,7 @@ def _kinds(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[str
 
 
 def _none(told: Told, environment: Mapping[str, str], seconds: float) -> Iterator[Finding]:
-    """Why JAX finds no devices, or does not come to the end of what it is asked for."""
+    """Why JAX finds no devices, or does not finish."""
     stage = (of(told, "stage") or ["devices"])[-1]
     others = "another process may hold the devices (end it), or hosts are missing; --seconds waits longer"
     flags = "correct or unset what it names; XLA_FLAGS and LIBTPU_INIT_ARGS may have unknown flags"
@@ -78,7 +78,7 @@ def _none(told: Told, environment: Mapping[str, str], seconds: float) -> Iterato
 
 
 def _unused(told: Told, machine: Machine, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Accelerators that are here, and JAX does not use, though it is free to."""
+    """Accelerators that JAX does not use, although no setting forbids it."""
     found = seen(told)
     if not found or environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME"):
         return
@@ -91,7 +91,7 @@ def _unused(told: Told, machine: Machine, environment: Mapping[str, str]) -> Ite
 
 
 def _around(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Finding]:
-    """What the operating system does not give."""
+    """Missing drivers and scarce shared memory."""
     is_gpu = bool(found) and found[0]["platform"] == "gpu"
     if machine.gpu_without_driver and not is_gpu:
         advice = "programs cannot use it: install its driver, or start the container with it (docker run --gpus all)"
@@ -131,7 +131,7 @@ def _line(each: Mapping[str, Any]) -> str:
 
 
 def _slow(found: Sequence[Mapping[str, Any]], devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Links that carry much less than they should, within one fast domain."""
+    """Links within one fast domain that are much slower than they should be."""
     known = chip_of(devices[0]["kind"])
     best = max((each["bytes_per_second"] for each in found), default=0.0)
     if known is None or not found or len({each["process"] for each in devices}) > 1:
@@ -151,7 +151,7 @@ _BUSY = "see whether another program uses the chips"
 
 
 def compilers(told: Told, installed: Mapping[str, str], seconds: float) -> Section:
-    """Which compilers for machines that are not here are installed, and answer."""
+    """The installed compilers for other machines, and whether they work."""
     lines: list[str] = []
     findings: list[Finding] = []
     for each in (line for line in told.lines if "compiler" in line):

@@ -1,4 +1,4 @@
-"""What `jaxshard doctor` finds, and what its rules ask about the machine."""
+"""The findings of `jaxshard doctor`, and the facts about the machine that its rules use."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -6,13 +6,13 @@ from typing import NamedTuple, TypeAlias
 
 
 class Finding(NamedTuple):
-    """Something that was found, with a line of advice.
+    """A fact with a line of advice.
 
     Attributes:
-        what: what it is about, such as "NCCL_DEBUG=INFO".
-        wrong: whether it hurts; else it is only told.
+        what: the subject, such as "NCCL_DEBUG=INFO".
+        wrong: whether it does harm; otherwise it is only information.
         advice: what it means, and what to do.
-        source: where that is written; "" where it was found here.
+        source: of the advice; "" if we found it ourselves.
     """
 
     what: str
@@ -26,12 +26,12 @@ class Here:
     """The machine, as rules see it.
 
     Attributes:
-        platform: JAX's: "cpu", "gpu" or "tpu"; "" where it finds no devices.
+        platform: JAX's: "cpu", "gpu" or "tpu"; "" if JAX finds no devices.
         num_devices: of this process.
-        cores: of the processor.
-        accelerators: "gpu", "tpu": that are in the machine, whether JAX uses them or not.
+        cores: of the CPU.
+        accelerators: "gpu", "tpu": those in the machine, whether JAX uses them or not.
         interfaces: names of network interfaces.
-        own_flags: names of XLA's flags that jaxshard sets itself on this platform.
+        own_flags: names of XLA's flags that jaxshard sets on this platform.
     """
 
     platform: str = "cpu"
@@ -43,19 +43,19 @@ class Here:
 
 
 Environment: TypeAlias = Mapping[str, str]
-Verdict: TypeAlias = tuple[bool, str] | None  # whether it hurts, and the advice; None: there is nothing to say
+Verdict: TypeAlias = tuple[bool, str] | None  # (whether it does harm, the advice); None: nothing to say
 Judge: TypeAlias = Callable[[str, Here, Environment], Verdict]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is to be said of a variable that is set, or of a flag.
+    """Judges a variable or flag that is set.
 
     Attributes:
         names: of variables or flags.
-        judge: says it, from the value, the machine and the whole environment.
-        source: where that is written.
-        platforms: those on which it matters.
+        judge: makes the verdict from the value, the machine and the whole environment.
+        source: of the advice.
+        platforms: on which it matters.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A trial of a folder: what saving a checkpoint needs of it."""
+"""Tries in a folder everything that saving a checkpoint needs."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ _BYTES = 8 * 2**20
 
 
 class Trial(NamedTuple):
-    """One thing that was tried in a folder.
+    """One operation tried in a folder.
 
     Attributes:
         what: "write", "rename", ...
-        seconds: that it took.
+        seconds: its duration.
         wrong: what went wrong; "" if nothing did.
     """
 
@@ -30,16 +30,14 @@ class Trial(NamedTuple):
 
 
 def trials(folder: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
-    """Tries a folder that is there, in a new folder within it, which is taken away.
-
-    After something that went wrong, what depends on it is not tried.
+    """Tries operations in a new sub-folder, and removes it; skips those that depend on one that failed.
 
     Args:
-        folder: where to.
-        lock: takes the lock of a folder, and returns it; None: no lock is tried.
+        folder: an existing folder.
+        lock: takes the lock of a folder, and returns it; None: try no lock.
     """
     made: list[Path] = []
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # what cannot be taken away is not asked for
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # leftovers do not matter
         first = _tried("make a folder", lambda: made.append(stack.enter_context(files.workplace(folder))))
         yield first
         if not first.wrong:
@@ -70,11 +68,7 @@ def _within(place: Path, lock: Callable[[Path], Any] | None) -> Iterator[Trial]:
 
 
 def _lock(place: Path, lock: Callable[[Path], Any]) -> None:
-    """Takes the lock, and looks whether another process is refused it then.
-
-    Raises:
-        OSError: it is not.
-    """
+    """Takes the lock; raises OSError if another process gets it too."""
     held = lock(place)
     try:
         path = str(place / ".lock")
@@ -94,6 +88,6 @@ def _tried(what: str, act: Callable[[], object]) -> Trial:
     start, wrong = time.perf_counter(), ""
     try:
         act()
-    except (OSError, NotImplementedError) as error:  # which filelock raises where a file system has no locks
+    except (OSError, NotImplementedError) as error:  # filelock raises it if a file system has no locks
         wrong = getattr(error, "strerror", None) or str(error)
     return Trial(what, time.perf_counter() - start, wrong)

@@ -1,4 +1,4 @@
-"""Collectives over all devices, compared with what they must give, and timed."""
+"""Runs collectives over all devices, checks their results, and times them."""
 
 import statistics
 import time
@@ -15,8 +15,8 @@ from jaxshard.hardware.chips import ring_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _AXIS = "all"
-_LARGEST = 97  # numbers are whole and small, so that float32 sums them exactly, in any order
-_RUNS, _SECONDS = 10, 1.0  # of each: timed so often, or until so much time is gone
+_LARGEST = 97  # small integers, so that float32 sums are exact in any order
+_RUNS, _SECONDS = 10, 1.0  # the most of each collective
 
 
 class Exchange(NamedTuple):
@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
         kind: one of `KINDS`.
         bytes: payload, as in `inspect.Collective`.
         seconds: the median.
-        bytes_per_second: what each device sends by the ring formula, divided by the time.
+        bytes_per_second: the bytes that each device sends by the ring formula, divided by the time.
         wrong: what is wrong in the results; "" if they are right.
     """
 
@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(devices: Sequence[Any], sizes: Sequence[int]) -> Iterator[Exchange]:
-    """Runs each kind of collective over the devices, with payloads of about these sizes, in bytes."""
+    """Runs each kind of collective over the devices, with payloads of about `sizes` bytes."""
     mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
     for size in sizes:
         for kind in KINDS:
@@ -46,7 +46,7 @@ def exchanges(devices: Sequence[Any], sizes: Sequence[int]) -> Iterator[Exchange
 
 
 def _exchange(kind: str, mesh: jax.sharding.Mesh, num_elements: int) -> Exchange:
-    """Of a payload of so many elements of float32, a multiple of the number of devices."""
+    """Runs one collective on `num_elements` float32 numbers, a multiple of the number of devices."""
     given = _given(mesh.size, num_elements // (mesh.size if kind == "all-gather" else 1))
     x = jax.make_array_from_callback(given.shape, NamedSharding(mesh, P(_AXIS)), lambda index: given[index])
     run = jax.jit(jax.shard_map(_RUNS_OF[kind], mesh=mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False))
@@ -57,12 +57,12 @@ def _exchange(kind: str, mesh: jax.sharding.Mesh, num_elements: int) -> Exchange
 
 
 def _given(num_devices: int, num_elements: int) -> np.ndarray:
-    """A row for each device, no two alike."""
+    """A different row for each device."""
     rows, columns = np.arange(num_devices)[:, None], np.arange(num_elements)[None, :]
     return ((31 * rows + columns) % _LARGEST).astype(np.float32)
 
 
-# What each device makes of its row, (1, elements), and what all rows must be then.
+# The collective on each device's row, (1, elements), and the expected rows of all devices.
 _RUNS_OF: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "all-reduce": lambda row: lax.psum(row, _AXIS),
     "all-gather": lambda row: lax.all_gather(row, _AXIS, axis=1, tiled=True),
@@ -86,7 +86,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _wrong(result: jax.Array, expected: np.ndarray) -> str:
-    """What differs on this process's devices, in words; "" if nothing does."""
+    """The differences on this process's devices, in words; "" if there are none."""
     for shard in result.addressable_shards:
         found, right = np.asarray(shard.data), expected[shard.index]
         if not np.array_equal(found, right):

@@ -1,4 +1,4 @@
-"""The machine itself, without JAX's help: what accelerators it has, its memory and its network interfaces."""
+"""The machine without JAX: its accelerators, memory and network interfaces."""
 
 import os
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 _TPU_IDS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 """PCI ids of v3, v4i, v4, v5p, v5e, v6e, v7x, as JAX looks for them (jax/_src/hardware_utils.py)."""
 _GOOGLE, _NVIDIA, _DISPLAY = "0x1ae0", "0x10de", "0x03"
-_NVIDIA_FILES = ("dev/nvidiactl", "dev/nvidia0", "dev/dxg")  # the last one: under Windows
+_NVIDIA_FILES = ("dev/nvidiactl", "dev/nvidia0", "dev/dxg")  # the last: on WSL
 
 
 def accelerators(root: Path = Path("/")) -> list[str]:
-    """Those that a program could use: "gpu" where the driver of NVIDIA's has made its files, "tpu" by PCI ids."""
+    """Usable accelerators: "gpu" if NVIDIA's driver has made its device files, "tpu" by PCI ids."""
     found = ["gpu"] if any((root / file).exists() for file in _NVIDIA_FILES) else []
     tpus = any(vendor == _GOOGLE and device in _TPU_IDS for vendor, device, _ in _pci(root))
     return [*found, *(["tpu"] if tpus else [])]
 
 
 def has_gpu_without_driver(root: Path = Path("/")) -> bool:
-    """Whether there is a GPU of NVIDIA's for which no file is there: no driver, or a container without GPUs."""
+    """Whether there is an NVIDIA GPU without device files: no driver, or a container without GPUs."""
     there = any(vendor == _NVIDIA and kind.startswith(_DISPLAY) for vendor, _, kind in _pci(root))
     return there and "gpu" not in accelerators(root)
 
@@ -42,7 +42,7 @@ def interfaces(root: Path = Path("/")) -> list[str]:
 
 
 def memory_bytes() -> int | None:
-    """Size of the host's memory, in bytes; None where the system does not tell."""
+    """Size of the host's memory, in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -50,7 +50,7 @@ def memory_bytes() -> int | None:
 
 
 def shared_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Size of /dev/shm, through which NCCL sends between processes of a host; None where there is none."""
+    """Size of /dev/shm in bytes, which NCCL uses between processes of a host; None if there is none."""
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError:

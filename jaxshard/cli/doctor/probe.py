@@ -1,4 +1,4 @@
-"""What `jaxshard doctor` looks at in processes of their own, since it may hang or crash."""
+"""Checks of `jaxshard doctor` that may hang or crash, and so run in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from jaxshard.cli.doctor.apart import Lines, tell
 
-_COMPILERS = {"gpu": "h100:8", "tpu": "v5e:2x4"}  # by platform, a machine to ask each for
+_COMPILERS = {"gpu": "h100:8", "tpu": "v5e:2x4"}  # by platform, a machine to compile for
 _SMALL = 2**16  # bytes of a payload
 _LARGE = {"cpu": 2**22}
 _LARGE_ELSEWHERE = 2**26
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Does one of `WORK`, and tells what it finds."""
+    """Runs one check of `WORK` and reports its findings."""
     tell(arguments, lambda rest: told_of(WORK[rest[0]], rest[1:]))
 
 
 def told_of(work: Callable[..., Lines], arguments: Sequence[str]) -> Lines:
-    """What some work tells; an error is told as such, and ends it."""
+    """Yields a check's lines; an error becomes the last line."""
     try:
         yield from work(*arguments)
     except Exception as error:
@@ -31,20 +31,20 @@ def told_of(work: Callable[..., Lines], arguments: Sequence[str]) -> Lines:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error, if it says something, and the first line of its text."""
+    """An error's type, if informative, and the first line of its text."""
     text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def devices(*wanted: str) -> Lines:
-    """The devices that JAX sees, why it does not see `wanted` platforms, and its collectives."""
+    """JAX's devices, why it lacks the `wanted` platforms, and its collectives."""
     import jax
 
     yield {"stage": "devices"}
     start = time.perf_counter()
     try:
         found: list[Any] = jax.devices()
-    except AssertionError:  # JAX says no more
+    except AssertionError:  # JAX gives no reason
         yield {"error": "there is no such platform"}
         return
     taken = time.perf_counter() - start
@@ -66,7 +66,7 @@ def _described(device: Any) -> dict[str, object]:
 
 
 def _memory_bytes(device: Any) -> int | None:
-    """What JAX may take of the device's memory; None where it does not say, as of other processes' devices."""
+    """Bytes of the device's memory that JAX may use; None if unknown, as for other processes' devices."""
     with contextlib.suppress(Exception):  # of any type, by platform
         return device.memory_stats()["bytes_limit"]
     return None
@@ -91,7 +91,7 @@ def _links(found: Sequence[Any]) -> Iterator[dict[str, object]]:
 
 
 def _compiler(platform: str) -> dict[str, object]:
-    """Whether a compiler for machines that are not here answers."""
+    """Whether a compiler for other machines works."""
     from jaxshard import aot
 
     try:
@@ -104,7 +104,7 @@ def _compiler(platform: str) -> dict[str, object]:
 
 
 def without_devices(path: str) -> Lines:
-    """What needs no devices: a trial of a folder; then which compilers for machines that are not here answer."""
+    """Checks that need no devices: tries a folder, then the compilers for other machines."""
     yield {"stage": "folder"}
     yield from told_of(lambda: _folder(Path(path)), ())
     yield {"stage": "compilers"}

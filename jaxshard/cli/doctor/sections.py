@@ -1,4 +1,4 @@
-"""Parts of what `jaxshard doctor` says: packages, a folder, settings. Each has lines to show, and findings."""
+"""Sections of `jaxshard doctor`: packages, a folder, settings. Each has lines to show, and findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_FREE = 10**9  # bytes
 
 
 class Section(NamedTuple):
-    """A part of what is said."""
+    """A section of the output."""
 
     title: str
     lines: Sequence[str]
@@ -25,18 +25,18 @@ class Section(NamedTuple):
 
 
 def of(told: Told, key: str) -> list[Any]:
-    """What was told under a key, in its order."""
+    """What was reported under a key, in order."""
     return [line[key] for line in told.lines if key in line]
 
 
 def ended_early(told: Told, what: str, seconds: float, cures: tuple[str, str, str]) -> Iterator[Finding]:
-    """That a process was killed, crashed or had an error.
+    """A finding if a process was killed, crashed or raised an error.
 
     Args:
-      told: what it told.
-      what: what it looked at.
-      seconds: that it had.
-      cures: for each of the three, what to do.
+      told: its report.
+      what: the subject of its check.
+      seconds: its time limit.
+      cures: what to do in each of the three cases.
     """
     late, crashed, failed = cures
     if not of(told, "stage"):
@@ -59,18 +59,18 @@ def packages(installed: Mapping[str, str], requirements: Iterable[str]) -> Secti
     """The versions of Python and of packages.
 
     Args:
-      installed: by name, "python" too.
-      requirements: of jaxshard, as its metadata have them.
+      installed: name -> version, with "python".
+      requirements: of jaxshard, as in its metadata.
     """
     listed = ", ".join(f"{name} {version}" for name, version in installed.items())
     return Section("Packages", [listed], [*_unmet(requirements), *_plugins(installed)])
 
 
 def _unmet(requirements: Iterable[str]) -> Iterator[Finding]:
-    """Packages that are there in another version than jaxshard needs."""
+    """Packages whose installed version jaxshard does not support."""
     try:
         from packaging.requirements import Requirement
-    except ImportError:  # nothing that jaxshard needs brings it, though nearly all environments have it
+    except ImportError:  # not a dependency of jaxshard, though nearly all environments have it
         return
     told: set[str] = set()
     for needed in map(Requirement, requirements):
@@ -85,7 +85,7 @@ def _unmet(requirements: Iterable[str]) -> Iterator[Finding]:
 
 
 def _plugins(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """What keeps JAX from its plugins for CUDA."""
+    """Why JAX cannot use its CUDA plugins."""
     found = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in installed]
     for name in found:
         if _number(installed[name]) != _number(installed.get("jaxlib", "")):
@@ -114,7 +114,7 @@ _OF_TRIALS = {
 
 
 def folder(path: str, told: Told, seconds: float) -> Section:
-    """What a trial of a folder found."""
+    """The results of trying a folder."""
     (place, free), trials = _first(told), of(told, "trial")
     lines = [f"it is not there yet; this is of {place}"] if place and Path(place) != Path(path) else []
     findings = [
@@ -147,7 +147,7 @@ def _first(told: Told) -> tuple[str, int]:
 
 
 def settings(environment: Mapping[str, str], here: Here) -> Section:
-    """What there is to say of the environment's variables."""
+    """Findings about the environment's variables."""
     found = judged(environment, here)
     rest = others(environment, found)
     return Section("Settings", [f"also set: {', '.join(rest)}"] if rest else [], found)
@@ -157,13 +157,13 @@ _PREFIXES = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TPU_", "CUDA_")
 
 
 def judged(environment: Environment, here: Here) -> list[Finding]:
-    """What there is to say of the variables that are set, of XLA's flags, and of what is not set but matters here."""
+    """Findings about set variables, XLA's flags, and unset variables that matter here."""
     found = list(_of_variables(environment, here))
     return [*found, *_of_flags(environment, here), *_unset(environment, here)]
 
 
 def others(environment: Environment, found: list[Finding]) -> list[str]:
-    """Names of variables of JAX, XLA and their libraries that are set, and of which nothing is said."""
+    """Names of set variables of JAX, XLA and their libraries without a finding."""
     told = {each.what.partition("=")[0] for each in found}
     return sorted(name for name in environment if name.startswith(_PREFIXES) and name not in told)
 
@@ -178,7 +178,7 @@ def _of_variables(environment: Environment, here: Here) -> Iterator[Finding]:
 
 
 def flags_in(text: str) -> dict[str, str]:
-    """XLA's flags and their values; a flag without one is true. (Without a flag, it is the name of a file.)
+    """XLA's flags and their values; a flag without a value is true. (A text without flags names a file.)
 
     >>> flags_in("--xla_dump_to=/x --xla_gpu_deterministic_ops")
     {'xla_dump_to': '/x', 'xla_gpu_deterministic_ops': 'true'}
@@ -204,7 +204,7 @@ _OPTIONS = "docs/compiler_options.md"
 
 
 def _unset(environment: Environment, here: Here) -> Iterator[Finding]:
-    """What is not set, where that matters."""
+    """Findings about variables that are not set but matter."""
     if here.platform in ("gpu", "tpu") and not environment.get("JAX_COMPILATION_CACHE_DIR"):
         advice = "each start compiles anew; a folder there keeps compiled programs"
         yield Finding("JAX_COMPILATION_CACHE_DIR", False, advice, "docs.jax.dev, persistent compilation cache")

@@ -1,4 +1,4 @@
-"""A rule for each setting that hurts a training or helps it, with its source."""
+"""A rule for each setting that harms or helps training, with its source."""
 
 from jaxshard.cli.doctor.findings import Environment, Here, Judge, Rule, Verdict
 
@@ -14,7 +14,7 @@ FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def is_yes(value: str) -> bool:
-    """Whether JAX reads a value as yes; XLA and NCCL know fewer words for it.
+    """Whether JAX reads a value as true; XLA and NCCL know fewer words for it.
 
     >>> [is_yes(value) for value in ("1", "True", "0", "")]
     [True, True, False, False]
@@ -139,7 +139,7 @@ def _together(value: str, here: Here, environment: Environment) -> Verdict:
 
 
 def _first_of(names: tuple[str, ...]) -> Judge:
-    """`_together`, once: of the first of the variables that is set."""
+    """`_together`, only for the first of the variables that is set."""
     return lambda value, here, environment: (
         None if any(map(environment.get, names)) else _together("", here, environment)
     )
@@ -193,7 +193,7 @@ VARIABLES: tuple[Rule, ...] = (
     ),
     Rule(("LIBTPU_INIT_ARGS",), _async_fusion, _OPTIONS, ("tpu",)),
 )
-"""By variables, in the order in which they are told."""
+"""Rules for variables, in the order of the output."""
 
 
 def _below(least: int, advice: str) -> Judge:
@@ -222,4 +222,4 @@ FLAGS: tuple[Rule, ...] = (
         ),
     ),
 )
-"""By flags of XLA_FLAGS."""
+"""Rules for flags in XLA_FLAGS."""

@@ -1,4 +1,4 @@
-"""`jaxshard explain`: where a step's parameters lie and are gathered, and which line each of its collectives is for."""
+"""`jaxshard explain`: where a step's parameters are placed and gathered, and the source line of each collective."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Arguments(Config):
     """The command line of `jaxshard explain`."""
 
     what: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml | MODULE:FUNCTION]")] = None
-    """The step; without it, that of the default configuration."""
+    """The step; by default that of the default configuration."""
     compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Compile for this machine, which need not be here: h100:8, v5e:2x4 (`jaxshard plan --help` names more); by default
-    for simulated devices."""
+    """Compile for this machine, which you need not have: h100:8, v5e:2x4 (`jaxshard plan --help` names more); by
+    default for simulated devices."""
     no_compile: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compile nothing: show where parameters lie and are gathered."""
+    """Compile nothing: show where parameters are placed and gathered."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all of it to this file."""
+    """Write the whole output to this file, as JSON."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -74,14 +74,14 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line over the TOML file over the defaults.
 
     Raises:
-      ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
+      ValueError: names the option that is wrong. (For a parse error, it prints the message and raises SystemExit.)
     """
     words.check(arguments, Arguments, _COMMAND, {"data": str})
     given, in_file = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments()), frozenset()
     if given.compile and given.no_compile:
         raise ValueError(f"--compile {given.compile} and --no-compile exclude each other: give one of them")
     if given.compile:
-        aot.machine(given.compile)  # a name that is not known is told first
+        aot.machine(given.compile)  # so that an unknown name is reported first
     if given.json is not None:
         check_file("--json", given.json)
     if given.what is not None and names_function(given.what):
@@ -140,10 +140,10 @@ def _of_config(what: str, given: Arguments) -> Subject:
 
 
 def _of_function(what: str, given: Arguments) -> Subject:
-    """The user's own step, on the devices of the machine, if one is named, or on those that it was made for."""
+    """The user's own step, on the devices of the named machine, or on those that it was made for."""
     machine = aot.machine(given.compile) if given.compile else None
     simulate_cpus(None if machine is None else machine.num_devices)
-    devices = None if machine is None else devices_of(machine)  # a machine that cannot be is told at once
+    devices = None if machine is None else devices_of(machine)  # so that an impossible machine is reported at once
     subject = made_by(what)
     mesh = loss_of(subject.step).setup.mesh
     if given.no_compile or (devices is None and isinstance(mesh, Mesh)):
@@ -152,7 +152,7 @@ def _of_function(what: str, given: Arguments) -> Subject:
 
 
 def _compiled(console: Console, what: str, subject: Subject, machine: aot.Machine) -> jax.stages.Compiled | None:
-    """The compiled step; None if the compiler refuses it, which is printed."""
+    """The compiled step; if the compiler rejects it, prints why and returns None."""
     with blamed(what):
         lowered = subject.step.lower(subject.params, subject.state, subject.batch, *subject.more)
     try:
@@ -173,13 +173,13 @@ _WANTED = "it must return (step, params, batch, *more), where step = jaxshard.tr
 
 
 def made_by(what: str) -> Subject:
-    """What the function returns.
+    """Calls the user's function and returns its subject.
 
     Args:
-      what: "module:function"; the module is looked for in the current folder, too.
+      what: "module:function"; the module may be in the current folder.
 
     Raises:
-      ValueError: there is no such function, or it returns something else.
+      ValueError: the function does not exist, or returns something else.
       UsersError: the module cannot be imported, or the function fails.
     """
     made = called(what)
@@ -193,11 +193,7 @@ def made_by(what: str) -> Subject:
 
 
 def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
-    """The same on other devices, as many as the step's mesh has.
-
-    Raises:
-      ValueError: there are more or fewer.
-    """
+    """Moves a subject to other devices; raises ValueError unless they are as many as in the step's mesh."""
     mesh = loss_of(subject.step).setup.mesh
     if mesh.size != len(devices):
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

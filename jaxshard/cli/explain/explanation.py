@@ -1,4 +1,4 @@
-"""What `jaxshard explain` says of a step: each parameter's place, bytes and line; each collective's line and bytes."""
+"""The content of `jaxshard explain`: each parameter's placement, bytes and line; each collective's line and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxshard.step.step import TrainStep, loss_of
 
 
 class Subject(NamedTuple):
-    """A step, and the shapes of what a call of it takes."""
+    """A step, and the shapes of its arguments."""
 
     step: TrainStep
     params: Tree
@@ -33,30 +33,30 @@ class Subject(NamedTuple):
 
     @classmethod
     def of(cls, step: TrainStep, params: Tree, batch: Tree, *more: Tree) -> Subject:
-        """Of arrays or shapes. (An optimizer's init may have to read the values of its params.)"""
+        """Makes one from arrays or shapes. (Arrays, if the optimizer's init reads the params' values.)"""
         state = loss_of(step).setup.abstract_state(params)
         return cls(step, *(jax.tree.map(_shape, tree) for tree in (params, state, batch, more)))
 
 
 def _shape(x: Any) -> Any:
-    """Its shape, if it is an array; what it should not be, the step itself says best."""
+    """An array's shape; other values unchanged, for the step to reject."""
     return shape_of(x) if hasattr(x, "shape") and hasattr(x, "dtype") else x
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """A parameter, and what belongs to it.
+    """A parameter with its gradient and state.
 
     Attributes:
       path: its names, joined by slashes.
-      shape, dtype: of the whole.
+      shape, dtype: of the global array.
       spec: the PartitionSpec at rest, an entry for each dim that it names: None, an axis, or several.
-      why: why it lies so.
-      state_why: why its gradient and state lie as they do; "" where it has none, or they lie as the parameter.
+      why: the reason for the spec.
+      state_why: the reason for its gradient's and state's specs; "" if it has none, or they are the parameter's.
       bytes: on each device: of "params", of "gradient" as the optimizer gets it, of "state", and of the part of the
         state that is "state on host".
-      gathered: how it comes to be whole, or its gradient reduced.
-      lines: where in the source that is.
+      gathered: how it is gathered, or its gradient reduced.
+      lines: the source lines of that.
     """
 
     path: str
@@ -75,10 +75,10 @@ class Sent:
     """A collective of the compiled step.
 
     Attributes:
-      line: the line of the source that it belongs to; "" where none is known.
-      code: what stands in that line, if the file is there.
-      part: the part of the step that it belongs to, where no line is known.
-      joined: further lines and parts, whose collectives the compiler has joined to it.
+      line: its source line; "" if unknown.
+      code: the text of that line, if the file exists.
+      part: its part of the step, if no line is known.
+      joined: further lines and parts, whose collectives the compiler merged into it.
       kind, axes, dtype: "all-gather", "data", "f32"; several axes are joined by " x ", several types by "+".
       bytes: payload of one execution on each device, as in `jaxshard.inspect.Collective`.
       times: executions in each step.
@@ -101,7 +101,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What there is to say of a step. `sent` is None where nothing was compiled."""
+    """All results about a step. `sent` is None if nothing was compiled."""
 
     strategy: str
     sizes: AxisSizes
@@ -114,12 +114,12 @@ class Explanation:
     trips_known: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain dicts, lists, strings and numbers."""
+        """The explanation as plain dicts, lists, strings and numbers."""
         return dataclasses.asdict(self)
 
 
 def explained(subject: Subject) -> Explanation:
-    """What the layout and a trace of the loss say."""
+    """The explanation from the layout and a trace of the loss."""
     loss = loss_of(subject.step)
     plan = loss.plan(subject.params, subject.batch, *subject.more)
     layout = loss.planned_layout(subject.params, plan, subject.state)
@@ -140,7 +140,7 @@ def explained(subject: Subject) -> Explanation:
 
 
 def _states(layout: Layout) -> dict[Names, list[Leaf]]:
-    """The leaves of the state by the parameter that they belong to."""
+    """parameter -> its leaves of the state."""
     owners = {leaf.names: leaf for leaf in layout.params if not leaf.frozen}
     found: dict[Names, list[Leaf]] = {}
     for leaf in layout.state:
@@ -174,7 +174,7 @@ def _param(layout: Layout, leaf: Leaf, states: Sequence[Leaf], lines: tuple[str,
 
 
 def with_compiled(found: Explanation, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> Explanation:
-    """The same, and the collectives of the compiled step, in its order."""
+    """Adds the collectives of the compiled step, in program order."""
     text = compiled.as_text()
     assert text is not None
     listed, known = collectives(text), frames(text)
@@ -201,7 +201,7 @@ def _sent(collective: Collective, known: Sequence[Sequence[Frame]], mesh: jax.sh
 
 
 def _where(stack: Sequence[Frame]) -> tuple[str, str]:
-    """(the user's line, "") or ("", the part of the step, with a library's line if that has asked for it)."""
+    """(the user's line, "") or ("", the part of the step, with a library's line if that caused it)."""
     place = place_of((frame.file, frame.line) for frame in stack)
     if place.own:
         return place.own, ""
@@ -210,7 +210,7 @@ def _where(stack: Sequence[Frame]) -> tuple[str, str]:
 
 
 def _code(line: str) -> str:
-    """What stands in a line of a file of the current folder, or of an installed package."""
+    """The text of a line of a file in the current folder or in an installed package."""
     file, _, number = line.rpartition(":")
     found = (linecache.getline(os.path.join(folder, file), int(number)) for folder in (os.getcwd(), *sys.path))
     return next(filter(None, found), "").strip()

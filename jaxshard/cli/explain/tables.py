@@ -1,4 +1,4 @@
-"""What `jaxshard explain` shows: lines of at most 80 columns, if names let them. No name and no number is cut off."""
+"""The output of `jaxshard explain`: lines of at most 80 columns, unless names are longer. Nothing is cut off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INDENT = "    "
 
 
 def show_params(console: Console, what: str, found: Explanation) -> None:
-    """Prints each parameter: its place, its bytes on each device, why, and where it is gathered."""
+    """Prints each parameter: its placement, bytes on each device, the reason, and where it is gathered."""
     axes = " x ".join(f"{axis} {size}" for axis, size in found.sizes.items() if size > 1) or "one device"
     batches = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
     _say(console, f"{what}: {found.strategy} over {axes} ({found.platform}){batches}")
@@ -48,7 +48,7 @@ def _notes(param: Param) -> Iterable[str]:
 
 
 def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
-    """Prints the collectives of the compiled step by line of the source, then what belongs to no line."""
+    """Prints the collectives of the compiled step by source line, then those without a line."""
     assert found.sent is not None
     _say(console, "")
     _say(console, f"Collectives of a step, compiled for {compiled_for}, by line of the source")
@@ -71,7 +71,7 @@ def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
 
 
 def _by_place(sent: Iterable[Sent]) -> Mapping[str, list[Sent]]:
-    """Collectives by line, in the order of the source; then those of the step's own parts, in the program's order."""
+    """Collectives by line, in source order; then those of the step's own parts, in program order."""
     found: dict[str, list[Sent]] = {}
     for each in sorted(sent, key=lambda each: _order(each.line)):
         found.setdefault(each.line or each.part, []).append(each)
@@ -84,14 +84,14 @@ def _order(line: str) -> tuple[bool, str, int]:
 
 
 def _headed(console: Console, place: str, code: str) -> str:
-    """A place and, as far as there is room, the code that stands there."""
+    """A place and, as far as there is room, its code."""
     room = min(console.width, _WIDTH) - len(place) - 2
     shown = code if len(code) <= room else f"{code[: room - 4]} ..."
     return f"{place}  {shown}" if code and room > 20 else place
 
 
 def _alike(members: Iterable[Sent]) -> Mapping[tuple[str, int, tuple[str, ...]], list[Sent]]:
-    """Collectives that take one line together, by (what they are, bytes of each, what is joined with each)."""
+    """Collectives that share one line, by (description, bytes of each, lines joined to each)."""
     found: dict[tuple[str, int, tuple[str, ...]], list[Sent]] = {}
     for each in members:
         label = f"{each.kind} over {each.axes or 'no axis'}, {each.dtype}"
@@ -111,7 +111,7 @@ def _by_axes(sent: Iterable[Sent]) -> Mapping[str, float]:
 
 
 def _row(console: Console, label: str, cells: Iterable[str]) -> None:
-    """A line with numbers at its right end; where the label is too long for it, they follow in the next one."""
+    """Prints a label with numbers at the right end, or on the next line if the label is too long."""
     numbers = "".join(f"{cell:>{_CELL}}" for cell in cells)
     room = min(console.width, _WIDTH) - len(numbers)
     if len(label) > room:
@@ -121,7 +121,7 @@ def _row(console: Console, label: str, cells: Iterable[str]) -> None:
 
 
 def _say(console: Console, text: str, indent: str = "") -> None:
-    """Prints lines of words, or a line as it is where nothing is indented."""
+    """Prints wrapped lines with an indent, or one unwrapped line without an indent."""
     lines = [text]
     if indent:
         width = max(min(console.width, _WIDTH), 2 * len(indent))

@@ -1,4 +1,4 @@
-"""`jaxshard plan`: what training a configuration's model costs, before anything runs, and what compilers say of it."""
+"""`jaxshard plan`: the predicted costs of training a configuration's model, and the compilers' figures for it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Arguments(Config):
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
     """Options in TOML, as for `jaxshard train`; the command line has the last word."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """What to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16, v4:4x4x4,
-    cpu:8 (simulated devices, the default)."""
+    """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
+    v4:4x4x4, cpu:8 (simulated devices, the default)."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """The number of devices, in place of a machine ..."""
     chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -58,12 +58,12 @@ class Arguments(Config):
     memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
     """... and the memory of each, in GB; by default the chip's."""
     strategies: tuple[_Strategy, ...] = ()
-    """Only these; "own" is the configuration's. By default all that cut over data, and the configuration's own."""
+    """Only these; "own" is the configuration's. By default all data-parallel ones, and the configuration's own."""
     fit: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Rank strategy x mesh x microbatches, and say why the best is best."""
+    """Rank all combinations of strategy, mesh and microbatches, and explain why the best is best."""
     compile: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Compile the step for this machine, which need not be here, and show predicted beside compiled: the
-    configuration's own strategy, or --strategies."""
+    """Compile the step for this machine, which you need not have, and compare predicted with compiled figures, for the
+    configuration's own strategy or --strategies."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all figures to this file."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -82,7 +82,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _check_files(given: Arguments) -> None:
-    """Raises ValueError for files that could not be written, before anything is planned."""
+    """Raises ValueError for files that cannot be written, before planning."""
     if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
         raise ValueError(f"--json {given.json}: name a file in a folder that is there")
     if given.out is not None:
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line over the TOML file over the defaults.
 
     Raises:
-      ValueError: an option is wrong; it is named. (What tyro finds wrong it prints, and raises SystemExit.)
+      ValueError: names the option that is wrong. (tyro prints its own errors and raises SystemExit.)
     """
     words.check(arguments, Arguments, "jaxshard plan", {"data": str})
     given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def _check(given: Arguments) -> None:
-    """Raises a ValueError for options that exclude each other, or are out of range."""
+    """Raises ValueError for options that exclude each other or are out of range."""
     if given.devices is not None and (given.machine or given.compile):
         raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
     if given.compile and given.machine not in (None, given.compile):
@@ -123,7 +123,7 @@ def _check(given: Arguments) -> None:
     if given.fit and (given.compile or given.strategies):
         raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
     if given.chip is not None:
-        chip_named(given.chip)  # an unknown one is told before all else that is wrong
+        chip_named(given.chip)  # so that an unknown chip is reported before other errors
     if given.devices is None and given.chip is not None:
         raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
     for name, value, most in (("--devices", given.devices, 2**31 - 1), ("--memory", given.memory, 1e9)):
@@ -132,11 +132,7 @@ def _check(given: Arguments) -> None:
 
 
 def target_of(given: Arguments) -> Target:
-    """What is planned for.
-
-    Raises:
-      ValueError: the machine or chip is not known; those that are are listed.
-    """
+    """The devices to plan for; raises ValueError, which lists the known ones, for an unknown machine or chip."""
     if given.devices is not None:
         chip, count, torus = chip_named(given.chip or "h100"), given.devices, ()
     else:
@@ -168,7 +164,7 @@ def _planned(given: Arguments) -> int:
     return 0 if any(row.fits for row in rows) else 1
 
 
-# What is shown.
+# Output.
 
 
 def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
@@ -204,12 +200,12 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
     html.page(rows, given.out / "plan.html", title=title, notes=notes)
 
 
-# Predicted beside compiled.
+# Predicted and compiled.
 
 
 def _compiled(given: Arguments) -> int:
     machine, build = aot.machine(str(given.compile)), plan_rows.building(given)
-    devices = devices_of(machine)  # first: a machine that cannot be is told before what is wrong on it
+    devices = devices_of(machine)  # first, so that an impossible machine is reported before other errors
     target, console = target_of(given), make_console()
     wanted = plan_rows.candidates(given, given.strategies or ("own",), target)
     rows = plan_rows.with_useful_seconds(given, search.compare(build, wanted, target), target)

@@ -1,4 +1,4 @@
-"""A configuration's model under each strategy: planned, tried, and compiled (`--compile`) beside what was predicted."""
+"""A configuration's model under each strategy: predicted, ranked (`--fit`), and compiled (`--compile`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def own(config: Config, target: Target) -> Candidate:
     """The configuration's own strategy on the target's devices.
 
     Raises:
-      ValueError: its axes do not make so many devices.
+      ValueError: its axes do not multiply to the number of devices.
     """
     sharding = config.sharding
     sizes = {axis: getattr(sharding, axis) for axis in ("data", "tensor", "pipeline", "replica")}
@@ -86,7 +86,7 @@ def own(config: Config, target: Target) -> Candidate:
 
 
 def candidates(config: Config, strategies: Sequence[str], target: Target) -> list[Candidate]:
-    """The strategies that --strategies names; by default all that cut over data, and the configuration's own."""
+    """The strategies of --strategies; by default all data-parallel ones, and the configuration's own."""
     all_data, mine = choices.side_by_side(target, config.sharding.microbatches), own(config, target)
     if not strategies:
         return all_data if mine in all_data else [*all_data, mine]
@@ -101,7 +101,7 @@ def candidates(config: Config, strategies: Sequence[str], target: Target) -> lis
 
 
 def to_try(config: Config, target: Target) -> list[Candidate]:
-    """Strategy x mesh x microbatches for --fit: what the model's sizes allow."""
+    """The combinations of strategy, mesh and microbatches for --fit that the model's sizes allow."""
     model = config.model
     groups = model.kv_heads or model.heads
     tensors = [n for n in (1, 2, 4, 8) if groups % n == 0 and n <= target.chip.domain_size]
@@ -112,10 +112,10 @@ def to_try(config: Config, target: Target) -> list[Candidate]:
 
 
 def rows_of(config: Config, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:
-    """A row for each candidate, with the largest batch that fits, from one trace each; and why others cannot be.
+    """A row for each candidate, with the largest batch that fits, from one trace each; and why others are impossible.
 
     Raises:
-      ValueError: none can be.
+      ValueError: no candidate is possible.
     """
     build, rows, refused = building(config), [], []
     for candidate in wanted:
@@ -131,19 +131,20 @@ def rows_of(config: Config, wanted: Sequence[Candidate], target: Target) -> tupl
 
 
 def with_useful_seconds(config: Config, rows: Sequence[Row], target: Target) -> list[Row]:
-    """The rows, each with the time that the step's useful operations take at the chip's peak."""
+    """Adds to each row the time that the step's useful operations take at the chip's peak."""
     each = useful_flops(config) / target.num_devices / target.chip.flops[config.model.dtype]
     return [dataclasses.replace(row, useful_seconds=each) for row in rows]
 
 
 def unfused(config: Config, target: Target) -> list[str]:
-    """A note where attention runs by plain operations, which another shape or type would spare."""
+    """A note if attention runs by plain operations, although a different shape or type would allow a kernel."""
     reason = why_not_fused(config.model, Candidate("ddp", data=target.num_devices).mesh(target))
     return [f"Attention is not fused: {reason}."] if reason else []
 
 
 def too_large(config: Config, rows: Sequence[Row], target: Target) -> str:
-    """A note: how much too large the smallest is, and the fewest devices that would do, with more rows if need be."""
+    """A note: the bytes by which the smallest does not fit, and the fewest devices that suffice, with more rows if
+    needed."""
     least = min(rows, key=lambda row: row.excess_bytes)
     text = (
         f"Too large for every strategy: {least.candidate.name} needs {size_in_words(least.peak_bytes)} on each device, "
@@ -157,7 +158,7 @@ def too_large(config: Config, rows: Sequence[Row], target: Target) -> str:
 
 
 def _with_enough_rows(config: Config) -> Build:
-    """`building`, with rows enough for the microbatches of every device."""
+    """`building`, with enough rows for the microbatches of every device."""
 
     def build(candidate: Candidate, mesh: AnyMesh) -> Built:
         stages = config.sharding.stage_microbatches if candidate.pipeline > 1 else 1
@@ -179,7 +180,7 @@ def _cures(row: Row) -> str:
 def compiled(
     console: Console, build: Build, rows: Sequence[Row], machine: aot.Machine, devices: Sequence[Any]
 ) -> list[tuple[Row, Report]]:
-    """Compiles each row's step and prints predicted beside compiled; returns the rows that the compiler takes."""
+    """Compiles each row's step and prints predicted and compiled figures; returns the rows that compile."""
     found: list[tuple[Row, Report]] = []
     for row in rows:
         mesh = make_mesh(**row.candidate.sizes, devices=devices)
@@ -195,12 +196,12 @@ def compiled(
 
 
 def excess_bytes(row: Row, report: Report) -> float:
-    """By how many bytes the compiled step is too large for a device; at most 0 if it fits."""
+    """The bytes by which the compiled step exceeds a device's memory; at most 0 if it fits."""
     return (report.peak_bytes or row.peak_bytes) - row.target.memory_bytes
 
 
 def _report(console: Console, build: Build, row: Row, mesh: Mesh, machine: aot.Machine) -> Report | None:
-    """What the compiler says of a row; None if it says that the row does not fit, which is printed."""
+    """The compiler's report of a row; if the row does not fit, prints that and returns None."""
     step, params, *rest = build(row.candidate, mesh)
     lowered = step.lower(params, init(loss_of(step).setup, params), *rest)
     try:

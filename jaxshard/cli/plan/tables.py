@@ -1,4 +1,4 @@
-"""The tables of `jaxshard plan`. No number in them is cut off, however narrow the screen is."""
+"""The tables of `jaxshard plan`, in which no number is cut off on a narrow screen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxshard.inspect import Report
 from jaxshard.plan import KINDS, Row
 from jaxshard.system.text import seconds_in_words, size_in_words
 
-_NAME_WIDTH = 14  # characters that a strategy's name gets at least, if it has as many
+_NAME_WIDTH = 14  # the least characters of a strategy's name
 
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A figure of each row; the heading breaks its line at a space."""
+    """A figure of each row; the heading wraps at a space."""
 
     head: str
     cell: Callable[[Row], str]
@@ -30,7 +30,7 @@ class _Column:
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
-    """Prints all rows side by side: as one table if the console is wide enough, else as two, else row by row."""
+    """Prints all rows as one table if the console is wide enough, else as two, else row by row."""
     memory, rest = _memory_columns(rows), [*_step_columns(rows), *_batch_columns(rows)]
     tables = [_wide([*memory, *rest], rows, "On each device, per step")]
     if not _fits(console, *tables):
@@ -76,14 +76,14 @@ def _batch_columns(rows: Sequence[Row]) -> list[_Column]:
 
 
 def _sent(row: Row) -> str:
-    """A line for each combination of axes along which more than a trifle is sent."""
+    """A line for each combination of axes that carries noticeable traffic."""
     sent = row.prediction.costs.wire_bytes_by_axes()
     least = 2e-3 * max(sent.values(), default=0.0)
     return "\n".join(f"{axes} {size_in_words(size)}" for axes, size in sent.items() if size > least) or "0 B"
 
 
 def _wide(columns: Sequence[_Column], rows: Sequence[Row], title: str) -> Table:
-    """A line for each row; numbers stay whole, names may take several lines."""
+    """A line for each row; names may wrap, numbers do not."""
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     longest = max(len(row.candidate.name) for row in rows)
     table.add_column("strategy", min_width=min(_NAME_WIDTH, longest), overflow="fold")
@@ -96,13 +96,13 @@ def _wide(columns: Sequence[_Column], rows: Sequence[Row], title: str) -> Table:
 
 
 def _add_whole(table: Table, head: str, cells: Sequence[str], justify: Literal["left", "right"] = "right") -> None:
-    """Adds a column as wide as its longest line. (That it must not be narrower, `no_wrap` does not tell rich.)"""
+    """Adds a column as wide as its longest line. (rich's `no_wrap` alone would let it shrink.)"""
     width = max(len(line) for text in (head, *cells) for line in text.split("\n"))
     table.add_column(head, justify=justify, no_wrap=True, min_width=width, overflow="fold")
 
 
 def _tall(columns: Sequence[_Column], rows: Sequence[Row]) -> Table:
-    """A line for each figure, below the name of its row."""
+    """A line for each figure, below its row's name."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False, show_header=False)
     table.add_column(overflow="fold")
     _add_whole(table, "", [column.cell(row) for column in columns for row in rows])
@@ -116,7 +116,7 @@ def _tall(columns: Sequence[_Column], rows: Sequence[Row]) -> Table:
 
 
 def show_beside(console: Console, row: Row, report: Report, mesh: jax.sharding.Mesh) -> None:
-    """Prints predicted beside compiled, of one row."""
+    """Prints the predicted and compiled figures of one row."""
     table = Table(title=row.candidate.name)
     table.add_column("per device and step", overflow="fold")
     figures = list(_beside(row, report, mesh))
