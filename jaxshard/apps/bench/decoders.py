@@ -1,4 +1,4 @@
-"""Decoder-only transformers, of GPT-2's blocks and of Llama's.
+"""Decoder-only transformers with GPT-2's or Llama's blocks.
 
 Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, V vocabulary.
 """
@@ -17,14 +17,14 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer as GPT-2's: fused queries, keys and values, GELU.
+    """A decoder-only transformer like GPT-2: fused queries, keys and values, GELU.
 
     Attributes:
-      scanned: the layers are stacked and run in a `lax.scan`; else they are kept in a list.
-      one_hot: the cross-entropy takes the targets' logits by a product with one-hot rows, not by indices.
+      scanned: the layers are stacked and run in a `lax.scan`; else they are in a list.
+      one_hot: the cross-entropy selects the targets' logits by a product with one-hot rows, not by indices.
       dtype: of the computation.
-      attention: as `jax.nn.dot_product_attention` takes its `implementation`.
-      tied: the table of embeddings is the output layer too.
+      attention: the `implementation` of `jax.nn.dot_product_attention`.
+      tied: the embedding is the output layer too.
     """
 
     layers: int = 12
@@ -81,9 +81,9 @@ class Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class Llama(Decoder):
-    """A decoder of Llama's blocks: rotary positions, grouped queries, SwiGLU. The sizes are those of 1 G parameters.
+    """A decoder with Llama's blocks: rotary positions, grouped queries, SwiGLU. By default it has 1 G parameters.
 
-    Attributes: as `Decoder`'s; `groups` is the number of heads of keys and values.
+    Attributes: as for `Decoder`; `groups` is the number of heads of keys and values.
     """
 
     layers: int = 16
@@ -123,7 +123,7 @@ class Llama(Decoder):
 
 
 def cast(layer: Tree, dtype: str) -> Tree:
-    """The weights in the dtype of the computation; vectors stay as they are."""
+    """Casts the weights to the dtype of the computation; vectors keep theirs."""
     return {name: x.astype(dtype) if x.ndim > 1 else x for name, x in layer.items()}
 
 
@@ -132,7 +132,7 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, implementatio
 
 
 def _turned(x_BxLxHxK: jax.Array) -> jax.Array:
-    """Rotary positions: the two halves of each head's features, turned by the position."""
+    """Rotary positions: rotates the two halves of each head's features by the position."""
     length, half = x_BxLxHxK.shape[1], x_BxLxHxK.shape[-1] // 2
     angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]

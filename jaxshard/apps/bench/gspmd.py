@@ -1,7 +1,7 @@
 """Steps by `jit`, `NamedSharding` and sharding constraints alone, which XLA partitions.
 
-`plain` peers are what people write: each leaf is cut along its first dim that the devices divide and that is no stack.
-`best` ones have every trick known to us; see `best`.
+`plain` peers are what people write: each leaf is sharded along its first divisible dim that is not a stack of layers.
+`best` peers use every trick that we know; see `best`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """How a GSPMD step is laid out.
+    """The shardings and options of a GSPMD step.
 
     Attributes:
-      zero: 0: all whole; 2: gradients and state cut; 3: params too.
-      cut: which free dim of a leaf is cut: "first", "last", or "lanes", the last one whose shards are multiples of 128.
-      table: the dim of the embedding table that is cut; None: as any leaf's.
-      constrained: activations are kept cut along the batch; else XLA is left to find that out.
-      in_loop: layers' gradients are constrained inside the scan, by a rule of their own.
+      zero: 0: all replicated; 2: gradients and state sharded; 3: params too.
+      cut: the dim of a leaf to shard: "first", "last", or "lanes", the last one whose shards are multiples of 128.
+      table: the dim of the embedding to shard; None: as for any leaf.
+      constrained: constrain activations to be sharded along the batch; else XLA decides.
+      in_loop: constrain layers' gradients inside the scan, by a custom gradient rule.
       early_head: the backward pass of the layers waits for the gradient of the output weight.
-      prevent_cse: as `jax.checkpoint` takes it.
-      over_old: new whole params are computed from the old ones, so that XLA writes them over these without a copy:
-        updates are gathered and added; with masters, gathered params are taken where the gradients are finite.
+      prevent_cse: of `jax.checkpoint`.
+      over_old: compute new replicated params from the old ones, so that XLA overwrites those without a copy: updates
+        are gathered and added; with masters, gathered params are selected if the gradients are finite.
       multi_steps: `optax.MultiSteps` sums the microbatches, with one update each.
     """
 
@@ -61,18 +61,18 @@ BEST = {"gspmd-zero-best": 2, "gspmd-fsdp-best": 3}
 
 
 def peer_named(name: str, task: Task) -> Peer:
-    """The peer of that name; what is best depends on the platform and the task."""
+    """The peer of that name; the best one depends on the platform and the task."""
     return PLAIN[name] if name in PLAIN else best(BEST[name], task.platform)
 
 
 def best(zero: int, platform: str) -> Peer:
     """The peer with the least peak memory that we know, by the compilers for 8 x H100 and TPU v5e 2x4.
 
-    Compiled for the H100, cut "first", in float32 and in bfloat16 with masters, with 1 and 4 microbatches: gradients
-    cut inside the loop or after it, the early head or not, `prevent_cse` or not, XLA's double buffering of loops or
-    not (+0 to 11%). `over_old` gains nothing there in float32. Compiled for the v5e, in fewer combinations: cuts
-    "first" and "lanes", the early head, `prevent_cse`, and `over_old` (ZeRO: 2804 to 1938 MB; with masters 1594 to
-    1227). Bfloat16 with 4 microbatches was not compiled for the v5e.
+    For the H100 we compiled, with cut "first", in float32 and in bfloat16 with masters, with 1 and 4 microbatches:
+    gradients sharded inside the loop or after it, with and without the early head, `prevent_cse`, and XLA's double
+    buffering of loops (+0 to 11%). `over_old` gains nothing there in float32. For the v5e we compiled fewer
+    combinations: cuts "first" and "lanes", the early head, `prevent_cse`, and `over_old` (ZeRO: 2804 to 1938 MB; with
+    masters 1594 to 1227 MB); not bfloat16 with 4 microbatches.
     """
     if platform == "tpu":
         return Peer(zero, cut="lanes", table=1, in_loop=True, prevent_cse=False, over_old=True)
@@ -80,7 +80,7 @@ def best(zero: int, platform: str) -> Peer:
 
 
 def spec_of(path: str, shape: tuple[int, ...], num: int, peer: Peer, stacked: bool) -> P:
-    """The cut of one leaf over the axis "data"; `stacked`: its first dim counts layers."""
+    """The spec of one leaf over the axis "data"; `stacked`: its first dim counts layers."""
     dims = [d for d in range(len(shape)) if shape[d] % num == 0 and not (stacked and d == 0)]
     if not dims or len(shape) - stacked < 2:
         return P()
@@ -92,7 +92,7 @@ def spec_of(path: str, shape: tuple[int, ...], num: int, peer: Peer, stacked: bo
 
 
 def specs_of(params: Tree, num: int, peer: Peer, scanned: bool) -> Tree:
-    """The cuts of all leaves; `scanned`: those under "blocks" are stacked."""
+    """The specs of all leaves; `scanned`: those under "blocks" are stacked."""
 
     def spec(keys: Any, x: Any) -> P:
         path = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)
@@ -102,7 +102,7 @@ def specs_of(params: Tree, num: int, peer: Peer, scanned: bool) -> Tree:
 
 
 def laid(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
-    """The tree, constrained to the specs."""
+    """Constrains the tree to the specs."""
     return jax.tree.map(lambda x, s: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)), tree, specs)
 
 
@@ -117,7 +117,7 @@ def build(name: str, task: Task) -> Step:
     """The step of a peer.
 
     Raises:
-      UnfitError: the peer does not do masters.
+      UnfitError: the peer does not support masters.
     """
     return build_peer(peer_named(name, task), task)
 
@@ -166,7 +166,7 @@ class _Parts:
         self.tx = optax.MultiSteps(inner, every).gradient_transformation() if peer.multi_steps else inner
 
     def abstract_state(self) -> Tree:
-        """The state's shapes and shardings: those of the params where it has their shapes."""
+        """The state's shapes and shardings: the params' shardings for leaves of their shapes."""
         state = jax.eval_shape(self.tx.init, self.params)
         specs = optax.tree.map_params(
             self.tx, lambda _, spec: spec, state, self.state_cuts, transform_non_params=lambda _: P()
@@ -175,7 +175,6 @@ class _Parts:
         return (state, shaped(self.params, self.mesh, self.state_cuts)) if self.task.masters else state
 
     def init(self, params: Tree) -> Tree:
-        """The state of params."""
         if not self.task.masters:
             return self.tx.init(params)
         masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -209,7 +208,7 @@ class _Parts:
         return new, (inner, kept) if self.task.masters else inner
 
     def _step_by_step(self, params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree, Tree]:
-        """An update for each microbatch, of which the last one counts."""
+        """`MultiSteps`: an update for each microbatch; the last one changes the params."""
 
         def one(carry: Tree, part: Tree) -> tuple[Tree, Tree]:
             value, grads = jax.value_and_grad(self._loss)(carry[0], part)
@@ -234,7 +233,7 @@ class _Parts:
         return jax.tree.map(lambda x: x / self.task.microbatches, sums)
 
     def _split(self, batch: Tree) -> Tree:
-        """A dim of microbatches in front; no row changes its device."""
+        """Adds a leading dim of microbatches; each row stays on its device."""
         num, parts = self.mesh.size, self.task.microbatches
 
         def split(x: jax.Array) -> jax.Array:
@@ -254,7 +253,7 @@ class _Parts:
         return models.loss(self.task.model, params, batch, hooks)
 
     def _at_layer(self, layer: Tree) -> Tree:
-        """A block's params, within its remat: whole if they are cut, their gradients cut at once."""
+        """A block's params, inside its remat: gathered if sharded, with their gradients sharded at once."""
         cuts = specs_of_layer(layer, self.mesh.size, self.peer)
         if self.peer.zero == 3:
             layer = laid(layer, self.mesh, jax.tree.map(lambda _: P(), cuts))
@@ -273,12 +272,12 @@ class _Parts:
 
 
 def specs_of_layer(layer: Tree, num: int, peer: Peer) -> Tree:
-    """The cuts of one block's leaves, without the dim that counts layers."""
+    """The specs of one block's leaves, without the dim that counts layers."""
     return specs_of(layer, num, peer, scanned=False)
 
 
 def _with_laid_grad(mesh: Mesh, specs: Tree) -> Callable[[Tree], Tree]:
-    """The identity, whose cotangent is laid out by `specs`."""
+    """The identity, whose cotangent is constrained to `specs`."""
 
     @jax.custom_vjp
     def same(tree: Tree) -> Tree:
@@ -293,7 +292,7 @@ def _with_laid_grad(mesh: Mesh, specs: Tree) -> Callable[[Tree], Tree]:
 
 @jax.custom_vjp
 def _together(tree: Tree) -> Tree:
-    """The identity; no cotangent of the tree goes on before all are there."""
+    """The identity; in the backward pass, no cotangent of the tree continues before all are computed."""
     return tree
 
 

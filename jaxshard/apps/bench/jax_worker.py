@@ -1,6 +1,6 @@
 """A process that trains the decoder in JAX: `python -m jaxshard.apps.bench.jax_worker JSON`.
 
-It says "> ready", then runs as many steps as each line of its standard input says, and prints "> SECONDS".
+It prints "> ready". Then, for each number on standard input, it runs that many steps and prints "> SECONDS".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxshard.apps.bench.step import Task
 
 
 def made(given: dict[str, Any]) -> Running:
-    """The step with its arrays, on the devices of all processes."""
+    """The step and its arrays, on the devices of all processes."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", given["devices"])
     if given["processes"] > 1:
@@ -31,7 +31,7 @@ def made(given: dict[str, Any]) -> Running:
 
 
 def train(running: Running, count: int) -> float:
-    """Steps; returns the seconds they took."""
+    """Runs `count` steps; returns their seconds."""
     start = time.perf_counter()
     for _ in range(count):
         running.train()
@@ -39,7 +39,7 @@ def train(running: Running, count: int) -> float:
 
 
 def main() -> None:
-    """Serves the parent until it closes standard input."""
+    """Serves the parent process until it closes standard input."""
     running = made(json.loads(sys.argv[1]))
     train(running, 2)
     print("> ready", flush=True)

@@ -1,4 +1,4 @@
-"""One row of a benchmark: a step's figures by the compiler, and its time beside another's on devices that are here."""
+"""One row of a benchmark: a step's figures from the compiler, and its time against another's on local devices."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxshard.apps.bench import models
 from jaxshard.apps.bench.step import Step, Task, figures
 
 Tree = Any
-_WARM = 2  # rounds before the clock counts
+_WARM = 2  # rounds that are not timed
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found out about one step.
+    """The measurements of one step.
 
     Attributes:
       machine, model, step: names.
-      figures: by name, in bytes, seconds or numbers. Those of the clock are medians.
+      figures: by name, in bytes, seconds or counts. Times are medians.
       note: why figures are missing, or "".
     """
 
@@ -35,7 +35,7 @@ class Row:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain dicts, for `json.dumps`."""
+        """The row as plain dicts, for `json.dumps`."""
         plain = {"machine": self.machine, "model": self.model, "step": self.step}
         return {**plain, **self.figures, "note": self.note}
 
@@ -47,7 +47,7 @@ def compiled(build: Callable[[], Step], options: Mapping[str, Any]) -> tuple[Ste
       build: makes the step.
       options: compiler options.
     """
-    start = time.process_time()  # which other programs on the machine do not change
+    start = time.process_time()  # other programs on the machine do not affect it
     step = build()
     lowered = step.lower()
     traced = time.process_time()
@@ -58,7 +58,7 @@ def compiled(build: Callable[[], Step], options: Mapping[str, Any]) -> tuple[Ste
 
 
 class Running:
-    """A step with its arrays, on devices that are here."""
+    """A step with its arrays, on this machine's devices."""
 
     def __init__(self, step: Step, task: Task):
         self.step = step
@@ -68,14 +68,14 @@ class Running:
         self.grads = step.place("grads", jax.tree.map(lambda x: np.full(x.shape, 0.01, "float32"), step.grads))
 
     def train(self) -> float:
-        """One whole step; returns its time in seconds."""
+        """Runs one step; returns its time in seconds."""
         start = time.perf_counter()
         self.params, self.state, metrics = self.step.run(self.params, self.state, self.batch)
         jax.block_until_ready((self.params, self.state, metrics))
         return time.perf_counter() - start
 
     def optimize(self) -> float:
-        """One update alone; returns its time in seconds."""
+        """Runs one update; returns its time in seconds."""
         start = time.perf_counter()
         self.params, self.state = self.step.optimize(self.grads, self.state, self.params)
         jax.block_until_ready((self.params, self.state))
@@ -83,7 +83,7 @@ class Running:
 
 
 def alternated(one: Callable[[], float], other: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
-    """Both by turns, the order reversed each time: the seconds of each round."""
+    """Runs both alternately, in reversed order each round; returns the seconds of each round."""
     pairs = []
     for number in range(rounds + _WARM):
         first, second = (one, other) if number % 2 == 0 else (other, one)
@@ -93,7 +93,7 @@ def alternated(one: Callable[[], float], other: Callable[[], float], rounds: int
 
 
 def beside(pairs: Sequence[tuple[float, float]], what: str) -> dict[str, float]:
-    """The median time of the first, and the quartiles of the paired ratios.
+    """The first one's median time, and the quartiles of the paired ratios.
 
     >>> beside([(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)], "step")
     {'step_seconds': 2.0, 'step_ratio': 1.0, 'step_ratio_low': 0.5, 'step_ratio_high': 1.5}
@@ -109,6 +109,6 @@ def beside(pairs: Sequence[tuple[float, float]], what: str) -> dict[str, float]:
 
 
 def timed(one: Running, other: Running, rounds: int) -> dict[str, float]:
-    """The times of the whole step and of the optimizer alone, beside those of another."""
+    """Times the whole step and the optimizer alone, against another step's."""
     steps = beside(alternated(one.train, other.train, rounds), "step")
     return steps | beside(alternated(one.optimize, other.optimize, rounds), "update")

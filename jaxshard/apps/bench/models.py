@@ -1,4 +1,4 @@
-"""The models that benchmarks train: plain functions of plain dicts, which no library had a hand in."""
+"""The models of the benchmarks: plain functions of plain dicts, without a library."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _same(tree: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What a step does with a loss from within.
+    """Functions that a step applies inside the loss.
 
     Attributes:
-      layer: of each block's parameters, first thing in the block.
-      rows: of the activations between blocks.
-      last: of (parameters, activations) after the last block.
-      prevent_cse: as `jax.checkpoint` takes it.
+      layer: to each block's parameters, at the start of the block.
+      rows: to the activations between blocks.
+      last: to (parameters, activations) after the last block.
+      prevent_cse: of `jax.checkpoint`.
     """
 
     layer: Callable[[Tree], Tree] = jaxshard.unshard
@@ -38,7 +38,7 @@ class Hooks:
 
 
 class Model(Protocol):
-    """A model in three parts: what comes before the blocks, a block, and what comes after them."""
+    """A model in three parts: before the blocks, a block, and after the blocks."""
 
     @property
     def scanned(self) -> bool:
@@ -72,9 +72,9 @@ class Model(Protocol):
 
 
 def loss(model: Model, params: Tree, batch: Tree, hooks: Hooks | None = None) -> jax.Array:
-    """The mean loss in nats. Each block is rematerialized, and asks for its parameters by `unshard`.
+    """The mean loss in nats. Each block is rematerialized, and gathers its parameters by `unshard`.
 
-    Outside of jaxshard's steps `unshard` is the identity.
+    Outside jaxshard's steps, `unshard` is the identity.
     """
     hooks = hooks or Hooks()
     x = hooks.rows(model.first(params, batch))
@@ -100,7 +100,7 @@ def init(model: Model, dtype: str = "float32") -> Tree:
 
 
 def values(shapes: Tree, seed: int = 0) -> Tree:
-    """Arrays on the host: small numbers for floats, ones for vectors, and ids below 2 for integers."""
+    """Host arrays: small random floats, ones for vectors, and ids below 2 for integers."""
     random = np.random.default_rng(seed)
 
     def one(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -131,8 +131,8 @@ def model(name: str, size: str = "full", **sizes: Any) -> Model:
 
     Args:
       name: one of `MODELS`.
-      size: "full", for compilers; "small", to be run on simulated devices; "toy", for tests.
-      sizes: what differs from that.
+      size: "full", for compilers; "small", for simulated devices; "toy", for tests.
+      sizes: override sizes.
     """
     toy, small = _SIZES[name]
     return MODELS[name](**({"full": {}, "small": small, "toy": toy}[size] | sizes))
@@ -145,7 +145,7 @@ Shape = tuple[int, ...]
 class ConvNet:
     """Stages of residual blocks; each stage after the first halves the image.
 
-    Norms are over groups of channels, not over rows.
+    Norms are over groups of channels, never over rows.
     """
 
     channels: tuple[int, ...] = (128, 256, 512, 1024)
@@ -176,7 +176,7 @@ class ConvNet:
         return _convolved(batch["images"].astype(self.dtype), params["stem"].astype(self.dtype))
 
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
-        """Two convolutions beside the identity, which is widened where the channels change."""
+        """Two convolutions and a residual connection, which is widened if the channels change."""
         layer = cast(layer, self.dtype)
         stride = 2 if "widen" in layer else 1
         y = _convolved(jax.nn.relu(_grouped_norm(x, layer["norm1"])), layer["conv1"], stride)
@@ -198,7 +198,7 @@ def _residual(before: int, count: int) -> dict[str, Shape]:
 
 
 def _grouped_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Each row's channels in groups of 16, normed over the group and the image."""
+    """Normalizes each row's channels in groups of 16, over the group and the image."""
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, (1, 2, 4), keepdims=True) + 1e-6)
     return (wide.reshape(x.shape) * scale).astype(x.dtype)
@@ -214,4 +214,4 @@ MODELS: dict[str, Callable[..., Model]] = {
     "unrolled": lambda **sizes: Decoder(scanned=False, **sizes),
     "conv": ConvNet,
 }
-"""The models by name; each takes the sizes that differ from its own."""
+"""The models by name; each takes sizes to override."""

@@ -1,4 +1,4 @@
-"""The step that flax.nnx's users write: parameters with shardings, and `nnx.Optimizer`, whose state takes them over."""
+"""The step that flax.nnx's users write: parameters with shardings, and `nnx.Optimizer`, whose state inherits them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Held(nnx.Module):
 
 
 class _Parts:
-    """The parts of the step, as pure functions of nnx's states."""
+    """The parts of the step, as pure functions of nnx states."""
 
     def __init__(self, task: Task):
         self.task, self.mesh = task, task.mesh
@@ -50,7 +50,7 @@ class _Parts:
         return model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
 
     def init(self, params: Tree) -> Tree:
-        """The optimizer's state; nnx places it by the mesh in use."""
+        """The optimizer's state, which nnx places by the current mesh."""
         return nnx.state(nnx.Optimizer(nnx.merge(self.graphdef, params), optimizer(), wrt=nnx.Param))
 
     def step(self, params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree, Tree]:
@@ -74,7 +74,7 @@ class _Parts:
 
 
 def _placed(state: Tree, mesh: Mesh) -> Tree:
-    """The state's shapes, with the shardings that its variables carry."""
+    """The state's shapes, with its variables' shardings."""
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         state,
@@ -86,7 +86,7 @@ def build(task: Task) -> Step:
     """The step.
 
     Raises:
-      UnfitError: nnx does not do microbatches or masters.
+      UnfitError: this peer does not support microbatches or masters.
     """
     if task.microbatches > 1 or task.masters:
         raise UnfitError("nnx.Optimizer has neither microbatches nor masters")

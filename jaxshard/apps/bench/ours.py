@@ -16,7 +16,7 @@ NAMES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def build(name: str, task: Task, max_skips: int | None = 20, **more: Any) -> Step:
-    """The step of a strategy, which has these further options."""
+    """The step of a strategy, with further options."""
     more |= {"master_dtype": "float32"} if task.masters else {}
     opt = getattr(jaxshard, name)(optimizer(), task.mesh, **more)
     shapes, batch = models.init(task.model, task.dtype), task.model.batch(task.rows)

@@ -1,7 +1,7 @@
-"""What several devices cost over one of the same framework: jaxshard's and PyTorch's steps, in processes of their own.
+"""The cost of several devices against one of the same framework, for jaxshard's and PyTorch's steps, in processes.
 
-XLA for CPU is itself slower than PyTorch there, so that seconds of the two say nothing about sharding.
-The batch is the same whatever the number of devices, and all devices share the same cores.
+XLA for CPU is itself slower than PyTorch, so seconds of the two frameworks do not compare their sharding. The batch is
+the same for any number of devices, and all devices share the same cores.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxshard.apps.bench.step import UnfitError
 
 TORCH = ("torch-ddp", "torch-zero", "torch-fsdp2")
 _LIMIT_SECONDS = 300  # for a group to start, and for a round
-_STEPS = 3  # of a round
-_MARK = "> "  # before each line of a worker
+_STEPS = 3  # per round
+_MARK = "> "  # begins each line of a worker
 _WORDS = {"ModuleNotFoundError: No module named 'torch'": "PyTorch is not installed: pip install torch, name --torch"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained.
+    """The training task.
 
     Attributes:
       sizes: of `decoders.Decoder`.
-      rows: of a batch, all devices.
-      rounds: how often one device and several are timed by turns.
-      torch: the Python that has PyTorch.
+      rows: of the global batch.
+      rounds: of timing one device and several alternately.
+      torch: a Python with PyTorch.
     """
 
     sizes: dict[str, int]
@@ -54,7 +54,7 @@ def setting(size: str, rows: int, rounds: int, torch: Path | None) -> Setting:
 
 
 def is_python(file: Path) -> bool:
-    """Whether this is a Python 3 that runs."""
+    """Whether this is a working Python 3."""
     try:
         found = subprocess.run([file, "-c", "import sys; print(sys.version_info[0])"], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -63,13 +63,13 @@ def is_python(file: Path) -> bool:
 
 
 def rows(names: Sequence[str], count: int, given: Setting) -> Iterator[Row]:
-    """A row for each step on `count` devices: beside one device of the same framework.
+    """A row for each step on `count` devices, against one device of the same framework.
 
     Args:
       names: of jaxshard's strategies, each of which runs in `count` processes and in one process with `count` devices;
         and of `TORCH`.
       count: the number of devices.
-      given: what is trained.
+      given: the training task.
     """
     for name in names:
         in_one = [False] if name in TORCH else [False, True]
@@ -104,11 +104,11 @@ def _command(name: str, rank: int, processes: int, devices: int, port: int, give
     if name.startswith("torch-"):
         return [given.torch, str(Path(__file__).with_name("torch_worker.py")), text]
     code = f"import sys; sys.path[:] = {sys.path!r}; from jaxshard.apps.bench.jax_worker import main; main()"
-    return [sys.executable, "-P", "-c", code, text]  # no module of the current folder
+    return [sys.executable, "-P", "-c", code, text]  # -P: import no module of the current folder
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
@@ -121,7 +121,7 @@ class Group:
       commands: one for each process.
 
     Raises:
-      UnfitError: one cannot be started, ends early, or is not ready in time; its last line of errors is told.
+      UnfitError: one cannot be started, ends early, or is not ready in time; the message has its last line of errors.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]]):

@@ -1,4 +1,4 @@
-"""What every step under comparison gives: its program, where its arrays lie, its optimizer alone, and its figures."""
+"""The interface of every compared step: its program, its arrays' shardings, its optimizer alone, and its figures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Tree = Any
 
 
 class UnfitError(ValueError):
-    """The step cannot do what was asked; the message says why."""
+    """The step cannot do the task; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a step is to do.
+    """The task of a step.
 
     Attributes:
-      model: as in `models`.
+      model: from `models`.
       mesh: of one axis, "data".
-      rows: of a batch: all devices, all microbatches.
-      microbatches: the parts whose gradients are summed before one update.
+      rows: of the global batch, all microbatches.
+      microbatches: the number whose gradients are summed before one update.
       masters: bfloat16 params, with float32 masters in the state.
     """
 
@@ -49,14 +49,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step, as one of the means makes it.
+    """A training step of one library or strategy.
 
     Attributes:
       lower: the program, lowered.
       run: (params, state, batch) to (params, state, metrics), donating the first two.
       optimize: (grads, state, params) to (params, state): the optimizer alone, donating the last two.
-      params, state, batch, grads: `jax.ShapeDtypeStruct`s, with their shardings.
-      init: the state of params.
+      params, state, batch, grads: `jax.ShapeDtypeStruct`s with shardings.
+      init: params to state.
     """
 
     lower: Callable[[], jax.stages.Lowered]
@@ -69,14 +69,14 @@ class Step:
     init: Callable[[Tree], Tree]
 
     def place(self, kind: str, values: Tree) -> Tree:
-        """Host arrays, in a tree with the same order of leaves, as the step's "params", "batch" or "grads"."""
+        """Places host arrays, a tree with the same order of leaves, as the step's "params", "batch" or "grads"."""
         to, treedef = jax.tree.flatten(getattr(self, kind))
         found = zip(jax.tree.leaves(values), to, strict=True)
         return treedef.unflatten([jax.device_put(x.astype(t.dtype), t.sharding) for x, t in found])
 
 
 def optimizer() -> optax.GradientTransformation:
-    """What most people train with."""
+    """AdamW and a clip of the gradients' norm, as most people train."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 
 
@@ -85,15 +85,15 @@ _MB = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one step, per device.
+    """The figures of one step, per device.
 
     Attributes:
       peak_bytes: arguments + outputs + scratch - aliases.
-      wire_bytes: what it sends.
-      covered_bytes: the collectives' payload whose collective has a matrix product between its start and its done.
+      wire_bytes: bytes that it sends.
+      covered_bytes: the payload of collectives with a matrix product between their start and done.
       payload_bytes: the payload of all collectives.
-      num_covered, num_collectives: collectives, as the program lists them.
-      traffic_bytes: what kernels other than matrix products and collectives read and write.
+      num_covered, num_collectives: the numbers of those collectives in the program; one in a loop counts once.
+      traffic_bytes: bytes that kernels other than matrix products and collectives read and write.
     """
 
     peak_bytes: float

@@ -17,7 +17,7 @@ def build(name: str, task: Task) -> Step:
     """The step of that name.
 
     Raises:
-      UnfitError: it cannot do the task, or what it needs is not installed.
+      UnfitError: it cannot do the task, or a package is not installed.
     """
     if name in ours.NAMES:
         return ours.build(name, task)

@@ -1,6 +1,6 @@
-"""A process that trains the decoder in PyTorch over gloo. It imports nothing of ours: `PYTHON torch_worker.py JSON`.
+"""A process that trains the decoder in PyTorch over gloo, without jaxshard: `PYTHON torch_worker.py JSON`.
 
-It says "> ready", then runs as many steps as each line of its standard input says, and prints "> SECONDS".
+It prints "> ready". Then, for each number on standard input, it runs that many steps and prints "> SECONDS".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ checkpoint: Any = importlib.import_module("torch.utils.checkpoint").checkpoint
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, as `jaxshard.apps.bench.decoders.Decoder.block`."""
+    """Attention and MLP, like `jaxshard.apps.bench.decoders.Decoder.block`."""
 
     def __init__(self, width: int, hidden: int, heads: int):
         super().__init__()
@@ -40,7 +40,7 @@ class Block(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """The model; each block is computed again in the backward pass, as in the JAX one."""
+    """The model; each block is recomputed in the backward pass, as in JAX."""
 
     def __init__(self, layers: int, width: int, hidden: int, heads: int, vocabulary: int, length: int):
         super().__init__()
@@ -60,7 +60,7 @@ class Decoder(torch.nn.Module):
 
 
 def sharded(model: Any, kind: str) -> tuple[Any, Any]:
-    """The model and its optimizer, as the kind has it: "one", "ddp", "zero" or "fsdp2"."""
+    """The model and its optimizer for a kind: "one", "ddp", "zero" or "fsdp2"."""
     how = {"lr": 3e-4, "weight_decay": 1e-4}
     if kind == "fsdp2":
         fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
@@ -76,7 +76,7 @@ def sharded(model: Any, kind: str) -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any, tokens: Any, count: int) -> float:
-    """Steps; returns the seconds they took."""
+    """Runs `count` steps; returns their seconds."""
     start = time.perf_counter()
     for _ in range(count):
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def train(model: Any, optimizer: Any, tokens: Any, count: int) -> float:
 
 
 def main() -> None:
-    """Serves the parent until it closes standard input."""
+    """Serves the parent process until it closes standard input."""
     given = json.loads(sys.argv[1])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // given["processes"]))
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""The words of a command line, checked before tyro parses them: what is wrong is told in one line.
+"""Checks the words of a command line before tyro parses them, and reports an error in one line.
 
-Also `run_on_cpu`, for commands that compute on the CPU alone: they start no accelerator, and take none from others.
+Also `run_on_cpu`, for commands that compute on the CPU alone and so do not occupy an accelerator.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxshard.system.text import printable, shortened
 
 T = TypeVar("T")
 
-_LONGEST = 60  # characters of a value that are shown
+_LONGEST = 60  # the most characters of a value to show
 
 
 def options_of(kind: type) -> dict[str, object]:
-    """The options of a command line, as `section.name` or `name`, each with its type; of `X | None` it is X.
+    """The options of a command line: `section.name` or `name` -> type (X for `X | None`).
 
     Args:
-      kind: a dataclass, its sections dataclasses too.
+      kind: a dataclass, with dataclasses for sections.
     """
     found: dict[str, object] = {}
     marked = typing.get_type_hints(kind, include_extras=True)
@@ -46,16 +46,16 @@ def options_of(kind: type) -> dict[str, object]:
 
 
 def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, object] | None = None) -> None:
-    """Checks that every option is known and that its value is of its type.
+    """Checks that every option is known and that its value has its type.
 
     Args:
       words: of the command line.
-      kind: the dataclass that tyro makes of it.
+      kind: the dataclass to parse to.
       command: as the user types it.
       further: other names of options, each with its type.
 
     Raises:
-      SystemExit: with status 2, after one line on standard error that names the option, and what it needs.
+      SystemExit: with status 2, after one line on standard error with the option and what it needs.
     """
     options = {**(further or {}), **options_of(kind), "help": bool}
     for option, values in _options_in(words, options, command):
@@ -67,21 +67,21 @@ def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, 
 def parsed(
     words: Sequence[str], kind: type[T], command: str, description: str, further: Mapping[str, object] | None = None
 ) -> T:
-    """The command line as `kind`, a dataclass; `check` says what is refused, and what `further` is."""
+    """Checks a command line (see `check`) and parses it to `kind`, a dataclass."""
     check(words, kind, command, further)
     return by_tyro(words, kind, command, description)
 
 
 def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str, default: T | None = None) -> T:
-    """What tyro makes of a command line that `check` has seen.
+    """Parses a checked command line by tyro.
 
     Args:
       words, kind, command: as for `check`.
-      description: what `--help` says first.
-      default: what the words change; None: the dataclass's own defaults.
+      description: the first line of `--help`.
+      default: values for options that are not given; None: the dataclass's defaults.
 
     Raises:
-      SystemExit: with status 2, after one line on standard error, where words are left.
+      SystemExit: with status 2, after one line on standard error, if words are left over.
     """
     how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
     how |= {} if default is None else {"default": default}
@@ -94,7 +94,7 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
 
 @contextlib.contextmanager
 def one_line(command: str) -> Iterator[None]:
-    """While entered, what tyro prints in a box before it ends the command is told in one line."""
+    """Within the block, prints tyro's boxed errors in one line."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -153,7 +153,7 @@ def _check_values(option: str, values: Sequence[str], kind: object, command: str
 
 
 def _needed(value: str, kind: object) -> str:
-    """What the value must be, "" if it is that."""
+    """What the value must be; "" if it is right."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         return "" if value in choices else f"one of {', '.join(map(repr, choices))}"
@@ -168,7 +168,7 @@ def _needed(value: str, kind: object) -> str:
 
 
 def _positional(words: Sequence[str], options: Mapping[str, object]) -> bool:
-    """Whether an empty word is no option's value."""
+    """Whether an empty word is not an option's value."""
     pairs = zip(["", *words], words, strict=False)
     return any(not word and not options.get(_key(before)) for before, word in pairs)
 
@@ -193,7 +193,7 @@ def _without_none(hint: object) -> object:
 
 
 def run_on_cpu(command: str, act: Callable[[], int], **options: object) -> int:
-    """Does a command's work under these options of JAX; returns the exit status, 2 for bad input."""
+    """Runs a command on the CPU with these options of JAX; returns the exit status, 2 for bad input."""
     try:
         with on_cpu(**options), ended_at_once(lambda: f"{command}: interrupted"):
             return act()
@@ -205,7 +205,7 @@ def run_on_cpu(command: str, act: Callable[[], int], **options: object) -> int:
 
 @contextlib.contextmanager
 def on_cpu(**options: object) -> Iterator[None]:
-    """While entered, JAX is on the CPU, if it did not start yet, and has these options."""
+    """Within the block, JAX has these options and, unless it has already started, uses the CPU."""
     options = {"jax_platforms": "cpu", **options}
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""`jaxshard bench`: steps of jaxshard beside those by other means, by compilers and on simulated devices."""
+"""`jaxshard bench`: compares jaxshard's training steps with alternatives, by compilers and on simulated devices."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class Arguments:
     """The command line of `jaxshard bench`."""
 
     machines: tuple[str, ...] = ("h100:8", "v5e:2x4", "cpu:8")
-    """What to compile for. On cpu:N, which are simulated devices, steps are timed too."""
+    """The machines to compile for. On cpu:N (simulated devices) steps are timed too."""
     models: tuple[str, ...] = ("decoder",)
     """decoder (12 x 1024), llama (1 G parameters), unrolled (the decoder's layers in a list), conv (convolutional)."""
     steps: tuple[str, ...] = steps.NAMES
     """ddp, zero1, zero2, zero3 are jaxshard's; the others are peers. By default all."""
     microbatches: int = 1
-    """Parts whose gradients are summed before one update."""
+    """Number of microbatches, whose gradients are summed before one update."""
     masters: tyro.conf.FlagCreatePairsOff[bool] = False
     """bfloat16 parameters and computation, with float32 masters in the state."""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Rows of a microbatch, of all devices."""
+    """Rows of a microbatch, over all devices."""
     against: Annotated[str, tyro.conf.arg(metavar="STEP")] = "optax"
-    """The step whose time the others' are divided by."""
+    """The step by whose time the others' times are divided."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 10
-    """How often two steps are timed by turns; 0: not at all."""
+    """Rounds of timing two steps alternately; 0: do not time."""
     processes: tuple[int, ...] = ()
-    """Measure too what this many devices cost over one, of jaxshard's --steps and of PyTorch's DDP,
-    ZeroRedundancyOptimizer and FSDP2 over gloo, in processes of their own: 2 8."""
+    """Also measure the cost of this many devices (such as 2 8) against one, for jaxshard's --steps and for PyTorch's
+    DDP, ZeroRedundancyOptimizer and FSDP2 over gloo, in processes of their own."""
     torch: Annotated[Path | None, tyro.conf.arg(metavar="PYTHON")] = None
-    """The Python that has PyTorch; by default this one."""
+    """A Python with PyTorch; by default this one."""
     options: Annotated[str, tyro.conf.arg(metavar="JSON")] = "{}"
     """Compiler options, for all machines but cpu:N."""
     toy: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Models so small that figures mean nothing: to try the command."""
+    """Tiny models, whose figures mean nothing, to try the command."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all figures to this file, with versions, date and machine."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line.
 
     Raises:
-      ValueError: a name is not known, or a number out of range.
+      ValueError: a name is unknown, or a number out of range.
     """
     given = words.parsed(arguments, Arguments, "jaxshard bench", _DESCRIPTION)
     _check_names("--models", given.models, models.MODELS)
@@ -161,7 +161,7 @@ def _run(given: Arguments) -> int:
 
 
 def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
-    """What `count` devices cost over one, shown."""
+    """Measures and shows the cost of `count` devices against one."""
     names = [name for name in given.steps if name in ours.NAMES] + list(processes.TORCH)
     setting = processes.setting("toy" if given.toy else "small", given.rows, given.rounds, given.torch)
     found = []
@@ -173,7 +173,7 @@ def _beside_one_device(console: Console, given: Arguments, count: int) -> list[R
 
 
 def _rows(given: Arguments, machine: str, model: str) -> Iterator[Row]:
-    """The rows of one machine and model, one after the other."""
+    """Yields the rows of one machine and model."""
     is_here = machine.startswith("cpu:")
     try:
         task = _task(given, machine, model)
@@ -200,7 +200,7 @@ def _building(name: str, task: Task) -> Callable[[], Step]:
 
 
 class _Once:
-    """What is made when it is first asked for."""
+    """Makes a value at the first call."""
 
     def __init__(self, make: Callable[[], Running]):
         self._make, self._made = make, None
@@ -211,11 +211,7 @@ class _Once:
 
 
 def _task(given: Arguments, machine: str, model: str) -> Task:
-    """What the steps of a machine and a model do.
-
-    Raises:
-      UnfitError: the rows cannot be dealt to the devices.
-    """
+    """The task for a machine and a model; raises UnfitError if the rows do not divide over the devices."""
     described = aot.machine(machine)
     mesh = jax.sharding.Mesh(devices_of(described), ("data",))
     if given.rows % mesh.size:

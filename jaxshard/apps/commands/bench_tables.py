@@ -60,7 +60,7 @@ def made_in_words(about: Mapping[str, Any]) -> str:
 
 
 def line(row: Row) -> str:
-    """What is shown as soon as a row is there."""
+    """The line to show as soon as a row is measured."""
     if row.note:
         return f"{row.machine} {row.model} {row.step}: {row.note}"
     return f"{row.machine} {row.model} {row.step}: {', '.join(_told(row))}"
@@ -77,7 +77,7 @@ def _told(row: Row) -> list[str]:
 
 
 def _with_unit(head: str, text: str) -> str:
-    """The unit of a head goes behind the figure.
+    """Moves the unit of a heading behind the figure.
 
     >>> _with_unit("peak, MB", "12"), _with_unit("trace", "1.5 s")
     ('peak 12 MB', 'trace 1.5 s')
@@ -87,7 +87,7 @@ def _with_unit(head: str, text: str) -> str:
 
 
 def show(console: Console, rows: Sequence[Row], against: str) -> None:
-    """Prints the rows of one machine and model: the compiler's figures, then the clock's."""
+    """Prints the rows of one machine and model: the compiler's figures, then the times."""
     with_figures = [row for row in rows if row.figures]
     if not with_figures:
         return
@@ -102,7 +102,7 @@ def show(console: Console, rows: Sequence[Row], against: str) -> None:
 
 
 def show_beside_one(console: Console, rows: Sequence[Row]) -> None:
-    """Prints what several devices cost over one."""
+    """Prints the cost of several devices against one."""
     measured = [row for row in rows if row.figures]
     if measured:
         named = [dataclasses.replace(row, step=f"{row.step}, {row.machine}") for row in measured]
@@ -113,7 +113,7 @@ def show_beside_one(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _table(title: str, columns: Mapping[str, _Cell], rows: Sequence[Row]) -> Table:
-    """A table whose cells take several lines where the console is narrow; no number is cut off."""
+    """A table whose cells wrap on a narrow console; no number is cut off."""
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("step", overflow="fold")
     for head in columns:

@@ -1,4 +1,4 @@
-"""How `jaxshard train` ends its process: by a status that says whether the same command may succeed next time."""
+"""Ends the process of `jaxshard train` with a status that says whether to run the same command again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import jaxshard
 from jaxshard.system.interrupts import ExitNotice
 
 FAILED_SECONDS = 5
-LEAVE_SECONDS = 60  # in which the others tell the same error, or find that this process is missing
+LEAVE_SECONDS = 60  # for the others to report the same error, or to notice that this process is gone
 
 
 def leave_at_once(status: int, seconds: float) -> NoReturn:
-    """Ends this process, in order if the other processes end within `seconds`, too."""
+    """Ends this process; cleanly if the other processes end within `seconds`, too."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     if seconds:
@@ -28,7 +28,7 @@ def leave_at_once(status: int, seconds: float) -> NoReturn:
 
 
 def end_within(seconds: float, status: int) -> None:
-    """Limits the time in which Python joins all threads at its end: orbax's may wait for minutes."""
+    """Limits the time for which Python joins threads at exit: orbax's may wait for minutes."""
     begun = threading.Event()
 
     def end() -> None:
@@ -44,7 +44,7 @@ _LOST = 134  # the status by which JAX itself ends a process that has lost anoth
 
 
 def status_of(error: BaseException, otherwise: int) -> int:
-    """The exit status after an error: 134 where the same command may succeed when it is started again."""
+    """The exit status after an error: 134 if the same command may succeed when run again."""
     lost = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
     taken = getattr(error, "errno", None) == errno.EADDRINUSE
     return _LOST if lost or taken or isinstance(error, TimeoutError) else otherwise

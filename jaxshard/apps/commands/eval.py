@@ -1,4 +1,4 @@
-"""`jaxshard eval`: the held-out loss of a run's model, on its own text or another."""
+"""`jaxshard eval`: the held-out loss of a run's model, on its own text or a different one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Arguments:
     """The command line of `jaxshard eval`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
+    """The run's folder, or a Hugging Face folder of a GPT-2 or Llama."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A file or folder of text, or of tokens, that is measured whole; stdlib: Python's standard library; by default
-    what the run held out. A function that gave the run its data (MODULE:FUNCTION) is called if it is named here, and
-    then, too, what the run held out is measured."""
+    """A file or folder of text or tokens, all of which is measured; stdlib: Python's standard library; by default the
+    run's held-out text. If a function (MODULE:FUNCTION) gave the run its data, name it here: it is called only then,
+    and the run's held-out part is measured."""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Sequences that are measured at once, over all devices."""
+    """Sequences measured at once, over all devices."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line.
 
     Raises:
-      ValueError: an option is not known or out of range.
+      ValueError: an option is unknown or out of range.
     """
     given = words.parsed(arguments, Arguments, "jaxshard eval", _DESCRIPTION, {"data": str})
     if given.data == "":
@@ -75,10 +75,10 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def measured(given: Arguments) -> str:
-    """A line with the loss, and what it was measured on.
+    """Measures the loss; returns a line with it and the size of the text.
 
     Raises:
-      ValueError: there is no such run or text, or the text is of another kind than the run's.
+      ValueError: the run or text does not exist, or one has tokens and the other bytes.
     """
     config, found = opened(given.run, "RUN")
     whole = DataConfig(given.data, heldout_path=given.data, heldout_bytes=2**31 - 1)
@@ -106,7 +106,7 @@ def measured(given: Arguments) -> str:
 
 
 def _check_kind(path: str, format: str, run: Path) -> None:
-    """Raises ValueError for text where the run's are tokens, and the other way round."""
+    """Raises ValueError if the run has tokens and the path text, or vice versa."""
     tokens = names_dataset(path) or are_tokens("auto", readable("--data", path))
     if tokens != format.startswith("uint"):
         kept = None if tokens else kept_tokenizer(run)

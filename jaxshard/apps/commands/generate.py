@@ -1,4 +1,4 @@
-"""`jaxshard generate`: text that a run's model writes."""
+"""`jaxshard generate`: writes text with a run's model."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ class Arguments:
     """The command line of `jaxshard generate`."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder, or Hugging Face's of a GPT-2 or Llama."""
+    """The run's folder, or a Hugging Face folder of a GPT-2 or Llama."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "\n"
-    """What the text begins with."""
+    """The beginning of the text."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """How many tokens (bytes, for a model of bytes) it writes."""
+    """Number of tokens to generate (bytes, for a byte-level model)."""
     temperature: float = 0.8
-    """Above 1 it dares more, below 1 less; 0 takes the likeliest token each time."""
+    """Sampling temperature: higher is more random; 0 always takes the likeliest token."""
     top_k: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Only this many of the likeliest tokens may come; 0: all."""
+    """Sample only from this many of the likeliest tokens; 0: all."""
     seed: int = 0
-    """Of the chance."""
+    """Random seed of the sampling."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The tokenizer.json of a model of tokens (needs the package tokenizers); by default the run's own, or that of the
-    Hugging Face folder."""
+    """The model's tokenizer.json (needs the package tokenizers); by default the run's or the Hugging Face folder's."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -67,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line.
 
     Raises:
-      ValueError: an option is not known, or a number out of range.
+      ValueError: an option is unknown, or a number out of range.
     """
     given = words.parsed(arguments, Arguments, "jaxshard generate", _DESCRIPTION, {"prompt": str})
     for name, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):

@@ -1,4 +1,4 @@
-"""`--processes N`: a run of several processes on this machine, to try a cluster's ways."""
+"""`--processes N`: a run of several processes on this machine, to test multi-host behaviour."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxshard.system.command import python
 _DEVICES = 8
 _RUN_ID = "JAXSHARD_RUN_ID"
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 60  # for the others, when one process has failed
+_GRACE_SECONDS = 60  # for the others, after one process has failed
 
 
 def run(arguments: Sequence[str], given: Arguments) -> int:
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     others = received - {signal.SIGINT, signal.SIGTERM}
     return (
         128 + min(others) if others and status == 128 + signal.SIGTERM else status
-    )  # which the children get as SIGTERM
+    )  # the children get these as SIGTERM
 
 
 def _environment(address: str, count: int, index: int, devices: int, run: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ def _without_processes(arguments: Sequence[str]) -> list[str]:
 
 
 def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all; once one has failed, the others have a minute to see it and end."""
+    """Waits for all; after one fails, gives the others a minute to end."""
     end = float("inf")
     status = 0
     while any(child.poll() is None for child in children):
@@ -92,8 +92,8 @@ def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextlib.contextmanager
 def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
-    """Passes Ctrl-C on to all children, and others to the first, which tells the others. SIGHUP is passed on once, as
-    SIGTERM: a terminal that closes sends several. Yields the signals that came."""
+    """Forwards Ctrl-C to all children, and other signals to the first, which tells the others. SIGHUP is forwarded
+    once, as SIGTERM: a closing terminal sends several. Yields the set of signals received."""
     received: set[int] = set()
 
     def pass_on(number: int, _: object) -> None:
@@ -118,7 +118,7 @@ def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[
 
 
 def _end_with_parent() -> None:
-    """Called in a child: it is killed when its parent ends, so that it does not keep the folder locked."""
+    """Has the kernel kill this child when its parent ends, so that it does not keep the folder locked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

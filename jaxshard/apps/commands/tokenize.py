@@ -1,4 +1,4 @@
-"""`jaxshard tokenize`: text made into files of tokens that `jaxshard train` and nanoGPT read."""
+"""`jaxshard tokenize`: converts text to token files that `jaxshard train` and nanoGPT read."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Arguments:
     """The command line of `jaxshard tokenize`."""
 
     input: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="INPUT")] = ()
-    """Files of text, or folders of such."""
+    """Text files, or folders of them."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Where the tokens go: a new folder."""
+    """The folder for the tokens; it must be new."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Tokens of the BPE that is trained on the text, by default 8192."""
+    """Vocabulary of the BPE to train on the text, by default 8192."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A tokenizer that is there already: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or
-    encoder.json and vocab.bpe), or gpt2, which is fetched."""
+    """An existing tokenizer: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or encoder.json and
+    vocab.bpe), or gpt2, which is downloaded."""
     heldout: float = 0.1
-    """The last part of the tokens, for val.bin, which measures the model; 0: no val.bin."""
+    """The last part of the tokens, held out in val.bin; 0: no val.bin."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Replace the tokens that are in FOLDER."""
+    """Replace existing tokens in FOLDER."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """The command line.
 
     Raises:
-      ValueError: an option is not known, out of range, or missing.
+      ValueError: an option is unknown, out of range, or missing.
     """
     given = words.parsed(arguments, Arguments, _COMMAND, _DESCRIPTION, {"tokenizer": str})
     if not given.input:
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def _run(given: Arguments) -> None:
-    assert given.out is not None  # `parse` has seen to it
+    assert given.out is not None  # `parse` has checked it
     tokenizing.tokenizers()
     tokenizing.check_folder(given.out, given.overwrite)
     check_room("--out", given.out)
@@ -104,7 +104,7 @@ def _run(given: Arguments) -> None:
 
 @contextlib.contextmanager
 def _clearing_up() -> Iterator[None]:
-    """While entered, Ctrl-C and SIGTERM raise, so that what is half written is removed."""
+    """Within the block, Ctrl-C and SIGTERM raise, so that half-written files are removed."""
     heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in heard if is_command()}
     try:

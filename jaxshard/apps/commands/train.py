@@ -45,15 +45,15 @@ from jaxshard.system.users_code import UsersError
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Runs `jaxshard train`; returns the exit status. Bad input is told before anything is compiled or written."""
+    """Runs `jaxshard train`; returns the exit status. Bad input is reported before anything is compiled or written."""
     try:
         status = _command(arguments)
     except BaseException as error:
-        if jax.distributed.is_initialized():  # the others may wait for this process, and it for them when it ends
+        if jax.distributed.is_initialized():  # at exit, this process and the others may wait for each other
             traceback.print_exception(error)
             leave_at_once(status_of(error, 1), 10 if isinstance(error, Exception) else 0)
         raise
-    if status and jax.distributed.is_initialized():  # the others may not have this error
+    if status and jax.distributed.is_initialized():  # the other processes may lack this error
         leave_at_once(status, LEAVE_SECONDS)
     if is_command():
         end_within(FAILED_SECONDS if status else LEAVE_SECONDS, status)
@@ -88,7 +88,7 @@ def _trained(job: Job) -> int:
         run_id = saves.claim()
         jaxshard.processes.check_same("start", _fingerprint(job), "start all processes by the same command")
     except _REFUSALS as error:
-        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor is not quite gone
+        busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor has not quite ended
         return _fail(error, HUNG if busy else status_of(error, 2))
     for note in job.notes:
         say(console, printable(note))
@@ -114,7 +114,7 @@ def _trained(job: Job) -> int:
 
 
 def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | None]:
-    """The place of the run, in process 0."""
+    """The run's `Place`, in process 0."""
     if jax.process_index() > 0:
         return contextlib.nullcontext()
     config = job.run.config
@@ -129,7 +129,7 @@ def _placed(job: Job, run_id: str) -> contextlib.AbstractContextManager[Place | 
 
 
 def _fingerprint(job: Job) -> str:
-    """All that must be the same in every process, except the step's program, which `train_step` compares."""
+    """Everything that must be the same in all processes, except the step's program, which `train_step` compares."""
     mesh = job.run.mesh
     return f"{toml.dump(job.run.config)}text: {job.run.template.position.text}\n{mesh}: {mesh.device_ids.tolist()}\n"
 
@@ -148,15 +148,15 @@ _fail = functools.partial(fail, "jaxshard train")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """A run whose every option was checked; nothing is compiled or written.
+    """A run with checked options; nothing is compiled or written yet.
 
     Attributes:
-      run: what trains.
-      folder: where it is saved.
-      resume: whether the run goes on with what is saved.
-      again: whether the same command starts the run and restarts it (--resume-if-saved).
-      notes: what there is to say before it starts.
-      profiled: the steps of this process that are traced.
+      run: the prepared run.
+      folder: to save it in.
+      resume: whether the run resumes from a save.
+      again: whether the same command starts and restarts the run (--resume-if-saved).
+      notes: to print before it starts.
+      profiled: the steps of this process to trace.
       tokenizer: the file beside the text that made its tokens.
     """
 
@@ -170,11 +170,7 @@ class Job:
 
 
 def make_job(given: Given) -> Job:
-    """Reads the text, lays everything out and looks at the folder.
-
-    Raises:
-      ValueError: what was asked for cannot be.
-    """
+    """Reads the text, plans all shardings and checks the folder; raises ValueError if the options are impossible."""
     config = Config(**{section.name: getattr(given, section.name) for section in dataclasses.fields(Config)})
     run = prepare(config, given.typed)
     config = run.config
@@ -190,7 +186,7 @@ def make_job(given: Given) -> Job:
 
 
 def compile_step(job: Job, console: Console) -> jaxshard.TrainStep:
-    """Compiles the step, once for the whole run, and shows what it holds and sends."""
+    """Compiles the step, once for the whole run, and shows its memory and traffic."""
     run = job.run
     introduce(console, run)
     params, state, step = run.template.params, run.template.state, run.make_step()
@@ -205,13 +201,13 @@ def execute(
     """Trains and saves.
 
     Returns:
-      What was saved last, and the exit status: 0, or that of the signal that ended the run.
+      (the last snapshot saved, the exit status): 0, or the status of the signal that ended the run.
 
     Raises:
       FloatingPointError: too many steps in a row were skipped.
       ReplicaError: copies of an array differ between devices.
-      TextError, UsersError: the text cannot be read on.
-      MovedError: the run's folder is another one now.
+      TextError, UsersError: the text can no longer be read.
+      MovedError: the run's folder was moved or replaced.
       OSError: a save failed.
     """
     run, folder, train = job.run, job.folder, job.run.config.train
@@ -258,7 +254,7 @@ def execute(
 
 
 def _begun(job: Job, step: int, console: Console) -> dict[str, Callable[[], Logger]]:
-    """Makes the folder of a run that has taken `step` steps; returns what makes its loggers."""
+    """Makes the folder of a run that has taken `step` steps; returns the factories of its loggers."""
     config, folder = job.run.config, job.folder
     makers = loggers(folder, config, trackers.before(folder, config, step), lambda text: say(console, text))
     for note in folder.begin(toml.dump(config), step):

@@ -1,4 +1,4 @@
-"""The command line of `jaxshard train`: its options over those of a TOML file, and whether its folder fits them."""
+"""The command line of `jaxshard train`: merges it with a TOML file, and checks it against the run's folder."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COMMAND = "jaxshard train"
 
 @dataclasses.dataclass(frozen=True)
 class Given(Arguments):
-    """The command line, and what there is to say about it.
+    """The command line, with notes about it.
 
     Attributes:
-      notes: a line for each thing.
-      typed: what stands on the command line itself as text to read, which may be functions.
+      notes: one line each.
+      typed: the data paths from the command line itself, which may name functions.
     """
 
     notes: tuple[str, ...] = ()
@@ -35,10 +35,10 @@ class Given(Arguments):
 
 
 def parse(arguments: Sequence[str]) -> Given:
-    """The command line over the TOML file (given, or of the run to resume) over the defaults.
+    """Merges the command line, the TOML file (given, or of the run to resume) and the defaults, in this priority.
 
     Raises:
-      ValueError: an option is wrong; it is named. (What does not parse is printed, and SystemExit raised.)
+      ValueError: names the option that is wrong. (For a parse error, it prints the message and raises SystemExit.)
     """
     words.check(arguments, Arguments, _COMMAND, {"data": str})
     given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments())
@@ -74,18 +74,18 @@ def parse(arguments: Sequence[str]) -> Given:
 
 
 def model_of_start(config: Config, arguments: Sequence[str], in_file: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """The options of the model, those that nobody gave from the Hugging Face folder that `train.start` names.
+    """The model's options; if `train.start` names a Hugging Face folder, those not given come from there.
 
     Args:
       config: as given.
       arguments: the command line.
-      in_file: the keys that CONFIG.toml has.
+      in_file: the keys in CONFIG.toml.
 
     Returns:
-      the options, and what there is to say.
+      (the options, notes to print).
 
     Raises:
-      ValueError: the folder's model is none of ours, or an option that was given is another there.
+      ValueError: our model cannot compute the folder's, or a given option contradicts the folder.
     """
     start, model = config.train.start, config.model
     if start is None or not hf_folder.is_one(Path(start)):
@@ -103,10 +103,10 @@ def _is_named(key: str, arguments: Sequence[str], in_file: Collection[str]) -> b
 
 
 def fitting_warmup(config: Config, is_given: bool) -> tuple[OptimizerConfig, list[str]]:
-    """The optimizer's options, with fewer steps of warm-up where the default leaves no step and the user gave none.
+    """The optimizer's options; shortens the default warm-up if it would leave no step, unless the user set it.
 
     Returns:
-      the options, and what there is to say.
+      (the options, notes to print).
 
     >>> from jaxshard.apps.config.config import TrainConfig
     >>> _, (note,) = fitting_warmup(Config(train=TrainConfig(steps=30)), is_given=False)
@@ -125,10 +125,10 @@ _STEPS_PER_WARMUP_STEP = 8  # as in the defaults
 
 
 def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[bool, list[str]]:
-    """(whether the run goes on with what is saved there, what there is to say).
+    """Returns (whether the run resumes from the folder, notes to print).
 
     Raises:
-      ValueError: the folder cannot be that of this run.
+      ValueError: the folder cannot be used for this run.
     """
     goes_on = _goes_on(given)
     if given.profile is not None:
@@ -147,7 +147,7 @@ def check_folder(given: Arguments, folder: RunFolder, config: Config) -> tuple[b
 
 
 def _goes_on(given: Arguments) -> bool:
-    """Whether the run is to go on with what is saved: it was asked for, and something is saved."""
+    """Whether the run resumes: the user asks for it, and something is saved."""
     return given.resume or (given.resume_if_saved and given.out is not None and RunFolder(given.out).is_saved())
 
 
@@ -160,10 +160,9 @@ def _check_encodable(name: str, path: str | Path | None) -> None:
 
 
 def _check_own(folder: RunFolder) -> list[str]:
-    """Checks that a run's own configuration is as the run wrote it; returns what there is to say.
+    """Checks that a run's own configuration is as the run wrote it; returns notes to print.
 
-    A user may have edited it, and means it. But an edit looks like a bad disk; so the user says it once more, by naming
-    the file.
+    A deliberate edit looks like disk damage, so the user must confirm it by naming the file.
     """
     try:
         state, lacking = toml.looked_at(folder.config)
@@ -180,9 +179,9 @@ def _check_own(folder: RunFolder) -> list[str]:
 
 
 def _compared(folder: RunFolder, config: Config) -> list[str]:
-    """Compares the run's options with what is saved; returns what there is to say.
+    """Compares the run's options with the saved ones; returns notes to print.
 
-    In which type sums are made (precision.reduce) may change.
+    The type of sums (precision.reduce) may change.
 
     Raises:
       ValueError: an option would change the saved arrays or the random numbers, or leave no step.
@@ -208,7 +207,7 @@ def _compared(folder: RunFolder, config: Config) -> list[str]:
 
 
 def _other_heldout(before: Config, now: Config) -> list[str]:
-    """What there is to say where other text is held out than before."""
+    """Notes if the held-out text differs from before."""
     changes = [
         f"data.{name} = {getattr(now.data, name)}, saved {getattr(before.data, name)}"
         for name in ("heldout", "heldout_bytes")
@@ -221,7 +220,7 @@ def _other_heldout(before: Config, now: Config) -> list[str]:
 
 
 def _saved_as(config: Config) -> dict[str, Any]:
-    """The options that decide which arrays are saved, how they are read, and which random numbers come."""
+    """The options that determine the saved arrays, their meaning, and the random numbers."""
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "lora", "precision")}
     sections |= {
         "optimizer": {"name": config.optimizer.name},
