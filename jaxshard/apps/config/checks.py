@@ -1,4 +1,4 @@
-"""What no run can have is refused before anything starts: an option out of its range, or that fits not to others."""
+"""Rejects impossible options before anything starts: out of range, or in conflict with others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import jaxshard
 from jaxshard.apps.config.config import NO_LORA, Config, ModelConfig, PrecisionConfig
 
-_INT32 = 2**31 - 1  # sizes, counts and steps lie in arrays and in C
+_INT32 = 2**31 - 1  # sizes, counts and steps are stored in int32 arrays and C ints
 _INT64 = 2**63 - 1
 _LONG = ("data.heldout_bytes", "sharding.min_shard_size", "train.seed")
 
@@ -35,7 +35,7 @@ _BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2")
 
 
 def check(config: Config) -> None:
-    """Raises ValueError, naming the option, for a value that no run can have."""
+    """Raises ValueError, which names the option, for an impossible value."""
     sections = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(Config))
     _check_ranges({f"{name}.{option}": value for name, section in sections for option, value in vars(section).items()})
     _check_precision(config.precision)
@@ -70,7 +70,7 @@ def check(config: Config) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    """Raises ValueError for an option of rotary positions that would do nothing."""
+    """Raises ValueError for an option of rotary positions that would have no effect."""
     default = ModelConfig()
     for name in ("rotary_base", "rotary_factor", "rotary_length"):
         given = getattr(model, name)
@@ -174,7 +174,7 @@ def _check_ranges(values: Mapping[str, object]) -> None:
       values: by `section.name`.
 
     Raises:
-      ValueError: one is out of its range; it is named, with what it must be.
+      ValueError: names the option that is out of range, and its range.
     """
     for name in _POSITIVE:
         _require(values, name, lambda value: value > 0, "above 0")
@@ -216,7 +216,7 @@ def _check_single(values: Mapping[str, object]) -> None:
 
 
 def _require(values: Mapping[str, object], name: str, is_right: Callable[..., bool], needed: str) -> None:
-    """Raises ValueError where a value, or what float32 makes of it, is not right."""
+    """Raises ValueError if a value, or its float32 rounding, is not right."""
     value = values[name]
     if value is None and name in _OPTIONAL:
         return
@@ -228,7 +228,7 @@ def _require(values: Mapping[str, object], name: str, is_right: Callable[..., bo
 
 
 def _shown(value: object) -> str:
-    """The value, of a number with more digits than one wants to read only how many."""
+    """The value in words; of a very long number, only the count of its digits."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return f"{'-' if value < 0 else ''}(a number of {math.floor(math.log10(abs(value))) + 1} digits)"
     return str(value)

@@ -1,4 +1,4 @@
-"""The devices that a run has: of this process or of several, simulated where there is no accelerator."""
+"""A run's devices: of this process or of several, simulated if there is no accelerator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SIMULATED = 4096  # more take minutes to start
 
 
 def start_devices(config: Config) -> None:
-    """Joins this process to the others of a run, and simulates devices where there is no accelerator.
+    """Joins this process to the others of a run, and simulates devices if there is no accelerator.
 
     Raises:
       ValueError: JAX finds no devices.
@@ -36,7 +36,7 @@ def make_mesh(sharding: ShardingConfig) -> Mesh:
     """The mesh of all devices; in a run of one process, of the first `sharding.devices`.
 
     Raises:
-      ValueError: there are fewer devices, or the mesh's axes do not make their number.
+      ValueError: there are fewer devices, or the mesh's axes do not multiply to their number.
     """
     devices, wanted = jax.devices(), sharding.devices
     if wanted is not None and jax.process_count() == 1:
@@ -51,9 +51,9 @@ def make_mesh(sharding: ShardingConfig) -> Mesh:
 
 
 def simulate_cpus(wanted: int | None) -> None:
-    """Simulates CPU devices, unless JAX runs already or, with None, the user chose how many there are.
+    """Simulates CPU devices, unless JAX has started or, with None, the user has chosen their number.
 
-    `wanted` counts the devices of all processes. Where there are several, each one's environment says how many it has.
+    `wanted` counts the devices of all processes. With several, each one's environment gives its number.
     """
     wanted = None if os.environ.get("JAX_NUM_PROCESSES", "1") != "1" else wanted
     chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0 or "host_platform_device_count" in os.environ.get(
@@ -64,7 +64,7 @@ def simulate_cpus(wanted: int | None) -> None:
     number = min(wanted or _SIMULATED_DEVICES, MOST_SIMULATED)
     try:
         jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:  # JAX runs already: it has the devices it has
+    except RuntimeError:  # JAX has started, and its devices are fixed
         return
     os.environ.setdefault("NPROC", str(2 * number))  # threads of XLA (see optimizer/owners/owners.py)
 
@@ -72,16 +72,16 @@ def simulate_cpus(wanted: int | None) -> None:
 def _join_processes(heartbeat_seconds: int) -> None:
     try:
         jaxshard.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
-    except RuntimeError as error:  # JAX runs already: whoever started it has joined the processes, or wants one
+    except RuntimeError as error:  # JAX has started: its starter has joined the processes, or wants one process
         if "must be called before" not in str(error) and "only be called once" not in str(error):
             raise
 
 
 def devices_of(machine: aot.Machine) -> list[Any]:
-    """The devices to compile for; CPU devices are made here, if JAX does not run yet."""
+    """The devices to compile for; simulates CPU devices, if JAX has not started."""
     if machine.chip.platform == "cpu":
         if machine.num_devices > MOST_SIMULATED:
             raise ValueError(f"--compile {machine.name}: at most {MOST_SIMULATED} CPU devices can be simulated")
-        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
+        with contextlib.suppress(RuntimeError):  # JAX has started, and its devices are fixed
             jax.config.update("jax_num_cpu_devices", machine.num_devices)
     return aot.devices(machine)

@@ -1,4 +1,4 @@
-"""What a run needs of memory, compared with what there is before any is taken; and the arithmetic of a step."""
+"""Compares a run's memory with the available memory before allocating any; and counts a step's arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def host_bytes() -> float:
-    """The memory of this host, or of its container; infinite where nobody knows.
+    """The memory of this host, or of its container, in bytes; infinite if unknown.
 
     >>> host_bytes() > 2**28
     True
@@ -29,12 +29,12 @@ def host_bytes() -> float:
         return float("inf")
     try:
         return min(host, int(_LIMIT_OF_CONTAINER.read_text()))
-    except (OSError, ValueError):  # no container, or "max"
+    except (OSError, ValueError):  # not a container, or "max"
         return host
 
 
 def peak_bytes(devices: Iterable[Any]) -> int | None:
-    """The most that any of the devices has held since the process began; None where the backend does not say.
+    """The most bytes that any of the devices has held since the process began; None if the backend does not report it.
 
     Args:
       devices: `jax.Device`s of this process.
@@ -54,9 +54,9 @@ def check(needed: float, what: str, cure: str, most: float | None = None) -> Non
 
     Args:
       needed: bytes.
-      what: takes them.
-      cure: what to do where they are too many.
-      most: bytes that there are; by default this host's.
+      what: needs them.
+      cure: advice for the error message.
+      most: available bytes; by default this host's.
 
     Raises:
       ValueError: it does not fit.
@@ -67,11 +67,11 @@ def check(needed: float, what: str, cure: str, most: float | None = None) -> Non
 
 
 def useful_flops(config: Config) -> float:
-    """Multiplications and additions of a step's matrix products on all devices together, none of them made twice.
+    """Multiplications and additions of a step's matrix products on all devices together, without recomputation.
 
-    Each position takes 6 for each element of a matrix (one product forward, two backward: Chowdhery et al. 2022, PaLM,
-    appendix B). Attention, which is causal, looks at half of the pairs of positions. A frozen matrix has no
-    gradient: its elements take 4.
+    Each position takes 6 per element of a matrix (one product forward, two backward: Chowdhery et al. 2022, PaLM,
+    appendix B). Causal attention computes half of the pairs of positions. A frozen matrix has no gradient, so its
+    elements take 4.
     """
     model = config.model
     positions = config.train.rows * model.sequence_length
@@ -81,9 +81,9 @@ def useful_flops(config: Config) -> float:
 
 
 def least_seconds(config: Config, devices: Iterable[Any]) -> float | None:
-    """What `useful_flops` take at the peak of all devices, in the type of the computation; None where it is not known.
+    """Seconds of `useful_flops` at the peak rate of all devices, for the computation's type; None if that is unknown.
 
-    `devices` are `jax.Device`s. Divided by a step's seconds it is the model FLOPs utilization, MFU.
+    `devices` are `jax.Device`s. Divided by a step's seconds it is the model FLOPs utilization (MFU).
     """
     peaks = [chip and chip.flops[config.model.dtype] for chip in (chip_of(each.device_kind) for each in devices)]
     known = [peak for peak in peaks if peak is not None]
@@ -91,7 +91,7 @@ def least_seconds(config: Config, devices: Iterable[Any]) -> float | None:
 
 
 def _num_multiplied(model: ModelConfig) -> int:
-    """Elements of the matrices that each position is multiplied by; a table is only looked up."""
+    """Elements of the matrices that each position is multiplied by; a table's rows are only looked up."""
     each = sum(inputs * outputs for inputs, outputs in matrices(model))
     return model.layers * each + model.width * model.vocabulary
 

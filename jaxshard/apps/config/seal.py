@@ -1,7 +1,7 @@
-"""A seal for a text file: whether it is as it was written, was changed since, or was cut short.
+"""A seal on a text file, to detect whether it was changed or cut short.
 
-The seal is a comment before and one after the text, so that TOML reads the whole as before. The first has the text's
-SHA-256; where the second is missing, the file was cut short.
+The seal is a comment before and one after the text, which TOML ignores. The first has the text's SHA-256; if the second
+is missing, the file was cut short.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def sealed(text: str) -> str:
 
 
 def state_of(text: str) -> State:
-    """What the seal says.
+    """The state of a sealed text.
 
     >>> [state_of(sealed("[train]\\nsteps = 300\\n").replace(*edit)) for edit in (("3", "4"), ("\\n# The", "\\n#"))]
     ['changed', 'cut short']

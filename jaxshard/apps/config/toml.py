@@ -1,4 +1,4 @@
-"""TOML to configuration and back; a mistake is named with its key."""
+"""Converts TOML to a configuration and back; errors name the key."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _MOST_BYTES = 1_000_000
 
 
 def load(path: Path) -> Config:
-    """Reads a configuration; each option that the file leaves out has its default.
+    """Reads a configuration; options missing from the file have their defaults.
 
     Args:
       path: a TOML file with a table for each section.
 
     Raises:
-      ValueError: the file cannot be read or is no TOML, or a key is unknown or of the wrong type (every such key is
-        named, on a line of its own), or jaxshard wrote the file and it was cut short.
+      ValueError: the file cannot be read or is not TOML; keys are unknown or have the wrong type (each on a line of the
+        message); or jaxshard wrote the file and it was cut short.
     """
     return parsed(path)[0]
 
 
 def parsed(path: Path, pipes: bool = False) -> tuple[Config, frozenset[str]]:
-    """(the configuration as `load` reads it, the keys that the file has). `pipes`: whether it may come from a pipe."""
+    """Returns (the configuration as from `load`, the file's keys). `pipes`: whether the file may be a pipe."""
     table, _ = _table(path, pipes)
     try:
         return _converter().structure(table, Config), _keys(table)
@@ -49,10 +49,10 @@ def parsed(path: Path, pipes: bool = False) -> tuple[Config, frozenset[str]]:
 
 
 def looked_at(path: Path) -> tuple[seal.State, list[str]]:
-    """Looks at the configuration that a run wrote in its folder.
+    """Checks the configuration that a run wrote in its folder.
 
     Returns:
-      (whether it is as it was written, with a seal or, by an older jaxshard, without; the options that it lacks).
+      (its state, sealed or, from an older jaxshard, unsealed; the options that it lacks).
 
     Raises:
       ValueError: it cannot be read, or was cut short.
@@ -71,7 +71,7 @@ _LAST_SECTION = dataclasses.fields(Config)[-1].name
 
 
 def dump(config: Config) -> str:
-    """Writes every option that is not None in TOML, so that `load` gives the same configuration back.
+    """Writes every option that is not None as TOML, from which `load` restores the same configuration.
 
     >>> print(dump(Config()).splitlines()[0])
     [data]
@@ -91,7 +91,7 @@ def known_keys() -> list[str]:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that is spelled most like `key`, with its section or without.
+    """The known key with the most similar spelling to `key`, with or without its section.
 
     >>> nearest("widht", known_keys())
     'model.width'
@@ -100,7 +100,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
 
 
 def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]:
-    """What the file says, and whether it is as jaxshard wrote it."""
+    """The file's table, and whether it is as jaxshard wrote it."""
     try:
         found = small_files.read(path, _MOST_BYTES, pipes)
         text = io.TextIOWrapper(io.BytesIO(found), encoding="utf-8-sig").read()
@@ -116,9 +116,9 @@ def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]
     try:
         table = tomllib.loads(text)
         if state == "not sealed" and tomli_w.dumps(table) != text:
-            state = "changed"  # older ones wrote it without a seal, and in this form
+            state = "changed"  # older versions wrote it in this form without a seal
         return table, state
-    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # also for a number with more digits than Python reads
         raise ValueError(f"{path} is no TOML: {error}") from error
 
 
@@ -128,12 +128,12 @@ def _keys(table: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _without_none(options: Mapping[str, T | None]) -> dict[str, T]:
-    """TOML has no None: an option that is None is left out, and `load` gives it its default, None."""
+    """Drops options that are None, which TOML lacks; `load` gives them their default, None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _converter() -> cattrs.Converter:
-    """Takes each value as it is, without conversion; only an int is taken for a float."""
+    """A converter that converts nothing except an int for a float."""
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (bool, int, str):
         converter.register_structure_hook(kind, _exactly)
@@ -174,7 +174,7 @@ def _some_of(value: object, kind: object) -> tuple[object, ...]:
 
 
 def _mistakes(error: ClassValidationError, table: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """A sentence for each mistake that cattrs found in the table whose keys begin with `where`."""
+    """A sentence for each error that cattrs found in the table at `where`."""
     wrong_values, others = error.group_exceptions()
     for unknown in others:
         assert isinstance(unknown, ForbiddenExtraKeysError), unknown

@@ -1,4 +1,4 @@
-"""The batches made of a text, each a pure function of seed and step."""
+"""Batches of a text; each is a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxshard.apps.data.token_files import TokenFiles
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingBatches:
-    """Endless rows of a text, in windows that cover it once per epoch, in a new order and from a new offset each time.
+    """Endless rows of a text: windows that cover it once per epoch, each epoch with a new order and offset.
 
-    What a step gets depends on seed and step alone, so a resumed run needs no replay.
+    A step's rows depend on seed and step alone, so a resumed run replays nothing.
     """
 
     text: Array
@@ -35,7 +35,7 @@ class TrainingBatches:
         return {"tokens": self.text[np.asarray(starts)[:, None] + np.arange(self.length + 1)].astype(np.int32)}
 
     def place(self, step: int, row: int, column: int) -> str:
-        """Where a token of the batch for `step` is, for messages."""
+        """The location of a token of the batch for `step`, for messages."""
         index = self._start(step * self.rows + row) + column
         return self.text.place(index) if isinstance(self.text, TokenFiles) else f"byte {index:,}"
 
@@ -51,11 +51,11 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return generator.permutation(windows), int(generator.integers(slack + 1))
 
 
-_ORDER_BYTES = 16  # of a window: its place in the orders of two epochs
+_ORDER_BYTES = 16  # per window: its index in the orders of two epochs
 
 
 def batches_of(text: Text, rows: int, length: int, seed: int) -> TrainingBatches | ElementBatches:
-    """The batches of what there is to train on."""
+    """The batches of the training text."""
     if isinstance(text.train, Elements):
         return ElementBatches(text.train, rows)
     windows = len(text.train) // length
@@ -66,7 +66,7 @@ def batches_of(text: Text, rows: int, length: int, seed: int) -> TrainingBatches
 def heldout_batches(
     text: np.ndarray, rows: int, length: int, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[Rows, int]]:
-    """The text in order, each byte but the first predicted once; rows and positions beyond its end weigh nothing.
+    """The text in order; predicts each byte but the first once. Rows and positions beyond its end have weight 0.
 
     Yields:
       rows `first` to `last` of `{"tokens": (rows, length + 1) int32, "weights": (rows, length) float32}`, and the
@@ -87,7 +87,7 @@ def heldout_batches(
 
 
 def _heldout_rows(text: np.ndarray, rows: int, first: int, last: int | None) -> Iterator[tuple[Rows, int]]:
-    """The same of a dataset's rows."""
+    """The same for a dataset's rows."""
     for start in range(0, len(text), rows):
         numbers = np.arange(start, start + rows)[first:last]
         weights = np.broadcast_to((numbers < len(text))[:, None], (len(numbers), text.shape[1] - 1))

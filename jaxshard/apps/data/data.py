@@ -1,4 +1,4 @@
-"""Text, as bytes or as tokens, and the batches made of it, each a pure function of seed and step."""
+"""Reads the training and the held-out text, as bytes or tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _FORMATS: Mapping[int, Literal["bytes", "uint16", "uint32"]] = {1: "bytes", 2: "
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """What there is to train on, and what is held out: bytes, or token ids.
+    """The training and the held-out text: bytes or token ids.
 
     Attributes:
       train: uint8 bytes, or tokens, or a dataset of rows of tokens.
-      heldout: the same, in memory; of a dataset, rows.
-      fingerprint: a checksum of both, as a signed number of 32 bits: of every byte, but of samples of a dataset.
-      whole: all bytes, where both are parts of one text.
-      older_fingerprint: makes the checksum of samples that older versions of jaxshard saved for files of tokens.
+      heldout: the same, in memory; for a dataset, rows.
+      fingerprint: a checksum of both, as a signed 32-bit number: of every byte, or of samples of a dataset.
+      whole: all bytes, if both are parts of one text.
+      older_fingerprint: computes the checksum of samples that older versions of jaxshard saved for token files.
     """
 
     train: Train
@@ -43,36 +43,36 @@ class Text:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether it is text, whose bytes are counted."""
+        """Whether it is text in bytes."""
         return self.format == "bytes"
 
     @property
     def num_targets(self) -> int:
-        """Held-out tokens, or bytes, that are predicted."""
+        """The number of held-out tokens or bytes that are predicted."""
         rows = self.heldout
         return len(rows) - 1 if rows.ndim == 1 else rows[:, 1:].size
 
     @property
     def format(self) -> Literal["bytes", "uint16", "uint32"]:
-        """As in the configuration."""
+        """The format, as in the configuration."""
         return _FORMATS[self.train.dtype.itemsize]
 
 
 def read(
     config: DataConfig, length: int, vocabulary: int, typed: Collection[str] = (), *, heldout_alone: bool = False
 ) -> Text:
-    """The text that a configuration names, in two parts; tokens stay on the disk.
+    """Reads the text of a configuration, in two parts; tokens stay on disk.
 
     Args:
-      config: where it is.
+      config: names the text.
       length: of a sequence.
-      vocabulary: what tokens must be below.
-      typed: the functions that the user asked for; one that only a file names is not called.
-      heldout_alone: nothing is trained: tokens that are not held out are not read, and have no fingerprint.
+      vocabulary: upper bound of the tokens.
+      typed: the functions that the user typed; functions that only a file names are not called.
+      heldout_alone: for evaluation: training tokens are not read, and have no fingerprint.
 
     Raises:
-      ValueError: nothing is there, not all of it can be read, it is too large for this host, too short, or has other
-        tokens than the model.
+      ValueError: the text does not exist, cannot be read completely, is too large for this host, too short, or has
+        tokens outside the vocabulary.
     """
     if config.path is not None and dataset.names_dataset(config.path):
         train, held = dataset.read(config.path, config.heldout_path, config.heldout, length, typed)
@@ -105,7 +105,7 @@ def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabul
     if config.heldout_path is not None:
         apart = without_tokenizer(readable("data.heldout_path", config.heldout_path))
     own = [file for file in files if "val" in file.stem.lower()] if apart is None else []
-    own = own if len(own) < len(files) else []  # there must be others to train on
+    own = own if len(own) < len(files) else []  # some files must be left to train on
     with told("data.path", config.path):
         text = token_files.read([file for file in files if file not in own], dtype)
         held = token_files.read(apart or own, dtype) if apart or own else None
@@ -146,7 +146,7 @@ def _counted(text: Array) -> str:
 
 
 def check_length(text: Array, what: str, length: int) -> None:
-    """Raises ValueError unless there is one sequence."""
+    """Raises ValueError unless the text has at least one sequence."""
     if len(text) <= length:
         raise ValueError(
             f"{what} has {len(text)} {_counted(text)}, and a sequence needs more than "
@@ -155,7 +155,7 @@ def check_length(text: Array, what: str, length: int) -> None:
 
 
 def split(text: Array, heldout: float, length: int) -> tuple[Array, Array]:
-    """The text to train on and the last `heldout` part of it, each long enough for one sequence of `length`.
+    """The training text and the last `heldout` part, each long enough for one sequence of `length`.
 
     Raises:
       ValueError: the text is too short.
@@ -174,5 +174,5 @@ def split(text: Array, heldout: float, length: int) -> tuple[Array, Array]:
 
 
 def zlib_bits_per_byte(text: np.ndarray) -> float:
-    """The bits that zlib needs for a byte at its best (level 9): a mark for a language model."""
+    """Bits per byte of zlib at level 9: a baseline for a language model."""
     return 8 * len(zlib.compress(text.data, 9)) / len(text)

@@ -1,4 +1,4 @@
-"""Rows of tokens from a user's own dataset: any sequence with random access, such as a `grain.MapDataset`."""
+"""Rows of tokens from a user's dataset: any sequence with random access, such as a `grain.MapDataset`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WANTED = "it must return a grain.MapDataset, or another sequence with a length 
 
 
 def names_dataset(path: str | None) -> bool:
-    """Whether a path is MODULE:FUNCTION, or FILE.py:FUNCTION, and no file.
+    """Whether a path is MODULE:FUNCTION or FILE.py:FUNCTION, not a file.
 
     >>> names_dataset("my.data:build"), names_dataset("my data/build.py:rows"), names_dataset("text.txt")
     (True, True, False)
@@ -30,12 +30,12 @@ def names_dataset(path: str | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elements:
-    """Some elements of a user's dataset, one after the other.
+    """A range of elements of a user's dataset.
 
     Attributes:
       source: has a length and elements.
-      places: of these elements in it.
-      length: tokens of each, but one.
+      places: the indices of these elements in it.
+      length: tokens of each, minus one.
       what: the function that made it, for messages.
     """
 
@@ -46,7 +46,7 @@ class Elements:
 
     @property
     def dtype(self) -> np.dtype:
-        """As that of files of tokens."""
+        """The dtype, as for token files."""
         return np.dtype(np.uint32)
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class Elements:
         """The elements with these numbers, `(n, length + 1)` int32.
 
         Raises:
-          UsersError: one cannot be had, or is no row of tokens.
+          UsersError: reading one fails, or it is not a row of tokens.
         """
         return np.stack([self._row(self.places[number]) for number in numbers])
 
     def place(self, number: int) -> str:
-        """Where an element is, for messages."""
+        """The location of an element, for messages."""
         return f"{self.what}, element {self.places[number]}"
 
     def _row(self, place: int) -> np.ndarray:
@@ -79,13 +79,13 @@ class Elements:
 
     @property
     def fingerprint(self) -> int:
-        """A checksum of the number of elements, and of some of them."""
+        """A checksum of the number of elements and of a sample of them."""
         places = dict.fromkeys(i * (len(self) - 1) // (_SAMPLES - 1) for i in range(_SAMPLES))
         return zlib.crc32(self.rows(places).tobytes(), zlib.crc32(repr(self.places).encode()))
 
 
 def _as_array(element: Any) -> np.ndarray:
-    """An array, of objects where the element's parts are of several lengths."""
+    """An array; of objects, if the element's parts have different lengths."""
     try:
         return np.asarray(element)
     except ValueError:
@@ -94,7 +94,7 @@ def _as_array(element: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ElementBatches:
-    """Endless rows of a dataset in its own order; what a step gets depends on the step alone."""
+    """Endless rows of a dataset in its own order; a step's rows depend on the step alone."""
 
     elements: Elements
     rows: int
@@ -105,25 +105,25 @@ class ElementBatches:
         return {"tokens": self.elements.rows(number % len(self.elements) for number in numbers)}
 
     def place(self, step: int, row: int, column: int) -> str:
-        """Where a token of the batch for `step` is, for messages."""
+        """The location of a token of the batch for `step`, for messages."""
         return f"{self.elements.place((step * self.rows + row) % len(self.elements))}, token {column}"
 
 
 def read(
     path: str, heldout_path: str | None, heldout: float, length: int, typed: Collection[str]
 ) -> tuple[Elements, Elements]:
-    """What to train on, and what is held out: the last part, or all of another dataset.
+    """The training elements and the held-out ones: the last part, or all of a second dataset.
 
     Args:
       path: the function.
-      heldout_path: another, or None.
-      heldout: the part that is held out, if there is no other.
+      heldout_path: a second function, or None.
+      heldout: the part to hold out, without a second function.
       length: of a sequence.
-      typed: the functions that the user asked for; no other is called.
+      typed: the functions that the user typed; no other is called.
 
     Raises:
-      ValueError: a function may not or cannot be called, or returns no dataset, or one that is too short or without an
-        end.
+      ValueError: a function may not or cannot be called, or does not return a dataset, or one that is too short or
+        endless.
     """
     check_typed(path, "--data", typed)
     if heldout_path is not None and names_dataset(heldout_path):
@@ -144,7 +144,7 @@ def read(
 
 
 def check_typed(function: str, option: str, typed: Collection[str]) -> None:
-    """Raises ValueError for a function that a file names: that would run whatever code the file's author chose."""
+    """Raises ValueError for a function that only a file names: the file's author could run any code."""
     if function not in typed:
         raise ValueError(
             f"{option.removeprefix('--')}: a configuration names the function {function}, and no file runs code: if "

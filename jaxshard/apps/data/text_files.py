@@ -1,4 +1,4 @@
-"""The files of text that a configuration names: which they are, and what they hold."""
+"""Finds and reads the text files that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxshard.apps.config import memory
 from jaxshard.apps.data.token_files import TOKENIZER
 
 STDLIB = "stdlib"
-"""Names the source of Python's standard library, 8 MB of text that is on every machine, in place of a path."""
+"""Stands for the source of Python's standard library, 8 MB of text on every machine."""
 
 _LEFT_OUT = frozenset(
     {
-        *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),  # not in every distribution
+        *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),  # missing in some distributions
         *("encodings", "pydoc_data"),  # tables and English
         *("test", "tests"),
     }
@@ -31,7 +31,7 @@ BUILTIN = "pydoc_data.topics"
 
 
 def are_tokens(format: str, files: Sequence[Path]) -> bool:
-    """Whether files hold tokens, as `data.format` says."""
+    """Whether files have tokens, by `data.format`."""
     tokens = without_tokenizer(files)
     return format.startswith("uint") or (
         format == "auto" and bool(tokens) and all(file.suffix == ".bin" for file in tokens)
@@ -39,7 +39,7 @@ def are_tokens(format: str, files: Sequence[Path]) -> bool:
 
 
 def without_tokenizer(files: Sequence[Path]) -> list[Path]:
-    """The files but a tokenizer.json among several, which is no text."""
+    """The files without a tokenizer.json among several, which is not text."""
     return [file for file in files if file.name != TOKENIZER or len(files) == 1]
 
 
@@ -52,11 +52,7 @@ def told(option: str, path: str | None) -> Iterator[None]:
 
 
 def readable(option: str, path: str) -> list[Path]:
-    """The files of a path.
-
-    Raises:
-      ValueError: there is none, or they cannot be read.
-    """
+    """The files of a path; raises ValueError if there are none, or they cannot be read."""
     with told(option, path):
         files = _files(option, path)
     if not files:
@@ -69,13 +65,13 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
 
     Args:
       path: of the file or folder; "stdlib": the source of Python's standard library; None: `BUILTIN`.
-      option: that gave the path, for errors.
+      option: the option with the path, for errors.
 
     Returns:
       uint8, one-dimensional.
 
     Raises:
-      ValueError: nothing is there, not all of it can be read, it is too large for this host, or empty.
+      ValueError: the path does not exist, cannot be read completely, is too large for this host, or empty.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -92,16 +88,16 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
 
 
 def _as_long_as_it_is(file: Path) -> bytes:
-    """A file's bytes, without those that are added while it is read."""
+    """A file's bytes, without those appended while it is read."""
     with file.open("rb") as stream:
         return stream.read(os.fstat(stream.fileno()).st_size)
 
 
 def _files(option: str, path: str) -> list[Path]:
-    """The file itself, or all files of the folder, in the order of their paths. Links are followed.
+    """The file itself, or all files of the folder, in the order of their paths. Follows links.
 
     Raises:
-      ValueError: something there is no file: a pipe, a link to nothing.
+      ValueError: the folder has something else than files, such as a pipe or a dangling link.
       OSError: a folder cannot be read.
     """
     if path == STDLIB:
@@ -114,7 +110,7 @@ def _files(option: str, path: str) -> list[Path]:
 
 def _walked(option: str, root: Path) -> Iterator[Path]:
     """The files of a path, in any order."""
-    paths: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # each with the folders it lies in
+    paths: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # each with its parent folders
     while paths:
         path, above = paths.pop()
         found = _found(option, path)
@@ -145,15 +141,15 @@ def _bytes(text: bytes) -> np.ndarray:
 
 
 def stdlib_files(option: str) -> list[Path]:
-    """The modules of `STDLIB`, in an order that mixes them: the last tenth is of the same kind as the rest.
+    """The modules of `STDLIB`, shuffled, so that the last tenth resembles the rest.
 
-    Versions of Python that have the same module give it the same place.
+    A module has the same relative order in all versions of Python.
 
     Args:
-      option: that names it, for errors.
+      option: the option that names it, for errors.
 
     Raises:
-      ValueError: this Python carries no source, or something here has the same name.
+      ValueError: this Python has no source, or a local file has the same name.
     """
     if os.path.lexists(STDLIB):
         raise ValueError(

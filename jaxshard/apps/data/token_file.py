@@ -1,7 +1,7 @@
 """A file of token ids, read in pieces, so that it may be larger than memory.
 
-It is not mapped into memory: the system would end a program by SIGBUS where a mapped file was cut short, or its disk
-fails. A read is an error instead. Each read also compares the file with what it was when the run began.
+It is not mapped into memory, because if a mapped file is cut short or its disk fails, the system kills the program by
+SIGBUS; a failed read raises an error instead. Each read also checks that the file has not changed since the run began.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-_BLOCK = 2**19  # tokens that are read at once for the checksum
-_PART = 2**25  # tokens that have a checksum of their own, made by one thread
+_BLOCK = 2**19  # tokens to read at once for the checksum
+_PART = 2**25  # tokens per partial checksum, computed by one thread
 _THREADS = 8
-_PAUSES = (0.1, 1.0)  # seconds before a read that failed is tried again
-_LONG = 2**33  # bytes that take some seconds
+_PAUSES = (0.1, 1.0)  # seconds before retries of a failed read
+_LONG = 2**33  # bytes that take several seconds to read
 _T = TypeVar("_T")
 
 
 class TextError(OSError):
-    """The text cannot be read any more, or is not what it was when the run began."""
+    """The text can no longer be read, or has changed since the run began."""
 
 
 class Sums(NamedTuple):
-    """What is known of all tokens of a file: a checksum of their bytes, and the largest."""
+    """A checksum of the bytes of all tokens of a file, and the largest token."""
 
     checksum: int
     largest: int
 
 
 class TokenFile:
-    """The tokens of a file, opened for each read: many files need no more handles than one.
+    """The tokens of a file, opened for each read, so that many files need few handles.
 
     Args:
       path: the file.
       dtype: of a token.
       start: bytes before the first token.
       count: tokens.
-      seen: the file's `os.stat_result` when `count` was read off it.
+      seen: the file's `os.stat_result` when it was first opened.
 
     Attributes:
       sums: of all tokens, once `look_over` has read them.
@@ -60,10 +60,10 @@ class TokenFile:
         return self._count
 
     def read(self, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fills each array with the tokens from a place on.
+        """Fills each array with the tokens from an index on.
 
         Raises:
-          TextError: the file cannot be read, was cut short, or has other tokens than when the run began.
+          TextError: the file cannot be read, was cut short, or has changed since the run began.
         """
 
         def fill(number: int) -> None:
@@ -85,7 +85,7 @@ class TokenFile:
         return self.sums
 
     def first_from(self, limit: int) -> tuple[int, int]:
-        """The place of the first token that is `limit` or larger, and that token; there must be one."""
+        """The index of the first token that is at least `limit`, and that token; there must be one."""
         for first in range(0, self._count, _BLOCK):
             tokens = np.empty(min(_BLOCK, self._count - first), self.dtype)
             self.read([(first, tokens)])
@@ -95,11 +95,11 @@ class TokenFile:
         raise AssertionError(f"{self.path}: no token is {limit} or larger")
 
     def _reading(self, act: Callable[[int], _T]) -> _T:
-        """`act(file descriptor)`, tried again after errors of the system: a network's file system has such for a
-        moment. What `act` read counts if the file is as it was seen, or was found to have the same tokens."""
+        """Calls `act(file descriptor)`, again after errors of the file system, which may be temporary on a network. The
+        result counts only if the file is unchanged or is found to have the same tokens."""
 
         def attempt() -> _T:
-            number = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would wait for a writer
+            number = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would otherwise wait for a writer
             try:
                 found = act(number)
                 while (marks := _marks(os.fstat(number))) != self._seen:
@@ -124,10 +124,10 @@ class TokenFile:
             raise TextError(f"{self.path}: it cannot be read any more: {error.strerror or error}") from error
 
     def _compare(self, number: int, marks: tuple[int, ...]) -> None:
-        """Takes a file that was replaced, written to or touched for what it was, if it has the same tokens.
+        """Accepts a file that was replaced, written to or touched, if it has the same tokens.
 
         Raises:
-          TextError: it has others, or those before are not known.
+          TextError: its tokens differ, or the earlier ones are unknown.
         """
         if self.sums is None or self._summed(number) != self.sums:
             raise TextError(
@@ -149,7 +149,7 @@ class TokenFile:
                 checksum, largest = zlib.crc32(tokens.data, checksum), max(largest, int(tokens.max()))
             return Sums(checksum, largest)
 
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:  # zlib and NumPy leave Python meanwhile
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:  # zlib and NumPy release the GIL
             sums = list(pool.map(summed, range(0, self._count, _PART)))
         checksums = np.asarray([each.checksum for each in sums], "<u4")
         return Sums(zlib.crc32(checksums.data), max((each.largest for each in sums), default=0))
@@ -170,5 +170,5 @@ class TokenFile:
 
 
 def _marks(found: os.stat_result) -> tuple[int, ...]:
-    """What another file, or another content, changes."""
+    """The fields that change if the file or its content does."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -15,19 +15,19 @@ import numpy as np
 from jaxshard.apps.data.token_file import TokenFile
 
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
-"""The first of the 256 int32 numbers that llm.c puts before the tokens: of GPT-2's, and of Llama 3's."""
+"""The first of the 256 int32 numbers of llm.c's header, for GPT-2's tokens and for Llama 3's."""
 COUNTED = 2**32
-"""The header's number of tokens is the whole number modulo this."""
+"""The header has the number of tokens modulo this."""
 TOKENIZER = "tokenizer.json"
-"""Beside the tokens, what made them."""
+"""The tokenizer's file beside the tokens."""
 MOST_TOKENIZER_BYTES = 2**26
-"""Of it, or of another file that goes with it; Gemma's has 33 MB."""
+"""The most bytes of it, or of a related file; Gemma's has 33 MB."""
 _HEADER_BYTES = 1024
 _SAMPLES, _SAMPLE_TOKENS = 64, 2**15  # of `sampled_fingerprint`
 
 
 class Part(NamedTuple):
-    """Some tokens of a file, one after the other."""
+    """A range of a file's tokens."""
 
     file: TokenFile
     first: int
@@ -35,10 +35,10 @@ class Part(NamedTuple):
 
 
 class TokenFiles:
-    """Several files of tokens, one behind the other, as one array of one dim.
+    """Several token files, concatenated to one array of one dim.
 
     Args:
-      parts: of files, in their order.
+      parts: of files, in order.
     """
 
     def __init__(self, parts: Sequence[Part]):
@@ -47,14 +47,13 @@ class TokenFiles:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
         return self.parts[0].file.dtype
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, where: slice) -> TokenFiles:
-        """The tokens of a slice, as another such array; nothing is read."""
+        """A slice of the tokens, as another such array; nothing is read."""
         first, last, _ = where.indices(len(self))
         cut = []
         for start, part in zip(self._starts, self.parts, strict=False):
@@ -63,10 +62,10 @@ class TokenFiles:
         return TokenFiles(cut)
 
     def rows(self, starts: Sequence[int], length: int) -> np.ndarray:
-        """Reads `length` tokens from each place on, `(len(starts), length)`.
+        """Reads `length` tokens from each start, `(len(starts), length)`.
 
         Raises:
-          TextError: a file cannot be read, was cut short, or has other tokens than when the run began.
+          TextError: a file cannot be read, was cut short, or has changed since the run began.
         """
         found = np.empty((len(starts), length), self.dtype)
         wanted: dict[int, list[tuple[int, np.ndarray]]] = {}  # by part
@@ -78,7 +77,7 @@ class TokenFiles:
         return found
 
     def place(self, index: int) -> str:
-        """Where a token is, for messages."""
+        """The location of a token, for messages."""
         part = self._part_of(index)
         return f"{self.parts[part].file.path}, token {self.parts[part].first + index - self._starts[part]:,}"
 
@@ -86,7 +85,7 @@ class TokenFiles:
         return bisect.bisect_right(self._starts, index) - 1
 
     def _pieces(self, start: int, row: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(part, first token in its file, the piece of `row` to fill) for the parts that a row lies in."""
+        """(part, first token in its file, the piece of `row` to fill) for each part that a row overlaps."""
         part, done = self._part_of(start), 0
         while done < len(row):
             skipped = start + done - self._starts[part]
@@ -100,10 +99,10 @@ def read(files: Sequence[Path], dtype: str | None) -> TokenFiles:
 
     Args:
       files: with llm.c's header, or tokens alone.
-      dtype: of tokens that have no header; None: uint16.
+      dtype: of tokens without a header; None: uint16.
 
     Raises:
-      ValueError: a file holds no whole number of tokens, or others than `dtype`.
+      ValueError: a file's size is not a multiple of a token's, or its header contradicts `dtype`.
       OSError: one cannot be read.
     """
     found = [_opened(file, dtype) for file in files]
@@ -138,8 +137,8 @@ def _opened(file: Path, dtype: str | None) -> TokenFile:
 
 
 def out_of_range(tokens: np.ndarray, vocabulary: int, place: Callable[[int], str]) -> str | None:
-    """An error's text if there is a token that the model has no row for, with the place that `place` gives for its
-    index in the flat array. (A token of 32 bits may have become negative.)"""
+    """An error message if a token is outside the vocabulary, with its location by `place`, a function of the index in
+    the flat array. (A 32-bit token may have become negative.)"""
     unsigned = tokens.view(np.dtype(f"u{tokens.dtype.itemsize}")).reshape(-1)
     largest = int(unsigned.max(initial=0))
     if largest < vocabulary:
@@ -149,11 +148,7 @@ def out_of_range(tokens: np.ndarray, vocabulary: int, place: Callable[[int], str
 
 
 def out_of_range_anywhere(text: TokenFiles, vocabulary: int) -> str | None:
-    """The same for all tokens of some files, which are read to their ends.
-
-    Raises:
-      TextError: one cannot be read.
-    """
+    """The same for all tokens of some files, which it reads completely; raises TextError if it cannot."""
     for file in (part.file for part in text.parts):
         if (largest := file.look_over().largest) >= vocabulary:
             place, token = file.first_from(vocabulary)
@@ -169,13 +164,13 @@ def _out_of_range(token: int, place: str, vocabulary: int, largest: int) -> str:
 
 
 def fingerprint(text: TokenFiles) -> int:
-    """A checksum of the lengths, and of every byte of the files."""
+    """A checksum of the lengths and of every byte of the files."""
     whole = [(part.length, part.file.dtype.name, part.first, part.file.look_over().checksum) for part in text.parts]
     return zlib.crc32(repr(whole).encode())
 
 
 def sampled_fingerprint(text: TokenFiles) -> int:
-    """A checksum of the lengths and of samples, which older versions of jaxshard saved."""
+    """A checksum of the lengths and of samples, as older versions of jaxshard saved."""
     found = zlib.crc32(repr([(part.length, part.file.dtype.name) for part in text.parts]).encode())
     starts = np.linspace(0, max(0, len(text) - _SAMPLE_TOKENS), _SAMPLES).astype(np.int64)
     for start in dict.fromkeys(starts.tolist()):

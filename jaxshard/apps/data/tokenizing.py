@@ -1,4 +1,4 @@
-"""Text made into files of tokens, in pieces, so that it may be larger than memory; and what makes the tokens."""
+"""Trains or loads a tokenizer, and converts text to token files, in pieces, so that it may be larger than memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ from jaxshard.system.files import make_folder, rename, sync_tree, workplace
 
 END = "<|endoftext|>"
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-_PIECE = 2**18  # bytes that are read at once
+_PIECE = 2**18  # bytes to read at once
 _CUTS = (r"(?<=\S)\n(?=\S)", r"(?<=[^\W_])(?=\r\n\S)", r"(?<=\S)(?= \S)")
-"""Where GPT-2's and its heirs' regular expressions end one word and begin another, whatever else is there."""
-_LONGEST = 2**24  # characters without a place to cut at
-_PIECES = 16  # that are encoded at once
+"""Where the regular expressions of GPT-2 and its successors always split words, in any context."""
+_LONGEST = 2**24  # characters without a place to split
+_PIECES = 16  # to encode at once
 _FILES = ("train.bin", "val.bin", TOKENIZER)
 _MODELS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _CURE = "fetch its vocab.json and merges.txt, or tokenizer.json, where there is a network, and name their folder"
 
 
 def tokenizers(who: str = "this") -> Any:
-    """The package, which `who` needs.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """The package tokenizers; raises ImportError, with the name of `who` needs it, if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -42,15 +38,15 @@ def tokenizers(who: str = "this") -> Any:
 
 
 def pieces(file: Path) -> Iterator[str]:
-    """The text of a file in pieces, cut where byte-level tokenizers cut, too, so that tokens stay the same.
+    """Yields a file's text in pieces, split where byte-level tokenizers split, too, so that tokens stay the same.
 
     Raises:
-      ValueError: it is no UTF-8.
+      ValueError: it is not UTF-8.
       OSError: it cannot be read.
     """
     decode, rest, read = codecs.getincrementaldecoder("utf-8")(), "", 0
     with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size  # what is added meanwhile is not read
+        size = os.fstat(stream.fileno()).st_size  # text appended meanwhile is not read
         while block := stream.read(min(_PIECE, size - read)):
             try:
                 rest += decode.decode(block)
@@ -71,7 +67,7 @@ def pieces(file: Path) -> Iterator[str]:
 
 
 def _cut(text: str) -> int:
-    """The last place to cut at, 0 if there is none yet."""
+    """The last place to split; 0 if there is none yet."""
     for pattern in _CUTS:
         tail = text[-2 * _PIECE :]
         found = [match.end() for match in re.finditer(pattern, tail)]
@@ -81,7 +77,7 @@ def _cut(text: str) -> int:
 
 
 def learned(files: Sequence[Path], vocabulary: int) -> Any:
-    """A byte-level BPE (Radford et al. 2019) of at most `vocabulary` tokens, the end of a text among them."""
+    """Trains a byte-level BPE (Radford et al. 2019) of at most `vocabulary` tokens, including the end of a text."""
     package = tokenizers()
     made = _byte_level(package.models.BPE())
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
@@ -94,7 +90,7 @@ def learned(files: Sequence[Path], vocabulary: int) -> Any:
     return made
 
 
-_WORD = 1000  # the most characters of a word that is learned from: the time grows with their square
+_WORD = 1000  # characters; longer words are not trained on, as the time grows with the square of the length
 
 
 def _byte_level(model: Any) -> Any:
@@ -106,24 +102,24 @@ def _byte_level(model: Any) -> Any:
 
 
 def opened(name: str) -> Any:
-    """A tokenizer that is there.
+    """Loads an existing tokenizer.
 
     Args:
-      name: a tokenizer.json, a folder with one or with GPT-2's two files, or "gpt2", which is fetched.
+      name: a tokenizer.json, a folder with one or with GPT-2's two files, or "gpt2", which is downloaded.
 
     Raises:
-      ValueError: it cannot be had.
+      ValueError: it cannot be loaded.
     """
     path = Path(name)
     try:
         found = _opened(name, path)
     except ValueError:
         raise
-    except Exception as error:  # tokenizers raises no other
+    except Exception as error:  # tokenizers raises this type only
         cure = f": {_CURE}" if name == "gpt2" and not path.exists() else ""
         raise ValueError(f"--tokenizer {name} cannot be read: {error}{cure}") from error
     largest = max(found.get_vocab().items(), key=lambda each: each[1], default=("", 0))
-    if largest[1] >= _MOST_IDS:  # tokenizers writes with memory for all ids up to the largest
+    if largest[1] >= _MOST_IDS:  # when saving, tokenizers allocates memory for all ids up to the largest
         raise ValueError(
             f"--tokenizer {name}: token {largest[0]!r} has id {largest[1]:,}: below {_MOST_IDS:,} is needed"
         )
@@ -169,12 +165,12 @@ def _of_folder(path: Path) -> Any:
 
 
 def end_of(token_of: Callable[[str], int | None]) -> tuple[str, int] | None:
-    """The token that ends a text, by what gives a token's number; None where there is none."""
+    """(token, id) of the end of a text, by a function from token to id; None if there is none."""
     return next(((text, token) for text in _ENDS if (token := token_of(text)) is not None), None)
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
-    """Raises ValueError where tokens cannot be written to `path` without loss of what is there."""
+    """Raises ValueError if writing tokens to `path` would destroy other files."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -187,18 +183,18 @@ def check_folder(path: Path, overwrite: bool) -> None:
 
 
 def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> tuple[int, int]:
-    """Writes train.bin, val.bin and tokenizer.json, which appear together, once they are whole.
+    """Writes train.bin, val.bin and tokenizer.json, which appear together when complete.
 
-    Tokens are uint16 or, where the vocabulary is larger, uint32 behind llm.c's header.
+    Tokens are uint16 or, for larger vocabularies, uint32 after llm.c's header.
 
     Args:
-      files: documents; the end of a text follows each.
+      files: documents; an end-of-text token follows each.
       tokenizer: makes the tokens.
-      path: the folder, which `check_folder` has seen.
-      heldout: part of the tokens that val.bin has, the last ones; 0: there is none.
+      path: the folder, checked by `check_folder`.
+      heldout: the last part of the tokens, for val.bin; 0: no val.bin.
 
     Returns:
-      How many tokens train.bin and val.bin have.
+      The numbers of tokens in train.bin and val.bin.
     """
     path = path.resolve()
     make_folder(path.parent)
@@ -215,7 +211,7 @@ def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> 
 
 
 def _write_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, heldout: float) -> tuple[int, int]:
-    """Writes all tokens to one file, and then moves the last of them to another."""
+    """Writes all tokens to one file, then moves the last part to another."""
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values(), default=0) < 2**16 else "<u4")  # ids may have holes
     everything = folder / "all"
     with everything.open("wb") as stream:
@@ -247,7 +243,7 @@ _LLAMA3 = 7  # the version that llm.c writes
 
 def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
     end = end_of(tokenizer.token_to_id)
-    tokenizer.encode_special_tokens = True  # those that stand in the text are text
+    tokenizer.encode_special_tokens = True  # special tokens that occur in the text are plain text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for file in files:
@@ -260,7 +256,7 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def is_lossless(file: Path, tokenizer: Any) -> bool:
-    """Whether the file's first piece is what its tokens say."""
+    """Whether decoding the tokens restores the file's first piece."""
     piece = next(pieces(file), "")
     tokenizer.encode_special_tokens = True
     return tokenizer.decode(tokenizer.encode(piece, add_special_tokens=False).ids, skip_special_tokens=False) == piece
