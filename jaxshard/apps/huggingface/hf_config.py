@@ -1,7 +1,7 @@
-"""The config.json of a Hugging Face folder as our [model], and the other way round, for GPT-2 and Llama.
+"""Converts the config.json of a Hugging Face folder to our [model] and back, for GPT-2 and Llama.
 
-A field that would make `transformers` compute something else than we do is an error. Fields that it does not read for
-these two architectures are not looked at.
+A field that would make `transformers` compute something different is an error. Fields that it does not read for these
+two architectures are ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Json = dict[str, Any]
 _MOST_BYTES = 2**25  # an index of 100,000 tensors has 10 MB
 
 LONGEST = 4096
-"""Positions that a model with rotary ones is read with, at most, where the user names no number."""
+"""The longest context of a model with rotary positions, unless the user gives one."""
 
-_FIELDS: Mapping[str, Mapping[str, tuple[str, Any]]] = {  # our option: their field and its default
+_FIELDS: Mapping[str, Mapping[str, tuple[str, Any]]] = {  # our option -> their field and its default
     "gpt2": {
         "layers": ("n_layer", 12),
         "width": ("n_embd", 768),
@@ -52,7 +52,7 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"positions": "learned", "mlp": "gelu", "norm": "layer", "bias": True},
     "llama": {"positions": "rotary", "mlp": "swiglu", "norm": "rms"},
 }
-_NEEDED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # values of their fields that we compute, the default first
+_NEEDED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # their field -> the values that we support, the default first
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -69,11 +69,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(file: Path) -> Json:
-    """A config.json.
-
-    Raises:
-      ValueError: it cannot be read.
-    """
+    """Reads a config.json; raises ValueError if it cannot be read."""
     try:
         found = small_files.read_json(file, _MOST_BYTES)
     except (OSError, ValueError) as error:
@@ -84,10 +80,10 @@ def read(file: Path) -> Json:
 
 
 def model_of(given: Json, file: Path) -> ModelConfig:
-    """The model that a config.json describes; what training alone needs, such as dropout, has its default.
+    """The model that a config.json describes; options for training alone, such as dropout, have their defaults.
 
     Raises:
-      ValueError: it is another architecture, or a field has a value that we do not compute.
+      ValueError: we do not support the architecture, or a field's value.
     """
     family = str(given.get("model_type"))
     if family not in _FIELDS:
@@ -115,10 +111,10 @@ def model_of(given: Json, file: Path) -> ModelConfig:
 
 
 def family_of(model: ModelConfig) -> str:
-    """The architecture that computes what the model does.
+    """The architecture that computes the same as the model.
 
     Raises:
-      ValueError: there is none; the options that no architecture has are named.
+      ValueError: there is none; the message names the options that rule it out.
     """
     family = "llama" if model.positions == "rotary" else "gpt2"
     one_each = {"kv_heads": model.heads} if family == "gpt2" and model.kv_heads else {}
@@ -137,15 +133,15 @@ def described(model: ModelConfig, dtype: str, before: Json) -> Json:
     """The config.json of a model.
 
     Args:
-      model: one that an architecture computes.
+      model: of a supported architecture.
       dtype: of its tensors.
-      before: the config.json that the run started from, which knows special tokens and the longest text; {}: none.
+      before: the config.json that the run started from, with special tokens and the longest text; {}: none.
     """
     family = family_of(model)
     found: Json = {"architectures": [_ARCHITECTURES[family][0]], "model_type": family, "torch_dtype": dtype}
     found |= {theirs: getattr(model, ours) for ours, (theirs, _) in _FIELDS[family].items()}
     found |= {field: values[0] for field, values in _NEEDED[family].items() if values[0] is not None}
-    found |= {name: before.get(name) for name in _IDS}  # transformers' own would mean other tokens
+    found |= {name: before.get(name) for name in _IDS}  # the defaults of transformers would be wrong tokens
     if family == "gpt2":
         return found | {"resid_pdrop": model.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     most = before.get("max_position_embeddings", 0)
@@ -158,7 +154,7 @@ def described(model: ModelConfig, dtype: str, before: Json) -> Json:
 
 
 def _rotary(given: Json, file: Path) -> dict[str, Any]:
-    """Our options of rotary positions; their fields were renamed twice."""
+    """Our options of rotary positions. `transformers` has renamed the fields twice."""
     found: Json = {"rope_theta": given.get("rope_theta", 10_000.0)}
     for field in ("rope_scaling", "rope_parameters"):
         inner = given.get(field) or {}
@@ -181,7 +177,7 @@ def _rotary(given: Json, file: Path) -> dict[str, Any]:
 
 
 def _value(given: Json, field: str, default: Any, file: Path) -> Any:
-    """A field, of the type that our option has."""
+    """A field, converted to our option's type."""
     value = given.get(field, default)
     if isinstance(default, float):
         return _number({field: value}, field, file)
@@ -207,7 +203,7 @@ def _require(file: Path, field: str, value: Any, values: tuple[Any, ...]) -> Non
 
 
 def in_words(model: ModelConfig) -> str:
-    """The model's options that are not the default, in one line."""
+    """The model's options that differ from the default, in one line."""
     plain = ModelConfig()
     fields = (field.name for field in dataclasses.fields(model))
     return ", ".join(f"model.{n} = {getattr(model, n)}" for n in fields if getattr(model, n) != getattr(plain, n))

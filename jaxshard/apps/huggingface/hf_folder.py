@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the start of a run: its tensors, read leaf by leaf to where each part belongs."""
+"""A Hugging Face folder as the start of a run; reads its tensors leaf by leaf, each shard to its device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = (
     *(CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
-"""What a run keeps of the folder that it started from, for its own export."""
+"""The files of its start that a run keeps for its own export."""
 
 _INDEX = f"{WEIGHTS}.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -39,13 +39,13 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder whose every tensor has its place in a model of ours.
+    """A folder whose tensors all have a place in our model.
 
     Attributes:
       path: the folder.
-      model: as its config.json says.
-      dtype: the computation's that suits its tensors.
-      places: of each tensor, by its full name: the file, and its name there.
+      model: from its config.json.
+      dtype: the computation's, to suit its tensors.
+      places: each tensor's full name -> its file, and its name there.
       who: begins messages.
     """
 
@@ -59,11 +59,11 @@ class HuggingFaceFolder:
         """Its parameters by our paths, as a run has them before its first step.
 
         Args:
-          template: shapes with types and shardings by path, the layers in one stack. Adapters in it are left out;
-            matrices that have scales there are put into 8 bits.
+          template: shapes with types and shardings by path, the layers in one stack. Its adapters are skipped;
+            matrices with scales are quantized to 8 bits.
 
         Raises:
-          FloatingPointError: a number is not finite, or the template's type cannot hold it.
+          FloatingPointError: a number is not finite, or overflows the template's type.
           OSError: it cannot be read.
         """
         found: dict[str, jax.Array] = {}
@@ -81,7 +81,7 @@ class HuggingFaceFolder:
         return {rule.path: codes, scale: scales.astype(template[scale].dtype)}
 
     def _leaf(self, rule: Rule, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """A leaf in the type and place of `like`. This host's parts are held, and the tensors of one layer."""
+        """A leaf with the type and sharding of `like`. Holds this host's shards and one layer's tensors in memory."""
         sharding, shape = like.sharding, like.shape
         assert isinstance(sharding, NamedSharding)
         wanted = sharding.addressable_devices_indices_map(shape).values()
@@ -91,7 +91,7 @@ class HuggingFaceFolder:
             whole = self._joined(rule, layer) if here else np.empty(0)
             for ends, part in here.items():
                 at = tuple(slice(*each) for each in ends)
-                with np.errstate(over="ignore"):  # found afterwards, with the leaf's name
+                with np.errstate(over="ignore"):  # overflow is detected later, with the leaf's name
                     part[... if layer is None else layer - ends[0][0]] = whole[at if layer is None else at[1:]]
         return jax.make_array_from_callback(shape, sharding, lambda index: parts[_ends(index, shape)])
 
@@ -100,7 +100,7 @@ class HuggingFaceFolder:
 
 
 def is_one(path: Path) -> bool:
-    """Whether a path stands for weights of Hugging Face's, right or not: a folder, a file in it, or its index."""
+    """Whether a path looks like Hugging Face weights, valid or not: a folder, a file in it, or its index."""
     if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name in (CONFIG, *_PICKLES):
         return True
     if not path.is_dir() or (path / "config.toml").is_file():
@@ -110,10 +110,10 @@ def is_one(path: Path) -> bool:
 
 
 def opened(path: Path, option: str) -> HuggingFaceFolder:
-    """Looks at a folder, or a file in it: its configuration, and the names, shapes and types of all tensors.
+    """Checks a folder, or a file in it: its configuration, and the names, shapes and types of all tensors.
 
     Raises:
-      ValueError: it is no model that we compute, or a tensor is missing, is too many or has another shape.
+      ValueError: we do not support the model, or a tensor is missing, unknown or of a wrong shape.
     """
     who, folder = f"{option} {path}", path if path.is_dir() else path.parent
     files = _files(folder if path.name == CONFIG else path, who)
@@ -135,17 +135,17 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
 
 
 def kept_of(path: Path) -> Path:
-    """Where the files `KEPT` of a start are: the folder itself, or what a run kept in its own."""
+    """The folder with the files `KEPT` of a start: the Hugging Face folder, or the run's copy."""
     if not is_one(path):
         return RunFolder(path).huggingface
     return path if path.is_dir() else path.parent
 
 
 def keep(start: Path, target: Path) -> None:
-    """Copies those of `KEPT` that there are to the folder `target`, which is made if there are any.
+    """Copies those of `KEPT` that exist to the folder `target`, which it makes if there are any.
 
     Raises:
-      OSError: one cannot be read, is larger than such files are, or is a link out of the folder.
+      OSError: a file cannot be read, is too large, or is a link out of the folder.
     """
     place = kept_of(start)
     if not is_one(start) and place.is_dir():  # a run's own folder
@@ -158,21 +158,21 @@ def keep(start: Path, target: Path) -> None:
 
 
 def check_inside(file: Path) -> None:
-    """Raises OSError for a link to elsewhere. In a cache of Hugging Face's all files are links into it."""
+    """Raises OSError for a link out of the folder, except within Hugging Face's cache, whose files are all links."""
     folder, real = file.parent.resolve(), file.resolve()
     cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if real.parent not in (folder, cache):
         raise OSError(errno.EPERM, f"it is a link to {real}: put the file itself there", str(file))
 
 
-# The files, and what is in them.
+# The files and their content.
 
 _Place = tuple[Path, str]
-_Found = dict[_Place, tuple[tuple[int, ...], str]]  # a tensor's place: its shape and type
+_Found = dict[_Place, tuple[tuple[int, ...], str]]  # a tensor's place -> its shape and type
 
 
 def _files(path: Path, who: str) -> Mapping[Path, set[str] | None]:
-    """The files of the weights; of an index also the names that each must have."""
+    """The weights' files; with an index, also the names that each must have."""
     if not path.exists():
         raise ValueError(f"{who}: there is no such file")
     if path.name in _PICKLES:
@@ -228,7 +228,7 @@ def _in_files(files: Mapping[Path, set[str] | None], who: str) -> _Found:
 
 
 def _named(found: _Found, prefix: str, who: str) -> dict[str, _Place]:
-    """The places of the tensors by their full names, without buffers that are computed anew."""
+    """The tensors' places by full name, without buffers that can be recomputed."""
     places: dict[str, _Place] = {}
     for file, name in found:
         if _BUFFERS.search(name):
@@ -243,7 +243,7 @@ def _named(found: _Found, prefix: str, who: str) -> dict[str, _Place]:
 def _check_tensors(
     model: ModelConfig, places: dict[str, _Place], shapes: Mapping[_Place, tuple[int, ...]], who: str
 ) -> None:
-    """Raises ValueError unless each tensor has its place in the model, and each place its tensor."""
+    """Raises ValueError unless the tensors and the model's parameters correspond one to one."""
     wanted = hf_names.tensors(model)
     if model.tied and HEAD in places:
         _check_head(places, next(iter(wanted)), who)
@@ -258,7 +258,7 @@ def _check_tensors(
 
 
 def _check_head(places: dict[str, _Place], embedding: str, who: str) -> None:
-    """Takes a head away that is the embedding once more."""
+    """Removes a head that repeats the embedding."""
     place = places.pop(HEAD)
     if embedding in places and not np.array_equal(
         safetensors_file.tensor(*place), safetensors_file.tensor(*places[embedding])
@@ -269,7 +269,7 @@ def _check_head(places: dict[str, _Place], embedding: str, who: str) -> None:
 
 
 def _ends(index: Sequence[slice] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The first and the last + 1 of a part in each dim."""
+    """(start, stop) of a shard in each dim."""
     assert index is not None
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 

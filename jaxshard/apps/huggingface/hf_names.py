@@ -1,6 +1,6 @@
-"""Which tensors of Hugging Face's GPT-2 and Llama each of our leaves is made of, and they of it.
+"""The correspondence of our leaves with the tensors of Hugging Face's GPT-2 and Llama.
 
-Dims: I inputs, O outputs, G heads of keys and values, P a group's queries, key and value, K features of a head.
+Dims: I inputs, O outputs, G heads of keys and values, P queries, key and value of a group, K features of a head.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxshard.apps.huggingface.hf_config import family_of
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One leaf, and what it is made of.
+    """One leaf and its tensors.
 
     Attributes:
       path: of the leaf.
-      shape: of the leaf; in a stack, of one layer.
-      names: of the tensors; `{}` stands for the layer's number, where the leaf is a stack of all layers'.
-      join: the tensors to the leaf; in a stack, to one layer of it.
-      split: the leaf, or one layer of it, to the tensors.
+      shape: of the leaf; of a stack, one layer's.
+      names: of the tensors; `{}` stands for the layer's number, if the leaf is a stack of all layers.
+      join: tensors to leaf, or to one layer of a stack.
+      split: leaf, or one layer of a stack, to tensors.
     """
 
     path: str
@@ -41,12 +41,12 @@ class Rule:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the leaf is a stack of all layers'."""
+        """Whether the leaf is a stack of all layers."""
         return self.path.startswith("blocks/")
 
 
 PREFIXES = {"gpt2": "transformer.", "llama": "model."}
-"""Before all names but the head's; files of a model without a head lack it."""
+"""Prefix of all names but the head's; files of a model without a head omit it."""
 
 HEAD = "lm_head.weight"
 
@@ -55,7 +55,7 @@ def rules(model: ModelConfig) -> list[Rule]:
     """A rule for each leaf of the model.
 
     Raises:
-      ValueError: no architecture of Hugging Face's is this model.
+      ValueError: Hugging Face has no architecture for this model.
     """
     family, shapes = family_of(model), _shapes(model)
     found, prefix = list(_gpt2(model) if family == "gpt2" else _llama(model)), PREFIXES[family]
@@ -65,7 +65,7 @@ def rules(model: ModelConfig) -> list[Rule]:
 
 
 class Tensor(NamedTuple):
-    """A tensor's place in the model: the rule of its leaf, the layer if that is a stack, its number in the rule."""
+    """A tensor's place in the model: its leaf's rule, the layer if that is a stack, its index in the rule."""
 
     rule: Rule
     layer: int | None
@@ -74,10 +74,10 @@ class Tensor(NamedTuple):
 
 
 def tensors(model: ModelConfig) -> dict[str, Tensor]:
-    """All tensors of the model by their names, those of a leaf together, those of a layer together in it.
+    """All tensors of the model by name, grouped by leaf and, within a leaf, by layer.
 
     Raises:
-      ValueError: no architecture of Hugging Face's is this model.
+      ValueError: Hugging Face has no architecture for this model.
     """
     return {
         name.format(layer): Tensor(rule, layer, number, shape)
@@ -88,7 +88,7 @@ def tensors(model: ModelConfig) -> dict[str, Tensor]:
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all leaves that a model may have, in a stack of one layer."""
+    """The shapes of all leaves that a model may have, in a stack of one layer."""
     width = model.width
     found = {"embedding/embedding": (model.vocabulary, width), "head/kernel": (width, model.vocabulary)}
     found |= {"positions/embedding": (model.sequence_length, width)}
@@ -105,11 +105,11 @@ _How = tuple[Callable[..., np.ndarray], Callable[[np.ndarray], tuple[np.ndarray,
 _Part = tuple[str, list[str], _How]  # a leaf's path, the names of its tensors, join and split
 
 _SAME: _How = (lambda x: x, lambda y: (y,))
-_TURNED: _How = (lambda x: x.T, lambda y: (y.T,))  # a bias has one dim, and stays as it is
+_TURNED: _How = (lambda x: x.T, lambda y: (y.T,))  # a bias has one dim, and does not change
 
 
 def _gpt2(model: ModelConfig) -> Iterator[_Part]:
-    """Its matrices are (I, O), as ours."""
+    """GPT-2; its matrices are (I, O), like ours."""
     yield "embedding/embedding", ["wte.weight"], _SAME
     yield "positions/embedding", ["wpe.weight"], _SAME
     for ours, theirs in (("norm", "ln_f"), ("blocks/attention_norm", "h.{}.ln_1"), ("blocks/mlp_norm", "h.{}.ln_2")):
@@ -126,7 +126,7 @@ def _gpt2(model: ModelConfig) -> Iterator[_Part]:
 
 
 def _llama(model: ModelConfig) -> Iterator[_Part]:
-    """Its matrices are (O, I)."""
+    """Llama; its matrices are (O, I)."""
     yield "embedding/embedding", ["embed_tokens.weight"], _SAME
     yield "norm/scale", ["norm.weight"], _SAME
     yield "blocks/attention_norm/scale", ["layers.{}.input_layernorm.weight"], _SAME
@@ -153,7 +153,7 @@ def _joint(heads: int) -> _How:
 
 
 def _grouped(groups: int, queries: int) -> _How:
-    """Queries, keys and values in three tensors; ours are (..., G, P, K)."""
+    """Queries, keys and values as three tensors; ours are (..., G, P, K)."""
 
     def join(*tensors: np.ndarray) -> np.ndarray:
         parts = [x.T.reshape(*x.shape[:0:-1], groups, n, -1) for x, n in zip(tensors, (queries, 1, 1), strict=True)]

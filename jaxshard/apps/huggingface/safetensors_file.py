@@ -1,7 +1,7 @@
-"""Reads .safetensors files by the system's reads. The library maps them into memory, and a file that is cut short then,
-or whose disk fails, ends the program by SIGBUS.
+"""Reads .safetensors files without memory mapping. The library maps them, so that SIGBUS kills the program if a file is
+cut short or its disk fails.
 
-The format: 8 bytes with the length of a header, the header in JSON, and behind it the bytes of each tensor.
+The format: 8 bytes with the length of the header, the header in JSON, then the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: its type by safetensors' name, its shape, and where its bytes are in the file."""
+    """A tensor of a file: its safetensors type, its shape, and the range of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,11 +32,11 @@ class Entry(NamedTuple):
 
 
 def entries(file: Path) -> dict[str, Entry]:
-    """The tensors of a file by their names.
+    """The tensors of a file by name.
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is no whole .safetensors file.
+      ValueError: it is not a complete .safetensors file.
     """
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -65,7 +65,7 @@ def _entry(given: Mapping[str, Any], start: int) -> Entry:
 
 
 def _check_order(tensors: Mapping[str, Entry], start: int, size: int) -> None:
-    """Raises ValueError unless the tensors' bytes follow each other to the end of the file."""
+    """Raises ValueError unless the tensors' bytes fill the rest of the file without gaps."""
     places = sorted((entry.first, entry.last) for entry in tensors.values())
     borders = [start, *itertools.chain.from_iterable(places), size]
     if any(borders[i] != borders[i + 1] for i in range(0, len(borders), 2)):
@@ -76,7 +76,7 @@ def tensor(file: Path, name: str) -> np.ndarray:
     """One tensor, in types of `_DTYPES`.
 
     Raises:
-      OSError: it cannot be read, or the file is no longer what it was.
+      OSError: it cannot be read, or the file has changed.
     """
     try:
         entry = entries(file)[name]

@@ -1,4 +1,4 @@
-"""Which kernel attention runs in, and why it does not where it does not."""
+"""Chooses attention's kernel, and explains why none is used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 _DTYPES = {"gpu": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
-_OLD_GPUS = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")  # before Ampere; drivers name later ones otherwise
+_OLD_GPUS = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")  # before Ampere; drivers name later GPUs differently
 _OTHER_GPUS = ("AMD", "gfx", "Radeon")
 
 
 def attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, how: str) -> jax.Array:
-    """Causal attention on the platform of the mesh that is set, as it is inside `jax.shard_map`.
+    """Causal attention on the platform of the current mesh, which `jax.shard_map` sets.
 
     Args:
       q_BxLxHxK: queries.
@@ -30,7 +30,7 @@ def attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, 
       how: as `ModelConfig.attention`.
 
     Raises:
-      ValueError: `how` is "fused", and no kernel takes these arrays.
+      ValueError: `how` is "fused", and no kernel supports these arrays.
     """
     mesh, (_, length, _, features) = jax.sharding.get_abstract_mesh(), q_BxLxHxK.shape
     if how == "xla" or _refused(how, _why_not(length, features, q_BxLxHxK.dtype, mesh)):
@@ -41,16 +41,16 @@ def attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, 
 def attention_to_cached(
     q_BxLxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array, start: jax.Array | int
 ) -> jax.Array:
-    """(B, L, H, K): causal attention of the positions from `start` on to all T that there is room for."""
+    """(B, L, H, K): causal attention of the positions from `start` on to the T positions of a cache."""
     seen_LxT = jnp.arange(k_BxTxGxK.shape[1]) <= start + jnp.arange(q_BxLxHxK.shape[1])[:, None]
     return jax.nn.dot_product_attention(q_BxLxHxK, k_BxTxGxK, v_BxTxGxK, mask=seen_LxT[None, None])
 
 
 def why_not_fused(model: ModelConfig, mesh: AnyMesh) -> str | None:
-    """Why the model's attention does not run in one kernel on a mesh; None if it does, or need not.
+    """Why the model's attention does not run in a fused kernel on a mesh; None if it does, or need not.
 
     Raises:
-      ValueError: `model.attention` is "fused", and it cannot.
+      ValueError: `model.attention` is "fused", and no kernel supports it.
     """
     if model.attention == "xla":
         return None
@@ -59,7 +59,7 @@ def why_not_fused(model: ModelConfig, mesh: AnyMesh) -> str | None:
 
 
 def _refused(how: str, reason: str | None) -> bool:
-    """Whether there is a reason; raises a ValueError for it where `how` is strict."""
+    """Whether there is a reason; raises it as ValueError if `how` is "fused"."""
     if reason is not None and how == "fused":
         raise ValueError(
             f"model.attention = fused: {reason}; change that, or let model.attention = auto fall back to plain "
@@ -69,7 +69,7 @@ def _refused(how: str, reason: str | None) -> bool:
 
 
 def _why_not(length: int, features: int, dtype: DTypeLike, mesh: AnyMesh) -> str | None:
-    """Why no kernel runs attention of these sizes on the devices of a mesh; None if one does."""
+    """Why no kernel supports attention of these sizes on the devices of a mesh; None if one does."""
     platform, kind = _platform_and_kind(mesh)
     if platform not in _KERNELS:
         return f"there is no kernel for the platform {platform}, only for GPU and TPU"
@@ -95,6 +95,6 @@ def _why_not_on_tpu(length: int) -> str | None:
 
 
 def _platform_and_kind(mesh: AnyMesh) -> tuple[str, str]:
-    """JAX's name of the devices' platform, and their driver's name of their kind, "" where it is not known."""
+    """(JAX's name of the devices' platform, the driver's name of their kind or "")."""
     device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     return (device.platform, device.device_kind) if device else ("cpu", "")

@@ -1,11 +1,11 @@
 """Causal attention in one kernel, which never writes the (L, L) matrix of weights to memory (Dao et al. 2022).
 
-Two primitives, `fused_attention` and `fused_attention_backward`, stand in the traced program, so that it can be planned
-where no such kernel is installed. What they are is decided when they are compiled: cuDNN's flash attention for NVIDIA
-GPUs, Pallas's splash attention for TPUs, and plain operations elsewhere.
+The traced program has two primitives, `fused_attention` and `fused_attention_backward`, so that it can be planned where
+no such kernel is installed. They are lowered to cuDNN's flash attention on NVIDIA GPUs, Pallas's splash attention on
+TPUs, and plain operations elsewhere.
 
-The backward pass keeps queries, keys and values alone, and runs the forward kernel for the rest. Under `jax.checkpoint`
-the compilers see that it is the one that runs there already.
+The backward pass saves only queries, keys and values, and runs the forward kernel again. Under `jax.checkpoint`, the
+compilers merge that with the recomputation.
 
 Names of arrays end in their dims: B rows, L positions, H heads, G heads of keys and values, K features of a head.
 """
@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(B, L, H, K) queries, (B, L, G, K) keys and values -> (B, L, H, K)."""
 
-_BLOCKS = (1024, 512, 256, 128)  # positions that splash attention takes at a time
+_BLOCKS = (1024, 512, 256, 128)  # positions per block of splash attention
 
 
 def fused_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, kernel: str) -> jax.Array:
@@ -35,7 +35,7 @@ def fused_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.A
       q_BxLxHxK: queries.
       k_BxLxGxK: keys, and
       v_BxLxGxK: values.
-      kernel: "cudnn" or "splash", whichever the platform has: `jaxshard.plan` asks what it costs.
+      kernel: "cudnn" or "splash", by platform; `jaxshard.plan` uses it for the costs.
 
     Returns:
       (B, L, H, K), in the dtype of the queries.
@@ -46,12 +46,12 @@ def fused_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.A
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which the type of `x` says that it differs."""
+    """The mesh axes over which `x` varies, by its type."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _varying_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`x` with a type that says that it differs over these axes, too."""
+    """`x` with a type that varies over these axes, too."""
     missing = axes - _varying(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
@@ -63,14 +63,13 @@ _forward.def_abstract_eval(lambda q, k, v, **_: q)
 _backward.def_abstract_eval(lambda q, k, v, cotangent, **_: (q, k, v))
 
 _PRODUCTS = {"cudnn": (2, 5), "splash": (2, 7)}
-"""By kernel, the matrix products that it makes for each pair of positions of a head that it looks at, forward and
-backward. The backward pass makes the weights again: splash attention twice, once for the queries' gradient and once for
-that of keys and values.
+"""kernel -> its matrix products per pair of positions of a head, forward and backward. The backward pass recomputes the
+weights; splash attention does so twice, for the queries' gradient and for that of keys and values.
 """
 
 
 def _bound(primitive: Primitive, kernel: str, *given: jax.Array) -> Any:
-    """A primitive's result, with what the plan and the check of rows ask of it (`jaxshard.programs.primitives`)."""
+    """Binds a primitive, with the params that the plan and the check of rows need (`jaxshard.programs.primitives`)."""
     products, length = _PRODUCTS[kernel][primitive is _backward], given[0].shape[1]
     return primitive.bind(*given, kernel=kernel, mixed_dims=3, flops_per_element=products * length)  # half of the pairs
 
@@ -90,7 +89,7 @@ _attention.defvjp(
 
 
 def plain(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array) -> jax.Array:
-    """Causal attention by plain operations, which write the weights of all pairs of positions to memory."""
+    """Causal attention by plain operations, which write the matrix of weights to memory."""
     return jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, is_causal=True)
 
 
@@ -103,7 +102,7 @@ def splash(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, int
 
     Args:
       q_BxLxHxK, k_BxLxGxK, v_BxLxGxK: L a multiple of 128.
-      interpret: run it by plain operations, on any platform.
+      interpret: interpret the kernel, on any platform.
     """
     (rows, length, heads, features), groups = q_BxLxHxK.shape, k_BxLxGxK.shape[2]
     q_BxLxHxK = (q_BxLxHxK / features**0.5).astype(q_BxLxHxK.dtype)
@@ -117,7 +116,7 @@ def splash(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array, int
 def _splash_kernel(length: int, queries: int, interpret: bool) -> Callable[..., Any]:
     """Attention of `queries` heads that share keys and values: (P, L, K), (L, K), (L, K) -> (P, L, K).
 
-    Its backward pass is two kernels. As one it would hold a (L, K) gradient of the queries for each block of keys.
+    The backward pass is two kernels. A single one would hold a (L, K) gradient of the queries for each block of keys.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # importing it takes a second
 
@@ -129,11 +128,11 @@ def _splash_kernel(length: int, queries: int, interpret: bool) -> Callable[..., 
     return pallas.make_splash_mqa_single_device(mask, block_sizes=blocks, interpret=interpret)
 
 
-# What the primitives are compiled to.
+# Lowering of the primitives.
 
 
 def _value(attention: Attention, *qkv: jax.Array) -> list[jax.Array]:
-    """The result, as the forward pass of a gradient makes it: so compilers see that both are one."""
+    """The result, computed as in the forward pass of a gradient, so that compilers can merge both."""
     return [jax.vjp(attention, *qkv)[0]]
 
 
@@ -146,15 +145,15 @@ def _gradients(attention: Attention, *given: jax.Array) -> Sequence[jax.Array]:
 def _traced(fn: Callable[..., Any], attention: Attention, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> ClosedJaxpr:
     """The program of a kernel on one device.
 
-    It is traced in a thread of its own, where no mesh is set: Pallas refuses to be traced under
-    `shard_map(check_vma=True)`, and the types have been checked before.
+    It is traced in a thread of its own, where no mesh is set, because Pallas cannot be traced under
+    `shard_map(check_vma=True)`. The types have been checked before.
     """
     with ThreadPoolExecutor(1) as apart:
         return apart.submit(lambda: jax.make_jaxpr(functools.partial(fn, attention))(*shapes)).result()
 
 
 def _compiled_as(primitive: Primitive, fn: Callable[..., Any], attention: Attention, platform: str | None) -> None:
-    """On a platform (None: on all others) the primitive is compiled as `fn(attention, *operands)`."""
+    """Lowers the primitive to `fn(attention, *operands)` on a platform (None: on all others)."""
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **_: Any) -> Any:
         avals: Sequence[Any] = ctx.avals_in

@@ -1,4 +1,4 @@
-"""The blocks' matrices, cut over the tensor axis; with LoRA a frozen matrix, maybe in 8 bits, and two thin ones.
+"""The blocks' matrices, sharded over the tensor axis; with LoRA a frozen matrix, perhaps in 8 bits, and two thin ones.
 
 Names of arrays end in their dims: B rows, L positions, I inputs, O outputs, R rank.
 """
@@ -17,40 +17,40 @@ from jaxshard.apps.config.config import LoraConfig
 
 ADAPTERS = ("lora_a", "lora_b")
 ADDED = ("kernel_scale", *ADAPTERS)
-"""What a layer may have beside its kernel."""
+"""Parameters that a layer may have beside its kernel."""
 MATRICES = ("kernel", *ADAPTERS)
 FROZEN = r"^(?!.*/lora_[ab]$)"
-"""A rule for what LoRA leaves as it is: all but its thin matrices."""
+"""Matches the paths that LoRA freezes: all but its thin matrices."""
 
 
 def by_path(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a nested dict, by their '/'-joined paths."""
+    """The leaves of a nested dict by '/'-joined path."""
     return dict(traverse_util.flatten_dict(params, sep="/"))
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict of leaves by their paths."""
+    """The inverse of `by_path`."""
     return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter, by its '/'-joined path, is one of the thin matrices."""
+    """Whether a '/'-joined path is that of a thin matrix."""
     return path.rpartition("/")[2] in ADAPTERS
 
 
 class Linear(nnx.Linear):
-    """x W, maybe with a bias. With LoRA (Hu et al. 2021) x A B alpha / rank is added; A and B alone are trained.
+    """x W, perhaps with a bias. LoRA (Hu et al. 2021) adds x A B alpha / rank, and trains only A and B.
 
-    W in 8 bits has a scale for each output (as in QLoRA, Dettmers et al. 2023, whose own code has 4 bits).
+    An 8-bit W has a scale per output (similar to QLoRA, Dettmers et al. 2023, which has 4 bits).
 
     Args:
       inputs: features of x.
       outputs: features of the result.
       dtype: of the computation.
-      init: makes W.
-      lora: rank 0 has W alone.
-      rngs: for W, and then for A.
-      bias: whether there is one.
+      init: initializer of W.
+      lora: rank 0: W alone.
+      rngs: for W, then for A.
+      bias: whether to add one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Linear(nnx.Linear):
             self.kernel_scale = nnx.Param(jnp.ones(outputs))
 
     def column_parallel(self, x_BxLxI: jax.Array, sequence: int | None) -> jax.Array:
-        """(B, L, O); W and B are cut along O, `x` along the dim `sequence`."""
+        """(B, L, O); W and B are sharded along O, `x` along the dim `sequence`."""
         y_BxLxO = self._scaled(jaxshard.tensor.column_parallel(x_BxLxI, self._as("kernel"), sequence=sequence))
         if not self.has_adapters:
             return y_BxLxO
@@ -81,7 +81,7 @@ class Linear(nnx.Linear):
         return y_BxLxO + self.factor * jaxshard.tensor.column_parallel(x_BxLxR, self._as("lora_b"), sequence=sequence)
 
     def row_parallel(self, x_BxLxI: jax.Array, sequence: int | None) -> jax.Array:
-        """(B, L, O), cut along the dim `sequence`; W, A and `x` are cut along I."""
+        """(B, L, O), sharded along the dim `sequence`; W, A and `x` are sharded along I."""
         y_BxLxO = self._scaled(jaxshard.tensor.row_parallel(x_BxLxI, self._as("kernel"), sequence=sequence))
         if not self.has_adapters:
             return y_BxLxO
@@ -89,18 +89,18 @@ class Linear(nnx.Linear):
         return y_BxLxO + self.factor * (x_BxLxR @ self._as("lora_b"))
 
     def _scaled(self, y_BxLxO: jax.Array) -> jax.Array:
-        """With the scales of W, and the bias."""
+        """Applies the scales of W and the bias."""
         if self.in_8_bits:
             y_BxLxO = (y_BxLxO * self.kernel_scale[...]).astype(self.dtype)
         return y_BxLxO + self._as("bias") if self.use_bias else y_BxLxO
 
     def _as(self, name: str) -> jax.Array:
-        """A parameter, in the type of the computation."""
+        """A parameter in the computation's type."""
         return getattr(self, name)[...].astype(self.dtype)
 
 
 def finite(who: str, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The leaves; a FloatingPointError, which begins with `who`, if a number is not finite."""
+    """Returns the leaves; raises FloatingPointError, which begins with `who`, if a number is not finite."""
     for path, leaf in leaves.items():
         if not jnp.all(jnp.isfinite(leaf)):
             raise FloatingPointError(f"{who}: {path} has numbers that are not finite in {leaf.dtype}")
@@ -108,14 +108,14 @@ def finite(who: str, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def quantized(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A matrix (..., I, O) in 8 bits, and its float32 scales (..., O): the largest of each output is 127."""
+    """Quantizes a matrix (..., I, O) to 8 bits with float32 scales (..., O); each output's largest code is 127."""
     largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=-2)
     scale = jnp.where(largest > 0, largest / 127, 1.0)
     return jnp.round(kernel / scale[..., None, :]).astype(jnp.int8), scale
 
 
 def merged(layer: Mapping[str, Any], lora: LoraConfig) -> jax.Array:
-    """The one matrix (..., I, O), in float32, that does what a `Linear`'s parameters do together."""
+    """The single float32 matrix (..., I, O) that is equivalent to a `Linear`'s parameters."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel *= layer["kernel_scale"].astype(jnp.float32)[..., None, :]
@@ -126,12 +126,12 @@ def merged(layer: Mapping[str, Any], lora: LoraConfig) -> jax.Array:
 
 
 def stored(params: dict[str, Any], lora: LoraConfig, dtype: str) -> dict[str, Any]:
-    """A model's fresh parameters, in the types in which they are kept.
+    """Converts a model's fresh parameters to their storage types.
 
     Args:
-      params: a nested dict, all of it floats.
-      lora: the base's type, where there is a base.
-      dtype: of what is trained.
+      params: a nested dict of floats.
+      lora: has the base's type, if there is a base.
+      dtype: of the trained parameters.
     """
     if not lora.rank:
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

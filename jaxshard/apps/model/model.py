@@ -31,13 +31,13 @@ _MOST_LOGITS = 2**27  # of a row, in float32 512 MB
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """How the layers go through the stages of `jaxshard.pipeline`.
+    """The layers' pipeline by `jaxshard.pipeline`.
 
     Attributes:
-      schedule: in which order the stages take the microbatches.
-      num_microbatches: parts of each device's rows that go from stage to stage.
+      schedule: the order in which stages process microbatches.
+      num_microbatches: of each device's rows.
       virtual: stages on each device.
-      gather: when a stage asks for parameters that ZeRO has cut: once in the "step", or in each "microbatch".
+      gather: when a stage gathers parameters that ZeRO shards: once per "step", or per "microbatch".
     """
 
     schedule: str = "1f1b"
@@ -49,12 +49,12 @@ class Pipelined:
 class LanguageModel:
     """`Transformer` as pure functions of a plain nested dict of float32 arrays.
 
-    Its layers are built of `jaxshard.tensor`'s blocks, so that they can be cut over the tensor axis, as `specs` say.
+    Its layers consist of `jaxshard.tensor`'s blocks, so that they can be sharded over the tensor axis, by `specs`.
 
     Args:
-      config: sizes and choices of the model.
-      pipelined: run the layers as the stages of a pipeline; None: one after the other.
-      sequence_parallel: activations between the layers are cut along the sequence, over the tensor axis.
+      config: of the model.
+      pipelined: run the layers as pipeline stages; None: without a pipeline.
+      sequence_parallel: shard activations between the layers along the sequence, over the tensor axis.
       lora: adapters of the blocks' matrices.
     """
 
@@ -71,7 +71,7 @@ class LanguageModel:
         self._graphdefs = {name: nnx.split(part)[0] for name, part in model.parts().items()}
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters. Runs under `jit` and `eval_shape`, so that they can be made sharded from the start."""
+        """Fresh parameters. Works under `jit` and `eval_shape`, to make them sharded from the start."""
         params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.lora, nnx.Rngs(key)), nnx.Param))
         if self.virtual > 1:
             params["blocks"] = jax.tree.map(lambda x: x.reshape(self.virtual, -1, *x.shape[1:]), params["blocks"])
@@ -79,7 +79,7 @@ class LanguageModel:
 
     @property
     def specs(self) -> list[tuple[str, P]]:
-        """How the tensor and pipeline axes cut the parameters: rules, as strategies take them."""
+        """Rules for strategies: how the tensor and pipeline axes shard the parameters."""
         stage = (*(None,) * (self.virtual > 1), "pipeline" if self.pipelined else None)
         scales = [(r"^blocks/.*(qkv|up)/kernel_scale$", P(*stage, "tensor"))] if self.lora.base == "int8" else []
         biases = [(r"^blocks/.*(qkv|up)/bias$", P(*stage, "tensor"))] if self.config.bias else []
@@ -95,21 +95,21 @@ class LanguageModel:
 
     @property
     def virtual(self) -> int:
-        """Rounds that the layers are cut into; above 1, their arrays are (virtual, layers / virtual, ...)."""
+        """Stages on each device; above 1, the layers' arrays are (virtual, layers / virtual, ...)."""
         return self.pipelined.virtual if self.pipelined else 1
 
     def loss(self, params: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """Mean loss in nats per byte.
 
         Args:
-          params: as `init` makes them.
+          params: from `init`.
           batch: `{"tokens": (B, L + 1) int32}`; each position predicts the next.
-          key: for dropout; without it nothing is dropped.
+          key: for dropout; None: no dropout.
         """
         return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
 
     def empty_cache(self, rows: int) -> Cache:
-        """For `extended`: no position of any row."""
+        """An empty cache for `extended`."""
         config = self.config
         shape = (
             config.layers,
@@ -123,16 +123,16 @@ class LanguageModel:
     def extended(
         self, params: Params, tokens_BxL: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Reads more of each row, in the global view; the layers are in one stack.
+        """Appends tokens to each row, in the global view; the layers are in one stack.
 
         Args:
-          params: as `init` makes them, whole or cut over devices.
+          params: from `init`, replicated or sharded.
           tokens_BxL: the next L tokens.
           cache: keys and values of the `start` positions before these.
-          start: with L at most `sequence_length`.
+          start: `start + L` is at most `sequence_length`.
 
         Returns:
-          (logits of what comes next, (B, V) float32; the cache with these positions).
+          (logits of the next token, (B, V) float32; the cache with these positions).
         """
         dtype, (_, length) = jnp.dtype(self.config.dtype), tokens_BxL.shape
         x_BxLxD = params["embedding"]["embedding"][tokens_BxL].astype(dtype)
@@ -149,7 +149,7 @@ class LanguageModel:
         return (x_BxD.astype(dtype) @ head_DxV.astype(dtype)).astype(jnp.float32), cache
 
     def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Sum of `weights * loss` in nats, and the sum of `weights`, where `batch["weights"]` is `(B, L)` float32."""
+        """(sum of `weights * loss` in nats, sum of `weights`); `batch["weights"]` is `(B, L)` float32."""
 
         def total(losses_BxL: jax.Array, batch: Batch) -> jax.Array:
             return jnp.sum(losses_BxL * batch["weights"])
@@ -158,7 +158,7 @@ class LanguageModel:
         return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
 
     def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
-        """The mean over microbatches of `reduce(losses, batch)`, whose losses are (B, L)."""
+        """The mean over microbatches of `reduce(losses, batch)`, with losses (B, L)."""
         shared = {name: part for name, part in params.items() if name != "blocks"}
 
         def stage(blocks: Tree, x_BxLxD: jax.Array, info: Info) -> jax.Array:
@@ -175,7 +175,7 @@ class LanguageModel:
         return jaxshard.pipeline(stage, self._embedded, last, params["blocks"], shared, batch, **how)
 
     def _part(self, name: str, params: Tree) -> Any:
-        """A part of the model with whole parameters."""
+        """A part of the model with gathered parameters."""
         return nnx.merge(self._graphdefs[name], nnx.State(self._asked(params)))
 
     def _asked(self, params: T) -> T:
@@ -193,13 +193,13 @@ class LanguageModel:
         return x_BxLxD + (positions_LxD if self._sequence is None else jaxshard.tensor.split_sequence(positions_LxD, 0))
 
     def _layers(self, blocks: Tree, x_BxLxD: jax.Array, info: Info, key: jax.Array | None) -> jax.Array:
-        """The layers of one stage; each has a key of its own, by its place in the whole model and the microbatch."""
+        """The layers of one stage; each has its own key, by its index in the model and the microbatch."""
         count = jax.tree.leaves(blocks)[0].shape[0]
         numbers = info.chunk * count + jnp.arange(count)
 
         def body(x_BxLxD: jax.Array, layer: tuple[Tree, jax.Array]) -> tuple[jax.Array, None]:
             state, number = layer
-            block = self._part("blocks", state)  # one layer is whole, inside what is recomputed
+            block = self._part("blocks", state)  # gathered inside the remat, one layer at a time
             own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), info.microbatch)
             return block(x_BxLxD, own, self._sequence), None
 
@@ -208,7 +208,7 @@ class LanguageModel:
         return jax.lax.scan(body, x_BxLxD, (blocks, numbers))[0]
 
     def _losses(self, shared: Params, x_BxLxD: jax.Array, batch: Batch) -> jax.Array:
-        """(B, L) nats."""
+        """The losses, (B, L), in nats."""
         dtype = jnp.dtype(self.config.dtype)
         x_BxLxD = self._part("norm", shared["norm"])(x_BxLxD)
         if self.config.tied:
@@ -224,7 +224,7 @@ class LanguageModel:
         )
 
     def _loss_chunk(self, length: int, columns: int) -> int:
-        """Of `length` positions, those whose logits over `columns` of the vocabulary exist at once; 0: all."""
+        """Positions (of `length`) whose logits over `columns` of the vocabulary are in memory at once; 0: all."""
         if self.config.loss_chunk >= 0:
             return self.config.loss_chunk
         return next(n for n in range(length, 0, -1) if length % n == 0 and n * columns <= max(_MOST_LOGITS, columns))

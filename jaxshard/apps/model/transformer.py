@@ -1,4 +1,4 @@
-"""The parts of the reference model: they hold its parameters, and apply them.
+"""The modules of the reference model.
 
 Names of arrays end in their dims: B rows, L positions, D width, H heads, K features of a head, G heads of
 keys and values, P a group's queries, key and value.
@@ -19,11 +19,11 @@ from jaxshard.apps.model.attention import attention, attention_to_cached
 from jaxshard.apps.model.linear import Linear
 
 Cache = tuple[jax.Array, jax.Array]  # keys and values, (B, T, G, K); of all layers (layers, B, T, G, K)
-SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions: those between are slowed down by a part
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions; frequencies between are divided by less
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, head: the parameters, and their initial values."""
+    """Embedding, blocks, norm, head: the parameters and their initial values."""
 
     def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.config = config
@@ -37,13 +37,13 @@ class Transformer(nnx.Module):
             self.head = _linear(config, config.width, config.vocabulary, NO_LORA, rngs, bias=False)
 
     def parts(self) -> dict[str, nnx.Module]:
-        """Its parts by name, those that this configuration has."""
+        """The parts of this configuration by name."""
         names = ("embedding", "positions", "blocks", "norm", "head")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to its input. `sequence`: the dim along which activations are cut."""
+    """Pre-norm attention and MLP with residuals. `sequence`: the dim along which activations are sharded."""
 
     def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
         self.dropout = config.dropout
@@ -59,17 +59,17 @@ class Block(nnx.Module):
         return x_BxLxD + _dropped(self.mlp(self.mlp_norm(x_BxLxD), sequence), self.dropout, keys[1], sequence)
 
     def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
-        """The same without dropout, for positions from `start` on; the cache has those before, and then these too."""
+        """The same without dropout, for positions from `start` on; adds them to the cache of earlier ones."""
         attended_BxLxD, cache = self.attention.extended(self.attention_norm(x_BxLxD), cache, start)
         x_BxLxD += attended_BxLxD
         return x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD), None), cache
 
 
 class Attention(nnx.Module):
-    """Causal attention, its heads shared out over the tensor axis.
+    """Causal attention, its heads sharded over the tensor axis.
 
-    Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` go by
-    group, then its queries, its key and its value, so that a cut leaves groups whole.
+    Each of `kv_heads` keys and values is shared by a group of queries (Ainslie et al. 2023). The columns of `qkv` are
+    ordered by group: its queries, its key, its value. So no group is split over devices.
     """
 
     def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         return self.out.row_parallel(y_BxLxHxK.reshape(*y_BxLxHxK.shape[:2], -1), sequence)
 
     def extended(self, x_BxLxD: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
-        """Attention of positions from `start` on to those in the cache and to these."""
+        """Attention of positions from `start` on to the cached ones and to themselves."""
         q_BxLxHxK, *new = self._heads(x_BxLxD, start, None)
         at = (0, start, 0, 0)
         k_BxTxGxK, v_BxTxGxK = (jax.lax.dynamic_update_slice(c, n, at) for c, n in zip(cache, new, strict=True))
@@ -111,9 +111,9 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features between, shared out over the tensor axis.
+    """SwiGLU (Shazeer 2020) or GELU; `config.hidden` features, sharded over the tensor axis.
 
-    The columns of a gated `up` go by feature, then gate and value, so that a cut leaves both together.
+    The columns of a gated `up` are ordered by feature: its gate, its value. So both are on the same device.
     """
 
     def __init__(self, config: ModelConfig, lora: LoraConfig, rngs: nnx.Rngs):
@@ -149,7 +149,7 @@ def _linear(
     scale: float = 1.0,
     bias: bool | None = None,
 ) -> Linear:
-    """`bias`: by default as the configuration has it."""
+    """`bias`: by default the configuration's."""
     init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
     return Linear(inputs, outputs, config.dtype, init, lora, rngs, config.bias if bias is None else bias)
 
@@ -162,7 +162,7 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
 
 
 def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: int | None) -> jax.Array:
-    """Dropout. Devices that hold parts of a sequence drop the same elements as one device that holds all of it."""
+    """Dropout, which drops the same elements whether the sequence is sharded or not."""
     if key is None or rate == 0.0:
         return x_BxLxD
     shape = list(x_BxLxD.shape)
@@ -175,7 +175,7 @@ def _dropped(x_BxLxD: jax.Array, rate: float, key: jax.Array | None, sequence: i
 
 
 def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotary positions (Su et al. 2021): the two halves of each head turned by an angle that grows with position."""
+    """Rotary positions (Su et al. 2021): rotates the two halves of each head by an angle that grows with position."""
     frequencies_K2 = _frequencies(x_BxLxHxK.shape[-1] // 2, config)
     angles_Lx1xK2 = (positions_L[:, None] * frequencies_K2)[:, None, :]
     cos, sin = jnp.cos(angles_Lx1xK2), jnp.sin(angles_Lx1xK2)
@@ -184,7 +184,7 @@ def _rotate(x_BxLxHxK: jax.Array, positions_L: jax.Array, config: ModelConfig) -
 
 
 def _frequencies(half: int, config: ModelConfig) -> jax.Array:
-    """The angles, in radians, from one position to the next; slow ones made slower (Grattafiori et al. 2024)."""
+    """Radians per position of each rotation, with Llama 3.1's scaling (Grattafiori et al. 2024)."""
     frequencies_K2 = config.rotary_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if config.rotary_factor == 1:
         return frequencies_K2

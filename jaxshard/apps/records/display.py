@@ -1,6 +1,6 @@
-"""What the user sees: tables at the start, then a progress bar, or plain lines where no terminal is.
+"""A run's output: tables at the start, then a progress bar, or plain lines without a terminal.
 
-No table cuts a number off: where a terminal is too narrow, cells take several lines.
+No number is cut off; in a narrow terminal, cells wrap.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PLAIN_WIDTH = 120
 
 
 def make_console() -> Console:
-    """Standard output of the first process; the others are silent. Text is shown as it is: brackets are no markup.
+    """Standard output of process 0; the others are silent. Brackets are not markup.
 
-    It is as wide as the terminal, or as COLUMNS says, or 120 wide.
+    It is as wide as COLUMNS or else the terminal, or 120 columns wide.
     """
     quiet, columns = jax.process_index() != 0, os.environ.get("COLUMNS", "")
-    is_given = int(columns) > 0 if columns.isdecimal() else Console().is_terminal  # whose width rich follows
+    is_given = int(columns) > 0 if columns.isdecimal() else Console().is_terminal  # rich follows the terminal's width
     width = None if is_given else _PLAIN_WIDTH
     return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(console: Console, text: str) -> None:
-    """Prints lines whole, however long, so that paths and commands can be copied."""
+    """Prints lines without wrapping, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)
 
 
@@ -47,7 +47,7 @@ def bits(nats: float) -> float:
 
 
 def loss_in_words(nats: float, is_bytes: bool) -> str:
-    """A loss of text, whose bytes are counted, or of tokens.
+    """A loss, in bits per byte for bytes, in nats per token for tokens.
 
     >>> loss_in_words(math.log(4), is_bytes=True), loss_in_words(3.28, is_bytes=False)
     ('2.000 bits/byte', '3.280 nats/token')
@@ -60,7 +60,7 @@ def _loss(scalars: Mapping[str, float], of: str) -> str:
 
 
 def _status(scalars: Mapping[str, float]) -> list[str]:
-    """A record of training in short lines, which stand beside a bar in 80 columns."""
+    """A record of training in short lines, which fit beside a bar in 80 columns."""
     loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
     optimizer = [f"{1000 * scalars['step_seconds']:.0f} ms/step", f"lr {scalars['learning_rate']:.1e}"]
     optimizer += [f"norm {scalars['grad_norm']:.2g}"] if "grad_norm" in scalars else []
@@ -72,7 +72,7 @@ def _status(scalars: Mapping[str, float]) -> list[str]:
 
 
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
-    """Memory of each device, beside what DDP holds.
+    """Memory of each device, compared with DDP's.
 
     Args:
       strategy: its name.
@@ -88,7 +88,7 @@ def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int
 
 
 def step_table(report: jaxshard.inspect.Report) -> Table:
-    """The collectives of a compiled step: a row for all of one kind, group size and dtype.
+    """The collectives of a compiled step, one row for each kind, group size and dtype.
 
     Columns: devices in a group, dtype, instructions, executions, bytes of their payloads, and bytes that each device
     sends.
@@ -106,7 +106,7 @@ def step_table(report: jaxshard.inspect.Report) -> Table:
 
 
 def step_totals(report: jaxshard.inspect.Report) -> str:
-    """What a compiled step sends and holds on each device, a line for each."""
+    """A compiled step's traffic and memory on each device, a line for each."""
     sizes = {
         "wire bytes sent per device and step": report.wire_bytes,
         "peak memory per device": report.peak_bytes,
@@ -124,11 +124,11 @@ def step_totals(report: jaxshard.inspect.Report) -> str:
 
 
 def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float]], sent: Mapping[str, float]) -> Table:
-    """For each mesh axis, the part of the bytes that is cut over it, and the bytes that are sent along it.
+    """For each mesh axis, the fraction of the bytes sharded over it, and the bytes sent along it.
 
     Args:
       sizes: devices along each axis.
-      shares: by axis and kind (params, grads, state), the part of the bytes that is cut over it, 0 to 1.
+      shares: axis -> kind (params, grads, state) -> the fraction of the bytes sharded over it, 0 to 1.
       sent: bytes that each device sends per step, by axis; "data x tensor": along both at once.
     """
     kinds = list(next(iter(shares.values())))
@@ -144,7 +144,7 @@ def axis_table(sizes: Mapping[str, int], shares: Mapping[str, Mapping[str, float
 
 
 def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table with columns of words and of numbers; in a narrow terminal a cell takes several lines."""
+    """An empty table with columns of words and of numbers; cells wrap in a narrow terminal."""
     table = Table(title=title)
     for head in words:
         table.add_column(head, overflow="fold")
@@ -158,12 +158,12 @@ def _cells(ours: int, theirs: int) -> tuple[str, str, str]:
 
 
 class Display:
-    """A progress bar where `console` is a terminal, else a line for each record.
+    """A progress bar if `console` is a terminal, else a line for each record.
 
     Args:
-      console: where to print.
+      console: to print on.
       first: the number of steps already taken.
-      last: the number of steps in all.
+      last: the total number of steps.
     """
 
     def __init__(self, console: Console, first: int, last: int):

@@ -17,10 +17,10 @@ Tree = Any
 
 
 def steps_in(words: str) -> range:
-    """The steps that `--profile FROM:TO` asks for, counted from 0 in this process.
+    """The steps of `--profile FROM:TO`, counted from 0 in this process.
 
     Raises:
-      ValueError: it is no range, or an empty one.
+      ValueError: it is not a range, or is empty.
 
     >>> steps_in("10:15")
     range(10, 15)
@@ -35,7 +35,7 @@ def steps_in(words: str) -> range:
 
 
 def check(steps: range, left: int) -> None:
-    """Raises ValueError for steps that a process with `left` steps to take does not reach, or cannot trace."""
+    """Raises ValueError for steps that a process with `left` steps to go does not reach, or cannot trace."""
     given = f"--profile {steps.start}:{steps.stop}"
     if steps.stop > left:
         raise ValueError(f"{given}: this process takes {left} steps: name steps below {left + 1}")
@@ -48,17 +48,17 @@ def check(steps: range, left: int) -> None:
 
 
 def _would_crash() -> bool:
-    """Whether libtpu is loaded, not only installed, in a process without a TPU (seen with jax 0.10.2)."""
+    """Whether libtpu is loaded in a process without a TPU, where tracing crashes (seen with jax 0.10.2)."""
     maps = Path("/proc/self/maps")
     return jax.default_backend() != "tpu" and maps.is_file() and "/libtpu.so" in maps.read_text(errors="replace")
 
 
 class Profile:
-    """Writes a trace of some of this process's steps, from when all before are done to when these are done.
+    """Traces some of this process's steps, from the completion of earlier steps to their own.
 
     Args:
-      steps: counted from 0; empty: nothing is traced.
-      folder: where the trace goes, of each process its own.
+      steps: counted from 0; empty: trace nothing.
+      folder: for the trace; each process has its own.
       tell: shows the user a line.
     """
 
@@ -78,7 +78,7 @@ class Profile:
             self._tell(f"no profile: the run ended after {self._taken} steps of this process")
 
     def before(self, tree: Tree) -> None:
-        """Begins the trace, where the next step is the first of it and what the step reads is there."""
+        """Before the first traced step: waits for its inputs, and starts the trace."""
         if self._steps and self._taken == self._steps.start and not self._is_on:
             jax.block_until_ready(tree)
             with self._kept_going():
@@ -87,7 +87,7 @@ class Profile:
                 self._is_on = True
 
     def after(self, tree: Tree) -> None:
-        """Counts a step; ends the trace, where it was the last of it and what the step made is there."""
+        """Counts a step; after the last traced one, waits for its outputs and ends the trace."""
         self._taken += 1
         if self._is_on and self._taken == self._steps.stop:
             jax.block_until_ready(tree)
@@ -106,7 +106,7 @@ class Profile:
 
     @contextlib.contextmanager
     def _kept_going(self) -> Iterator[None]:
-        """A profile that cannot be written is told, and does not stop the run."""
+        """Reports a profile that cannot be written, without stopping the run."""
         try:
             yield
         except Exception as error:  # of any type, by platform

@@ -1,4 +1,4 @@
-"""A run's metrics as JSON lines, TensorBoard events and a figure, and in whatever else logs them."""
+"""Records a run's metrics as JSON lines, TensorBoard events, a figure, and by other loggers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import printable
 
 _EVENTS: Any = event_pb2  # made at run time
-_LARGEST = 1e30  # bits per byte that are drawn
+_LARGEST = 1e30  # bits per byte to draw
 _TITLE_CHARACTERS = 90
 
 
 class Logger(Protocol):
-    """A place for a run's metrics."""
+    """A logger of a run's metrics."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records the values of `scalars` after `step` steps."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Drops the records of steps beyond `step`, which will be taken again."""
+        """Drops the records of steps after `step`, which will be repeated."""
         ...
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Lines:
     """Appends metrics to a run's `metrics.jsonl`, one object per line.
 
     Args:
-      folder: of the run. If it is moved, its file is written to where it is.
+      folder: of the run. If it is moved, the lines follow it.
       tell: shows the user a line.
     """
 
@@ -73,7 +73,7 @@ class Lines:
             self._synced()
 
     def sync(self) -> None:
-        """Has all lines so far put on the disk, in a thread; an error is raised by a later call."""
+        """Starts a thread that syncs all lines to disk; a later call raises its error."""
         self._synced()
         self._last_sync = self._syncs.submit(sync_file, self._file)
 
@@ -93,7 +93,7 @@ class Lines:
         self._file = self._watch.open(self._folder.metrics.name)
 
     def close(self) -> None:
-        """Puts the lines on the disk, and closes the file."""
+        """Syncs and closes the file."""
         self._close()
         self._syncs.shutdown()
         self._watch.close()
@@ -109,7 +109,7 @@ class TensorBoard:
 
     Args:
       folder: of the run.
-      first: the steps already taken. TensorBoard drops steps beyond it that are there already.
+      first: the number of steps already taken. TensorBoard then drops earlier events of later steps.
       tell: shows the user a line.
     """
 
@@ -119,7 +119,7 @@ class TensorBoard:
         self._open(first)
 
     def _open(self, first: int) -> None:
-        """Begins a file; tensorboardX would write over one of the same second."""
+        """Starts a file; tensorboardX would overwrite one from the same second."""
         self._suffix, self._number = f".{os.getpid()}.{self._number:04}", self._number + 1
         if self._folder.tensorboard.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(self._folder.tensorboard))
@@ -128,15 +128,15 @@ class TensorBoard:
         self._add(_EVENTS.Event(step=first + 1, session_log={"status": _EVENTS.SessionLog.START}))
 
     def _add(self, event: Any) -> None:
-        """Writes an event at once. (tensorboardX's SummaryWriter has a thread for it, which ends at the first error, on
-        a full disk for instance; then its queue fills up, and the run waits for ever.)"""
+        """Writes an event at once. (tensorboardX's SummaryWriter has a thread for it, which ends at the first error, as
+        on a full disk; then its queue fills up, and the run blocks forever.)"""
         event.wall_time = time.time()
         self._events.write_event(event)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends an event for each value."""
         is_there = any(self._folder.tensorboard.glob(f"*{self._suffix}"))
-        if not is_there and self._watch.where() == self._folder.path:  # otherwise the file moves with the folder
+        if not is_there and self._watch.where() == self._folder.path:  # otherwise the file has moved with the folder
             self.rewind(step - 1)
             self._tell(_begun_anew(self._folder.tensorboard, step))
         for name, value in scalars.items():
@@ -144,7 +144,7 @@ class TensorBoard:
         self._events.flush()
 
     def rewind(self, step: int) -> None:
-        """Begins another file, which takes later steps back."""
+        """Starts a new file, which overrides later steps."""
         self._events.close()
         self._open(step)
 
@@ -161,7 +161,7 @@ def _begun_anew(path: Path, step: int) -> str:
 def loggers(
     folder: RunFolder, config: Config, found: Before, tell: Callable[[str], None]
 ) -> dict[str, Callable[[], Logger]]:
-    """What makes each logger of a run, by its name; `metrics.jsonl` comes first, since trackers read it."""
+    """logger's name -> its factory; `metrics.jsonl` comes first, since trackers read it."""
     made: dict[str, Callable[[], Logger]] = {folder.metrics.name: lambda: Lines(folder, tell)}
     for name in config.train.log_to:
         if name == "tensorboard":
@@ -172,10 +172,10 @@ def loggers(
 
 
 class Recorder:
-    """Writes a run's metrics to its loggers. One that fails is told once and tried on; it never stops the run.
+    """Writes a run's metrics to its loggers. A logger that fails is reported once and retried; it never stops the run.
 
     Args:
-      makers: what makes each logger, by its name; none in processes but the first.
+      makers: logger's name -> its factory; empty except in process 0.
       tell: shows the user a line.
     """
 
@@ -193,7 +193,7 @@ class Recorder:
         self._each(lambda logger: logger.close())
 
     def rewind(self, step: int) -> None:
-        """Drops the records of steps beyond `step`, which will be taken again."""
+        """Drops the records of steps after `step`, which will be repeated."""
         self._each(lambda logger: logger.rewind(step))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -201,7 +201,7 @@ class Recorder:
         self._each(lambda logger: logger.write(step, scalars))
 
     def sync(self) -> None:
-        """Begins to put the lines of metrics on the disk, as is done at each save; nothing waits for it."""
+        """Starts to sync the lines of metrics to disk, as at each save; nothing waits for it."""
         self._each(lambda logger: logger.sync() if isinstance(logger, Lines) else None)
 
     def _each(self, act: Callable[[Logger], None]) -> None:
@@ -222,14 +222,14 @@ class Recorder:
 
 @by_own_settings
 def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -> None:
-    """Draws the curves of loss in `folder.metrics`, and each mark as a level line, to `folder.figure`.
+    """Draws the loss curves of `folder.metrics`, and each mark as a horizontal line, to `folder.figure`.
 
     Args:
       folder: of the run.
       marks: by name.
-      is_bytes: bits per byte are drawn, else nats per token.
+      is_bytes: draw bits per byte, else nats per token.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here it may fail: where MPLBACKEND names none
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here, as it fails for an unknown MPLBACKEND
     from matplotlib.figure import Figure
 
     records = folder.records()
@@ -248,7 +248,7 @@ def draw(folder: RunFolder, marks: Mapping[str, float], is_bytes: bool = True) -
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks some characters
         replace(folder.figure, lambda file: figure.savefig(file, format="png"))
 
 

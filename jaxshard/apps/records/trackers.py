@@ -1,4 +1,4 @@
-"""A run's metrics in wandb or trackio: a resumed run goes on there, and one that goes back becomes another."""
+"""Logs a run's metrics to wandb or trackio: a resumed run continues there, and one that goes back becomes a new one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from jaxshard.apps.runs.run_folder import RunFolder
 from jaxshard.system import small_files
 from jaxshard.system.files import replace
 
-_FINISH_SECONDS = 60  # in which wandb sends what is left
+_FINISH_SECONDS = 60  # for wandb to send what is left
 _PROJECT = "jaxshard"
-_MOST_BYTES = 2**16  # of the file of two names
+_MOST_BYTES = 2**16  # of the file with the two ids
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises ValueError where a tracker is not installed, or has no key to send by."""
+    """Raises ValueError if a tracker is not installed, or has no API key."""
     for name in set(names) & TRACKERS.keys():
         TRACKERS[name].check(_imported(name))
 
 
 def folders(names: Sequence[str]) -> list[str]:
-    """The folders in a run's folder that these loggers write."""
+    """The sub-folders of a run's folder that these loggers write."""
     return [name for name in names if name not in TRACKERS or TRACKERS[name].has_folder]
 
 
 def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # of any type, where its own dependencies are broken
+    except Exception as error:  # of any type, if its own dependencies are broken
         raise ValueError(
             f'train.log_to has {name}, which cannot be imported ({error}): pip install "jaxshard[{name}]"'
         ) from error
@@ -55,12 +55,12 @@ _Kind = tuple[int, frozenset[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a run's folder holds before the run goes on from step `first`.
+    """The state of a run's folder before the run goes on from step `first`.
 
     Attributes:
-      first: the steps already taken.
-      beyond: the records of later steps, each by its step and names: a killed process took these.
-      same: whether all options are as they were, so that these steps come again as they were.
+      first: the number of steps already taken.
+      beyond: (step, names) of the records of later steps, from a killed process.
+      same: whether all options are unchanged, so that these steps will be repeated exactly.
     """
 
     first: int
@@ -69,10 +69,10 @@ class Before:
 
 
 def before(folder: RunFolder, config: Config, first: int) -> Before:
-    """Looks at a run's folder; to be called before `folder.begin`."""
+    """Reads a run's folder; call it before `folder.begin`."""
     try:
         beyond = frozenset(_kind(record) for record in folder.records() if record["step"] > first)
-    except OSError:  # `folder.begin` tells it
+    except OSError:  # `folder.begin` reports it
         beyond = frozenset()
     return Before(first, beyond, not beyond or folder.is_configured(toml.dump(config)))
 
@@ -82,16 +82,15 @@ def _kind(record: Mapping[str, Any]) -> _Kind:
 
 
 class Tracker:
-    """A run of wandb, or of trackio, whose functions are the same.
+    """A run in wandb or trackio, which have the same functions.
 
-    Neither can take a record back. So where steps are taken again in another way, another run begins, with all records
-    before these steps.
+    Neither can delete records. So if steps are repeated differently, a new run starts, with all records before them.
 
     Args:
       name: "wandb" or "trackio".
-      folder: of the run; it keeps the tracker's name of the run.
-      config: goes with the run.
-      found: what the folder held.
+      folder: of the run; stores the tracker's id of the run.
+      config: of the run.
+      found: the state of the folder.
     """
 
     def __init__(self, name: str, folder: RunFolder, config: Config, found: Before):
@@ -105,17 +104,17 @@ class Tracker:
             self._run.log(dict(scalars), step=step)
 
     def rewind(self, step: int) -> None:
-        """Begins another run, with the records up to `step`."""
+        """Starts a new run, with the records up to `step`."""
         self.close()
         self._seen = frozenset()
         self._begin(None, step)
 
     def close(self) -> None:
-        """Sends what is left, for a while."""
+        """Sends what is left, within a limited time."""
         self._run.finish()
 
     def _begin(self, id: str | None, step: int) -> None:
-        """Goes on with the run `id`, or begins one with the records up to `step`."""
+        """Continues the run `id`, or starts one with the records up to `step`."""
         is_new, id = id is None, id or secrets.token_hex(4)
         self._run = TRACKERS[self._name].begin(
             _imported(self._name), self._folder, dataclasses.asdict(self._config), id
@@ -127,7 +126,7 @@ class Tracker:
                     self.write(record["step"], {name: value for name, value in record.items() if name != "step"})
 
     def _ids(self) -> dict[str, str]:
-        """The trackers' names of the run; what is no such name is none."""
+        """tracker -> its id of the run; ignores invalid ids."""
         try:
             found = small_files.read_json(self._folder.trackers, _MOST_BYTES)
         except (OSError, ValueError):
@@ -154,17 +153,17 @@ def _wandb_run(wandb: Any, folder: RunFolder, config: dict[str, Any], id: str) -
 
 
 def _trackio_run(trackio: Any, folder: RunFolder, config: dict[str, Any], id: str) -> Any:
-    """trackio finds a run by its name."""
+    """A run in trackio, which identifies runs by name."""
     name = f"{folder.path.absolute().name}-{id}"
     return trackio.init(project=_PROJECT, name=name, config=config, resume="allow", embed=False)
 
 
 class _Tracker(NamedTuple):
-    """How one tracker is used; its functions take its module.
+    """The functions of one tracker, which take its module.
 
     Attributes:
-      begin: (module, folder, configuration, the run's name there) -> its run, which goes on if it was begun before.
-      check: raises ValueError where it could not send.
+      begin: (module, folder, configuration, the run's id there) -> its run, continued if it exists.
+      check: raises ValueError if it could not send.
       has_folder: whether it writes a folder of its name in the run's.
     """
 

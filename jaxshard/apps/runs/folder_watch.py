@@ -1,4 +1,4 @@
-"""A folder that is known by any name: whether it is still at its path, and where it is now."""
+"""Watches a folder: whether it is still at its path, and where it is now."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LONGEST_PATH = 1024
 
 
 class FolderWatch:
-    """Holds a folder open, and so knows it by any name, also when another one has its path.
+    """Holds a folder open, and so recognizes it under any name, also if a different folder has its path.
 
-    Linux and macOS say where an open folder is; elsewhere a folder that was renamed counts as gone.
+    Linux and macOS report the path of an open folder; elsewhere a renamed folder counts as gone.
 
     Args:
       path: the folder.
@@ -34,15 +34,14 @@ class FolderWatch:
         self._identity = identity(os.fstat(self._handle))
 
     def close(self) -> None:
-        """Holds the folder no longer."""
         os.close(self._handle)
 
     def open(self, name: str) -> BinaryIO:
-        """Opens a file in the folder, wherever that is, to write at its end; see `files.append`."""
+        """Opens a file in the folder, wherever that is now, for appending; see `files.append`."""
         return files.append(name, self._handle)
 
     def has(self, name: str, file: BinaryIO) -> bool:
-        """Whether an open file is the one that has this name in the folder."""
+        """Whether an open file still has this name in the folder."""
         try:
             there = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
             return identity(there) == identity(os.fstat(file.fileno()))
@@ -50,13 +49,13 @@ class FolderWatch:
             return False
 
     def where(self) -> Path | None:
-        """The path that was given, if the folder is there; else its new one; None: it was deleted or unmounted."""
+        """The original path, if the folder is still there; else its new path; None: it was deleted or unmounted."""
         paths = self._path, _path_of(self._handle)
         return next((path for path in paths if path is not None and self._is(path)), None)
 
     def _is(self, path: Path) -> bool:
-        """Whether the folder is at a path; also where that cannot be known now, without rights, say: then whoever
-        writes there is told."""
+        """Whether the folder is at a path. True also if that is unknown, as without permissions: the writer then gets
+        the error."""
         try:
             return identity(path.stat()) == self._identity
         except OSError as error:
@@ -64,12 +63,12 @@ class FolderWatch:
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:
-    """What tells a file or a folder from all others as long as it is open."""
+    """(device, inode), which identifies an open file or folder."""
     return found.st_dev, found.st_ino
 
 
 def _path_of(handle: int) -> Path | None:
-    """Where the system says that an open folder is, which `where` checks: it may have been deleted."""
+    """The path of an open folder by the system; it may have been deleted, which `where` checks."""
     try:
         if sys.platform == "linux":
             return Path(os.readlink(f"/proc/self/fd/{handle}"))

@@ -1,4 +1,4 @@
-"""The file of a run's metrics, a JSON object on each line. What is no record in it is never in the way."""
+"""The file of a run's metrics, a JSON object on each line. Other lines are ignored."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxshard.system import small_files
 
 Record = dict[str, Any]
 
-_LONGEST = 2**20  # bytes of a line; a record has less than a thousand
+_LONGEST = 2**20  # bytes of a line; a record has less than 1000
 _MOST_STEPS = 2**53
 _MOST_BYTES = 2**28  # of a file, a million records
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a file of metrics holds.
+    """The content of a file of metrics.
 
     Attributes:
-      records: objects with a step, in their order.
-      others: lines that are no record.
+      records: objects with a step, in order.
+      others: lines that are not records.
     """
 
     records: list[Record]
@@ -32,11 +32,7 @@ class Found:
 
 
 def read(path: Path) -> Found:
-    """Reads a file, and nothing where there is none.
-
-    Raises:
-      OSError: it cannot be read.
-    """
+    """Reads a file, which may not exist; raises OSError if it cannot be read."""
     found = Found([], [])
     if not path.exists():
         return found
@@ -50,7 +46,7 @@ def read(path: Path) -> Found:
 
 
 def record_in(line: bytes) -> Record | None:
-    """The record on a line, None if there is none. What a lost write leaves around it, NULs, does not matter.
+    """The record on a line, or None. NULs around it, from a lost write, are ignored.
 
     >>> record_in(b'\\0\\0{"step": 3, "loss": 2.5}\\n')
     {'step': 3, 'loss': 2.5}
@@ -65,8 +61,8 @@ def record_in(line: bytes) -> Record | None:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines; of one that is too long for a record, its first part. The beginning of a record that was never ended,
-    which a kill or a full disk leaves, is none."""
+    """The lines; of one that is too long for a record, its first part. An unfinished last record, from a kill or a full
+    disk, is skipped."""
     while line := file.readline(_LONGEST):
         rest = line
         while not rest.endswith(b"\n") and (rest := file.readline(_LONGEST)):

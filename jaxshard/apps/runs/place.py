@@ -1,4 +1,4 @@
-"""The place of a run while it trains: its folder may be moved, deleted or replaced, and so may what is in it."""
+"""Guards a run's folder while it trains: it, or files in it, may be moved, deleted or replaced."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from jaxshard.system.text import printable
 
 
 class Place:
-    """A run's folder, held open while the run writes there. Process 0 alone asks it.
+    """A run's folder, held open while the run writes there. Only process 0 uses it.
 
     Args:
-      folder: of the run; its `model` must be there.
-      run: the id that its saves have.
-      complete: writes those files of the run that are missing in a folder, but saves and metrics, and returns what
-        there is to say.
+      folder: of the run; its `model` must exist.
+      run: the id of its saves.
+      complete: writes the run's files that are missing in a folder, except saves and metrics; returns notes to print.
     """
 
     def __init__(self, folder: RunFolder, run: str, complete: Callable[[RunFolder], list[str]]):
@@ -36,7 +35,7 @@ class Place:
         self._model.close()
 
     def moved(self) -> tuple[str, str | None] | None:
-        """None, or why the run can no longer be saved at its place, and where its folder is now, if that is known."""
+        """None, or (why the run can no longer be saved in its folder, the folder's new path or None)."""
         path, where = self._folder.path, self._watch.where()
         if where != path:
             now = f"it is now {where}" if where else "it was deleted or unmounted"
@@ -47,11 +46,11 @@ class Place:
         return None
 
     def made_elsewhere(self, where: str | None) -> str:
-        """Completes the folder `where` the run's is now; otherwise makes another, at --out if nothing is there, or
-        beside it. Returns its path.
+        """Completes the folder `where` or, for None, a new one, at --out if nothing is there, else beside it. Returns
+        its path.
 
         Raises:
-          OSError: that cannot be written to.
+          OSError: it cannot be written to.
         """
         path = Path(where) if where else self._made()
         self._complete(RunFolder(path))
@@ -68,7 +67,7 @@ class Place:
         raise AssertionError("there are names without end")
 
     def completed(self) -> list[str]:
-        """Writes what is missing in the folder, where it is still at its place; returns what there is to say."""
+        """Writes missing files if the folder is still at its path; returns notes to print."""
         notes = [] if self._model.where() == self._folder.model else self._made_anew()
         try:
             notes += self._complete(self._folder)
@@ -77,7 +76,7 @@ class Place:
         return [printable(note) for note in notes]
 
     def _has_others(self) -> bool:
-        """Whether there is another thing than a folder at `model`, or one with another run's saves."""
+        """Whether `model` is not a folder, or has a different run's saves."""
         model = self._folder.model
         if os.path.lexists(model) and not model.is_dir():
             return True
@@ -92,7 +91,7 @@ class Place:
         try:
             model.mkdir(exist_ok=True)
             watch = FolderWatch(model)
-        except OSError:  # the save tells it
+        except OSError:  # the save reports it
             return []
         self._model.close()
         self._model = watch

@@ -1,7 +1,7 @@
 """The folder of a run: `config.toml`, `metrics.jsonl`, `tensorboard/`, `loss.png`, `model/<step>/`.
 
-Files are replaced whole or appended to by the line, and the model's folder appears in one move, so a reader never
-meets half of anything.
+Files are replaced atomically or appended to by the line, and the model's folder appears in one move, so a reader never
+sees half-written files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxshard.system.text import shell_command
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run's files, and the checks that keep runs apart."""
+    """Paths of a run's files, and the checks that keep runs apart."""
 
     path: Path
 
@@ -47,12 +47,12 @@ class RunFolder:
 
     @property
     def huggingface(self) -> Path:
-        """What the run keeps of the Hugging Face folder that it started from: its configuration, its tokenizer."""
+        """Copies of the configuration and the tokenizer of the Hugging Face folder that the run started from."""
         return self.path / "huggingface"
 
     @property
     def trackers(self) -> Path:
-        """The names that wandb and trackio have for the run, in JSON."""
+        """The run's ids in wandb and trackio, in JSON."""
         return self.path / "trackers.json"
 
     @property
@@ -62,12 +62,12 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """What made the run's tokens, a copy."""
+        """A copy of the tokenizer that made the run's tokens."""
         return self.path / TOKENIZER
 
     @property
     def figure(self) -> Path:
-        """The curves of loss, a PNG."""
+        """The loss curves, a PNG."""
         return self.path / "loss.png"
 
     @property
@@ -76,7 +76,7 @@ class RunFolder:
         return self.path / "model"
 
     def check_free(self) -> None:
-        """Raises ValueError if a new run would meet something that is already here."""
+        """Raises ValueError if the folder has files that a new run would collide with."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--out {self.path} is a file: name a folder")
         if self.latest_step() is not None:
@@ -89,9 +89,9 @@ class RunFolder:
         check_room("--out", self.path)
 
     def check_unsaved(self) -> None:
-        """Raises ValueError if there is more here than a run leaves that ended before its first save."""
+        """Raises ValueError if the folder has more than a run leaves that ended before its first save."""
         self._check_restorable()
-        if self.config.is_file() and not self.model.is_dir():  # which is made first
+        if self.config.is_file() and not self.model.is_dir():  # the run makes `model` first
             raise ValueError(
                 f"--out {self.path}: {self.config.name} is there and {self.model.name}/ is gone: bring it back, or "
                 "name another folder to start anew"
@@ -100,7 +100,7 @@ class RunFolder:
             self.check_free()
 
     def _is_begun(self) -> bool:
-        """Whether there is only the lock of the saves, which comes first, and at most a file that was not finished."""
+        """Whether there is only the lock of the saves, which a run makes first, and perhaps one unfinished file."""
         if not self.path.is_dir() or self.latest_step() is not None:
             return False
         names = {entry.name for entry in self.path.iterdir() if not files.is_temporary(entry.name)}
@@ -111,7 +111,7 @@ class RunFolder:
         return self.config.is_file() and self.latest_step() is not None
 
     def check_saved(self, configured: bool) -> None:
-        """Raises ValueError if there is no saved run here, or its options are nowhere: not `configured` otherwise."""
+        """Raises ValueError if there is no saved run here, or its options are missing and not `configured`."""
         self._check_restorable()
         if self.latest_step() is None:
             raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
@@ -119,12 +119,12 @@ class RunFolder:
             raise ValueError(f"--resume: {self.config} is gone; {self.cure()}")
 
     def cure(self, config: str | Path = "CONFIG.toml") -> str:
-        """What to do where the run's own configuration is not to be had, or not to be trusted."""
+        """Advice if the run's own configuration is missing or not trusted."""
         command = shell_command("jaxshard", "train", str(config), "--resume", "--out", str(self.path))
         return f"name the file that has its options: {command}"
 
     def _check_restorable(self) -> None:
-        """Raises ValueError if there are saved models and none is whole."""
+        """Raises ValueError if there are saved models, but none is intact."""
         saves = Checkpointer(self.model)
         if (damaged := saves.damaged()) and not saves.steps():
             step, missing = max(damaged.items())
@@ -138,12 +138,12 @@ class RunFolder:
         return max(Checkpointer(self.model).steps(), default=None)
 
     def keep_tokenizer(self, tokenizer: Path | None) -> None:
-        """Copies what made the run's tokens, where there is one, so that `jaxshard generate` finds it."""
+        """Copies the tokenizer, if there is one, for `jaxshard generate`."""
         if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
             replace(self.tokenizer, small_files.read(tokenizer, MOST_TOKENIZER_BYTES))
 
     def complete(self, config: str, tokenizer: Path | None) -> list[str]:
-        """Writes the options and the tokenizer where they are missing; returns what there is to say."""
+        """Writes the options and the tokenizer if they are missing; returns notes to print."""
         self.path.mkdir(parents=True, exist_ok=True)
         missing = [path for path in (self.config, self.tokenizer) if not os.path.lexists(path)]
         if self.config in missing:
@@ -153,7 +153,7 @@ class RunFolder:
         return [f"{path} was gone: it is written anew" for path in missing if path.exists()]
 
     def is_configured(self, config: str) -> bool:
-        """Whether the run's options were these, and nobody has changed them since."""
+        """Whether the run's options are these, unchanged."""
         wanted = seal.sealed(config).encode()
         try:
             return small_files.read(self.config, len(wanted)) == wanted
@@ -161,13 +161,13 @@ class RunFolder:
             return False
 
     def records(self) -> list[Record]:
-        """The metrics so far, of what can be read."""
+        """The metrics so far that can be read."""
         return metrics.read(self.metrics).records
 
     def begin(self, config: str, step: int) -> list[str]:
-        """Makes the folder of a run, new or resumed, that has taken `step` steps; returns what there is to say.
+        """Prepares the folder of a run, new or resumed, that has taken `step` steps; returns notes to print.
 
-        What is in the way of a file that is no part of the model's state is moved aside.
+        Files or folders that obstruct the run's own, except for the model's, are moved aside.
         """
         files.make_folder(self.path)
         notes = [
@@ -183,10 +183,10 @@ class RunFolder:
         return [note for note in notes if note]
 
     def forget_after(self, step: int) -> str:
-        """Drops the metrics of steps beyond `step`: they were taken after the last save and will be taken again.
+        """Drops the metrics of steps after `step`, which were not saved and will be repeated.
 
         Returns:
-          What there is to say: lines that are no metrics are moved to another file.
+          Notes to print: lines that are not metrics are moved to another file.
         """
         try:
             found = metrics.read(self.metrics)
@@ -207,11 +207,11 @@ class RunFolder:
         return f"{self.metrics}: {len(found.others)} of its lines are no metrics, and {where}"
 
     def sync(self) -> None:
-        """Puts all that lies here on the disk; what saves the models has done so with them."""
+        """Syncs all files here to disk, except the models, which are synced when saved."""
         files.sync_tree(self.path, but=[self.model.name])
 
     def _cleared(self, path: Path, is_right: Callable[[Path], bool]) -> str:
-        """Moves aside what is no file (or folder) where one has to be; returns what there is to say."""
+        """Moves aside a path of the wrong kind (file or folder); returns notes to print."""
         if not os.path.lexists(path) or is_right(path):
             return ""
         kind = "no file" if is_right is Path.is_file else "a link" if path.is_dir() else "no folder"

@@ -1,7 +1,7 @@
-"""What a run saves and restores: parameters, state, and how far it is.
+"""A run's saved state: parameters, optimizer state, and progress.
 
-It is saved with the layers in one stack, (L, ...), and may train with them in virtual stages, (v, L / v, ...). So a run
-can go on from any save, whatever pipeline it was saved from.
+It is saved with the layers in one stack, (L, ...), even if the run has virtual stages, (v, L / v, ...). So a run can
+resume from a save of any pipeline.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on: what is saved.
+    """Everything that a run needs to resume.
 
     Attributes:
       params: arrays, or shapes with shardings.
-      state: the optimizer's, in the same way.
-      step: how many steps were taken.
-      stopping: the rule of early stopping, and where it stands.
-      position: how far the text is read.
+      state: the optimizer's, likewise.
+      step: the number of steps taken.
+      stopping: the rule of early stopping, and its state.
+      position: the position in the text.
     """
 
     params: Tree
@@ -42,11 +42,11 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far the text is read, and all that decides the rows of a batch.
+    """The position in the text, and everything that determines the rows of a batch.
 
     Attributes:
       drawn: the number of batches drawn so far.
-      rows: the rows of each batch.
+      rows: the number of rows of each batch.
       seed: of their order, and of dropout.
       text: the CRC-32 of the text, as a signed number.
     """
@@ -57,30 +57,30 @@ class Position:
     text: int
 
     def carried_over(self, to: Position) -> Position:
-        """The position in a run with other `rows`: no row comes twice. Another text is read from its beginning."""
+        """The position in a run with different `rows`, such that no row repeats; a different text starts at 0."""
         if self.text != to.text:
             return to
         return dataclasses.replace(to, drawn=-(-self.drawn * self.rows // to.rows))
 
 
 def open_saves(folder: RunFolder, train: TrainConfig) -> Checkpointer:
-    """Where the run's models are saved, and which of them are kept."""
+    """The checkpointer of the run's models, with its retention."""
     best = Best("heldout_loss", train.keep_best) if train.keep_best else None
     return Checkpointer(folder.model, keep_last=train.keep_last, keep_every=train.keep_every or None, keep_best=best)
 
 
 def save(saves: Checkpointer, snapshot: Snapshot, heldout_loss: float | None = None) -> None:
-    """Saves the model for `restore`, while training goes on. Every process must call it."""
+    """Starts to save the model, while training goes on. Every process must call it."""
     metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
     saves.save(snapshot.step, _to_tree(snapshot), metrics=metrics)
 
 
 def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
-    """The newest saved model that is whole, put where `template` says, whatever strategy and mesh it was saved from.
+    """Restores the newest intact model, saved from any strategy and mesh, with the shardings of `template`.
 
     Args:
       saves: the checkpoints of the run.
-      template: `params` and `state` as `ShapeDtypeStruct`s with shardings; the rule of early stopping.
+      template: `params` and `state` as `ShapeDtypeStruct`s with shardings, and the rule of early stopping.
     """
     _, tree = saves.restore(_to_tree(template))
     stopping = dataclasses.replace(template.stopping, **tree["stopping"])
@@ -88,7 +88,7 @@ def restore(saves: Checkpointer, template: Snapshot) -> Snapshot:
 
 
 def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """The snapshot as a checkpoint has it. The best loss is a number that float32 holds exactly."""
+    """The snapshot as a tree for a checkpoint. The best loss is exact in float32."""
     return {
         "params": snapshot.params,
         "state": snapshot.state,
@@ -100,11 +100,11 @@ def _to_tree(snapshot: Snapshot) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """The rule, and the evaluations so far.
+    """The rule of early stopping, and its state.
 
     Attributes:
-      patience: evaluations in a row that may fail to improve; 0 never stops.
-      min_improvement: an evaluation improves if it is below the best by more than this, in the loss's own unit.
+      patience: consecutive evaluations that may fail to improve; 0: never stop.
+      min_improvement: an evaluation improves if it is below the best by more than this, in the loss's unit.
       best: lowest loss that counted as an improvement.
       misses: evaluations since then.
     """
@@ -115,7 +115,7 @@ class EarlyStopping:
     misses: int = 0
 
     def after(self, loss: float) -> EarlyStopping:
-        """The rule after one more evaluation. NaN never improves."""
+        """The state after one more evaluation. NaN never improves."""
         if loss < self.best - self.min_improvement:
             return dataclasses.replace(self, best=loss, misses=0)
         return dataclasses.replace(self, misses=self.misses + 1)
@@ -127,20 +127,20 @@ class EarlyStopping:
 
 
 def in_one_stack(template: Snapshot) -> Snapshot:
-    """The abstract snapshot with its layers in one stack, cut over the same mesh axes."""
+    """The abstract snapshot with its layers in one stack, sharded over the same mesh axes."""
     params, state = jax.tree_util.tree_map_with_path(_in_one_stack, (template.params, template.state))
     return dataclasses.replace(template, params=params, state=state)
 
 
 def reshaped(snapshot: Snapshot, template: Snapshot) -> Snapshot:
-    """The snapshot, each leaf in the shape and sharding that the template has for it."""
+    """Reshapes each leaf to the template's shape and sharding."""
     trees, wanted = (snapshot.params, snapshot.state), (template.params, template.state)
     params, state = jax.tree.map(_reshaped, trees, wanted)
     return dataclasses.replace(snapshot, params=params, state=state)
 
 
 def _reshaped(leaf: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """XLA reshapes a leaf that is whole along the stages; called for one leaf at a time, no more than one is."""
+    """Reshapes one leaf, which XLA gathers along the stages for that; so only one leaf at a time is gathered."""
     if leaf.shape == like.shape:
         return leaf
     sharding = leaf.sharding
@@ -152,7 +152,7 @@ def _reshaped(leaf: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Ar
 
 
 def _in_one_stack(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A leaf of (v, L / v, ...) as (L, ...)."""
+    """Reshapes a leaf from (v, L / v, ...) to (L, ...)."""
     if "blocks" not in keystr(path, simple=True, separator="/").split("/"):
         return leaf
     old = leaf.sharding

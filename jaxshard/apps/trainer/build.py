@@ -1,4 +1,4 @@
-"""A configuration made into what trains: devices, mesh, model, optimizer, batches, step. Nothing is written here."""
+"""Builds a run from a configuration: devices, mesh, model, optimizer, batches, step. Writes no files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxshard.apps.trainer.parts import check_rows, check_same_settings, initial
 
 Tree = Any
 
-_DROPOUT_STREAM = 1  # apart from the key of the parameters
+_DROPOUT_STREAM = 1  # separate from the parameters' key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,14 +39,14 @@ class Run:
     """Everything that the loop needs, made by `prepare`.
 
     Attributes:
-      config: as given, but that `data.format` says what was found.
-      text: what it trains on, and what measures the model.
-      batches: the rows of each step.
-      model: the functions of parameters and batch.
-      schedule: learning rate at each step.
-      mesh: the devices.
+      config: as given, with `data.format` as detected.
+      text: the training and the held-out text.
+      batches: step -> rows.
+      model: functions of parameters and batch.
+      schedule: step -> learning rate.
+      mesh: of the devices.
       opt: the sharded optimizer.
-      template: parameters and state, abstract, each leaf with its sharding.
+      template: abstract parameters and state with shardings.
     """
 
     config: Config
@@ -59,10 +59,10 @@ class Run:
     template: Snapshot
 
     def start(self) -> Snapshot:
-        """Parameters, fresh or of `train.start`, and state; no device ever holds more than its share.
+        """Parameters, fresh or from `train.start`, and state; no device ever holds more than its shards.
 
         Raises:
-          ValueError: `train.start` cannot be the start; nothing was computed.
+          ValueError: `train.start` cannot be used; nothing was computed.
         """
         finished = finished_run.find(self.config)
         if finished is None:
@@ -76,12 +76,12 @@ class Run:
         return reshaped(dataclasses.replace(start, state=state), self.template)
 
     def _begun(self, params: dict[str, jax.Array]) -> Snapshot:
-        """The first snapshot, from parameters by their paths, the layers in stages or in one stack."""
+        """The first snapshot, from parameters by path, with the layers in stages or in one stack."""
         start = reshaped(dataclasses.replace(self.template, params=linear.nested(params)), self.template)
         return dataclasses.replace(start, state=self.opt.init(start.params))
 
     def _narrowed(self, masters: dict[str, jax.Array], who: str) -> dict[str, jax.Array]:
-        """Parameters with all digits, by their paths, in the type and place of this run's."""
+        """Converts full-precision parameters, by path, to this run's types and shardings."""
         like = linear.by_path(self.saved_template.params)
 
         def narrow(wide: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -91,7 +91,7 @@ class Run:
         return linear.finite(who, jax.jit(narrow, out_shardings=shardings)(masters))
 
     def _fresh(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
-        """Those of the parameters whose path is wanted, by their paths."""
+        """Fresh parameters, by path, for the wanted paths."""
         flat = linear.by_path(self.template.params)
         shardings = {path: leaf.sharding for path, leaf in flat.items() if wanted(path)}
         init = initial(self.model, self.config.precision)
@@ -104,15 +104,15 @@ class Run:
 
     @property
     def saved_template(self) -> Snapshot:
-        """As the model is saved: its layers in one stack, however a pipeline has them, so that any run can go on."""
+        """The template of saves, with the layers in one stack for any pipeline."""
         return self.template if self.model.virtual == 1 else in_one_stack(self.template)
 
     def batch(self, index: int) -> dict[str, jax.Array]:
-        """The rows of one batch, as global arrays; each process makes those of its own devices.
+        """The rows of one batch as global arrays; each process makes those of its own devices.
 
         Raises:
-          TextError: the text has changed, or a token has no row in the model.
-          UsersError: a dataset's element cannot be had.
+          TextError: the text has changed, or a token is outside the vocabulary.
+          UsersError: reading a dataset's element failed.
         """
         first, last = self._my_rows(self.batches.rows)
         rows = self.batches(index, first, last)
@@ -130,17 +130,17 @@ class Run:
         return NamedSharding(self.mesh, jax.P(("replica", "data")))
 
     def _my_rows(self, rows: int) -> tuple[int, int]:
-        """The first row that this process's devices need, and the last + 1; stages may all need the same ones."""
+        """(start, stop) of the rows that this process's devices need; stages may need the same rows."""
         places = self._batch_sharding.addressable_devices_indices_map((rows,)).values()
         parts = [index[0].indices(rows) for index in places if index is not None]
         return min(part[0] for part in parts), max(part[1] for part in parts)
 
     def _global(self, batch: Rows, first: int, rows: int) -> dict[str, jax.Array]:
-        """Global arrays of `rows` rows; `batch` has those that this process needs, from row `first` on."""
+        """Makes global arrays of `rows` rows; `batch` has those that this process needs, from row `first` on."""
 
         def made(x: np.ndarray) -> jax.Array:
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None  # this process asks for its own parts alone
+                assert index is not None  # this process makes only its own shards
                 start, stop, _ = index[0].indices(rows)
                 return x[start - first : stop - first]
 
@@ -149,7 +149,7 @@ class Run:
         return jax.tree.map(made, batch)
 
     def keys(self, step: int) -> tuple[jax.Array, ...]:
-        """What the step takes besides the batch: a key, if anything is random."""
+        """The step's further arguments: a key, if the step is random."""
         if self.config.model.dropout == 0:
             return ()
         stream = jax.random.fold_in(jax.random.key(self.config.train.seed), _DROPOUT_STREAM)
@@ -160,7 +160,7 @@ class Run:
         return make_step(self.config, self.model, self.opt)
 
     def make_evaluate(self, alive: Callable[[], None] = lambda: None) -> Callable[[Params], float]:
-        """`evaluate(params)` is the mean loss, in nats, over the held-out text; `alive` is called after each batch."""
+        """`evaluate(params)`: the mean loss in nats over the held-out text; calls `alive` after each batch."""
         evaluate = jaxshard.evaluate(self.model.weighted_loss, self.opt, weighted=True)
         rows, length = self.config.train.rows // self.config.sharding.microbatches, self.config.model.sequence_length
 
@@ -170,18 +170,18 @@ class Run:
             for batch, weight in heldout_batches(self.text.heldout, rows, length, first, last):
                 total += weight * float(evaluate(params, self._global(batch, first, rows)))
                 alive()
-            return float(np.float32(total / self.text.num_targets))  # what a save can keep to the last bit
+            return float(np.float32(total / self.text.num_targets))  # exact in a save
 
         return mean_loss
 
     def bytes_per_device(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of params, grads (while they are summed) and state on each device: of the strategy, and of DDP."""
+        """Bytes of params, grads (while summed) and state on each device, for the strategy and for DDP."""
         kinds = self._kinds()
         held = {kind: _num_bytes(tree, shardings) for kind, (tree, shardings) in kinds.items()}
         return held, {kind: _num_bytes(tree) for kind, (tree, _) in kinds.items()}
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """For each mesh axis the part of the bytes of params, grads and state that is cut over it, 0 to 1."""
+        """axis -> the fraction of the bytes of params, grads and state that is sharded over it, 0 to 1."""
         kinds = self._kinds()
         return {
             axis: {kind: _part_cut(tree, shardings, axis) for kind, (tree, shardings) in kinds.items()}
@@ -189,7 +189,7 @@ class Run:
         }
 
     def _kinds(self) -> dict[str, tuple[Tree, Tree]]:
-        """Params, grads (while they are summed) and state, each with its shardings."""
+        """Params, grads (while summed) and state, each with its shardings."""
         params, reduce = self.template.params, self.config.precision.reduce
         shardings, trained = self.opt.shardings(params), self._trained(params)
         return {
@@ -202,22 +202,22 @@ class Run:
         }
 
     def _trained(self, params: Params) -> Params:
-        """What has gradients: all, or the adapters."""
+        """The parameters with gradients: all, or the adapters."""
         if not self.config.lora.rank:
             return params
         return {path: leaf for path, leaf in linear.by_path(params).items() if linear.is_adapter(path)}
 
 
 def prepare(config: Config, typed: Collection[str] = (), *, trains: bool = True) -> Run:
-    """Finds the devices, reads the text and lays everything out, by shapes alone.
+    """Finds the devices, reads the text and plans all shardings, from shapes alone.
 
     Args:
       config: all options.
-      typed: the functions that the user asked for; one that only a file names is not called.
-      trains: whether it will; otherwise what is held out is measured, and no other token is read.
+      typed: the functions that the user typed; functions that only a file names are not called.
+      trains: False: for evaluation, reads only the held-out tokens.
 
     Raises:
-      ValueError: what was asked for cannot be; nothing was compiled or written.
+      ValueError: the options are impossible; nothing was compiled or written.
     """
     start_devices(config)
     check_same_settings(config)
@@ -242,11 +242,11 @@ def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
     return run
 
 
-_BATCH_BYTES = 12  # of each byte of text: its place, and its token
+_BATCH_BYTES = 12  # per byte of text: its index, and its token
 
 
 def _check_memory(run: Run) -> None:
-    """Raises ValueError where a batch, or what the devices hold from step to step, cannot fit; nothing is allocated."""
+    """Raises ValueError if a batch, or the persistent arrays of a device, do not fit; allocates nothing."""
     train, (held, _) = run.config.train, run.bytes_per_device()
     first, last = run._my_rows(train.rows)
     rows = (last - first) * (run.config.model.sequence_length + 1) * _BATCH_BYTES
@@ -261,7 +261,7 @@ def _check_memory(run: Run) -> None:
 
 
 def num_updates(state: Tree) -> int:
-    """How many times the optimizer updated the parameters: the steps taken, without those that were skipped."""
+    """The number of updates: steps taken without skipped ones."""
     inner = state.inner if isinstance(state, jaxshard.ShardedState) else state
     return int(max(count for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count")))
 
@@ -271,7 +271,7 @@ def _typed(tree: Tree, dtype: str) -> Tree:
 
 
 def _num_bytes(tree: Tree, shardings: Tree = None) -> int:
-    """Bytes on one device; without shardings, of the whole."""
+    """Bytes on one device; without shardings, of the global arrays."""
     leaves = jax.tree.leaves(tree)
     shapes = [leaf.shape for leaf in leaves]
     if shardings is not None:
@@ -280,7 +280,7 @@ def _num_bytes(tree: Tree, shardings: Tree = None) -> int:
 
 
 def _part_cut(tree: Tree, shardings: Tree, axis: str) -> float:
-    """The part of the bytes that lies in leaves cut over `axis`."""
+    """The fraction of the bytes in leaves that are sharded over `axis`."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return _num_bytes([leaf for leaf, sharding in pairs if axis in jax.tree.leaves(tuple(sharding.spec))]) / _num_bytes(
         tree

@@ -1,5 +1,4 @@
-"""What a run starts from: another run's newest saved parameters, in other types and on another mesh, or a Hugging Face
-folder's."""
+"""Starts of a run: a finished run's newest saved parameters, of any types and mesh, or a Hugging Face folder's."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ from jaxshard.apps.runs.run_folder import RunFolder
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 
 FREE = ("sequence_length", "dropout", "dtype", "remat", "attention", "loss_chunk")
-"""Options of the model that its parameters do not depend on; but learned positions have a length."""
+"""Options of the model that do not affect its parameters, except that learned positions have a length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """What is read of the run in `path`.
+    """A finished run to read parameters from.
 
     Attributes:
       path: its folder.
-      lora: the adapters that its parameters have.
+      lora: its adapters.
       who: begins messages.
     """
 
@@ -45,17 +44,17 @@ class FinishedRun:
     who: str
 
     def params(self, template: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Its newest saved parameters that are whole, by their paths, as another run has them before its first step.
+        """Its newest intact parameters, by path, as a new run has them before its first step.
 
-        Where there are masters, these are read.
+        It reads the masters, if there are any.
 
         Args:
-          template: shapes with types and shardings by path, the layers in one stack. Adapters in it are left out;
-            matrices that have scales there are put into 8 bits.
+          template: shapes with types and shardings by path, the layers in one stack. Its adapters are skipped;
+            matrices with scales are quantized to 8 bits.
 
         Raises:
-          FloatingPointError: a number is not finite, or the template's type cannot hold it.
-          OSError: it cannot be read, or no save is what was saved.
+          FloatingPointError: a number is not finite, or overflows the template's type.
+          OSError: it cannot be read, or all saves are damaged.
         """
         corrupt: list[int] = []
         while True:
@@ -69,7 +68,7 @@ class FinishedRun:
                 warnings.warn(f"{self.who}: {error}; the save before it is taken", stacklevel=1)
             except ValueError as error:
                 raise FloatingPointError(f"{self.who}: {error}") from error
-            except FileNotFoundError:  # the run goes on, and has deleted it
+            except FileNotFoundError:  # the run is still training, and has deleted it
                 if step in self._saves.steps():
                     raise
 
@@ -91,7 +90,7 @@ class FinishedRun:
     def _read(
         self, path: str, template: Mapping[str, jax.ShapeDtypeStruct], step: int, saved: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        """One leaf, by its path, and its scales where the template has such. No other is held in float32 meanwhile."""
+        """One leaf, and its scales if the template has them. Only one leaf at a time is in float32."""
         layer = path.removesuffix("kernel")
         root = MASTERS if f"{MASTERS}/{path}" in saved else "params"
         beside = [name for name in linear.ADDED if f"params/{layer}{name}" in saved]
@@ -115,7 +114,7 @@ class FinishedRun:
         return linear.finite(self.who, jax.jit(make, out_shardings=shardings)(parts))
 
     def _restored(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int, root: str) -> dict[str, jax.Array]:
-        """Leaves by their paths below `root`."""
+        """Leaves by path below `root`."""
         only = f"^{root}/(" + "|".join(map(re.escape, like)) + ")$"
         template = linear.nested({f"{root}/{path}": leaf for path, leaf in like.items()})
         _, tree = self._saves.restore(template, step, cast=True, only=only)
@@ -129,10 +128,10 @@ Start = FinishedRun | HuggingFaceFolder
 
 
 def find(config: Config) -> Start | None:
-    """What `train.start` names; None where there is nothing to start from.
+    """The start that `train.start` names; None without one.
 
     Raises:
-      ValueError: nothing is saved there, or another model, or adapters have nothing to stand beside.
+      ValueError: nothing is saved there, the model differs, or there are adapters but no start.
     """
     if config.train.start is None:
         if config.lora.rank:
@@ -147,10 +146,10 @@ def find(config: Config) -> Start | None:
 
 
 def opened(path: Path, option: str) -> tuple[Config, Start]:
-    """A run's configuration, and what it saved; or what a Hugging Face folder says of itself, and the folder.
+    """(configuration, start) of a run or a Hugging Face folder.
 
     Raises:
-      ValueError: nothing is saved there, or nobody knows what; it begins with `option` and the path.
+      ValueError: nothing is saved there, or it is unknown what; the message begins with `option` and the path.
     """
     if hf_folder.is_one(path):
         found = hf_folder.opened(path, option)
@@ -172,10 +171,10 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
 
 
 def check_saved_sizes(folder: RunFolder, model: ModelConfig, who: str) -> None:
-    """Compares what a configuration says of a model with the newest save whose index can be read.
+    """Compares a configuration's model with the newest save whose index can be read.
 
     Raises:
-      ValueError: the save has other parameters; nothing of the model's sizes was made.
+      ValueError: the save's parameters differ; nothing of the model's size was allocated.
     """
     leaves = _saved_leaves(folder)
     if leaves is None:
@@ -198,7 +197,7 @@ def _saved_leaves(folder: RunFolder) -> Mapping[str, Any] | None:
     for step in sorted(saves.steps(), reverse=True):
         try:
             return saves.info(step)["leaves"]
-        except NewerFormatError:  # who restores it says so
+        except NewerFormatError:  # `restore` reports it
             return None
         except (CorruptCheckpointError, OSError):
             continue
@@ -206,7 +205,7 @@ def _saved_leaves(folder: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _as_config(folder: HuggingFaceFolder) -> Config:
-    """The configuration of a run that would have made the folder: of bytes, where no tokenizer says otherwise."""
+    """The configuration of a run equivalent to the folder; of bytes, if there is no tokenizer."""
     model = dataclasses.replace(folder.model, dtype=folder.dtype)  # pyright: ignore[reportArgumentType]
     of_bytes = model.vocabulary == 256 and not (folder.path / TOKENIZER).is_file()
     wide = "uint32" if model.vocabulary > 2**16 else "uint16"
@@ -214,7 +213,7 @@ def _as_config(folder: HuggingFaceFolder) -> Config:
 
 
 def check_same_model(run: Start, before: ModelConfig, now: ModelConfig) -> None:
-    """Raises ValueError, naming each option that differs, where the parameters would be another model's."""
+    """Raises ValueError, which names each differing option, if the parameters would be a different model's."""
     free = FREE if now.positions == "rotary" else FREE[1:]
     fixed = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     before, now = (dataclasses.replace(each, kv_heads=each.kv_heads or each.heads) for each in (before, now))

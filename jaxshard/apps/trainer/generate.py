@@ -1,4 +1,4 @@
-"""Text that a trained model writes, one token after the other, from params that may be cut over devices."""
+"""Generates text with a trained model, token by token, from params that may be sharded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxshard.system import small_files
 
 
 def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
-    """A trained model, its layers in one stack and its adapters merged, and its parameters cut over all devices.
+    """A trained model, with its layers in one stack and its adapters merged, and its parameters.
 
-    They have the type of the computation, `model.dtype`.
+    The parameters are sharded over all devices, and have the computation's type, `model.dtype`.
     """
     model, mesh = LanguageModel(config.model), jaxshard.make_mesh()
     held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.eval_shape(lambda: model.empty_cache(1)))
@@ -45,12 +45,12 @@ def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How to sample the next token.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: only this many of the likeliest tokens may come; 0: all.
-      seed: of the chance.
+      temperature: divides the logits; 0: take the likeliest token.
+      top_k: sample only from this many of the likeliest tokens; 0: all.
+      seed: of the random numbers.
     """
 
     temperature: float = 0.8
@@ -59,15 +59,15 @@ class Sampling:
 
 
 def generated(model: LanguageModel, params: Params, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """What comes after the prompt, without end.
+    """Yields tokens after the prompt, without end.
 
-    Keys and values of earlier positions are kept. Where the model's length is full, it goes on from the last half.
+    It caches keys and values. When the model's context is full, it goes on from the last half.
 
     Args:
-      model: its layers in one stack.
-      params: whole or cut over devices.
-      prompt: tokens; of more than the model's length the last ones count.
-      sampling: how tokens are chosen.
+      model: with its layers in one stack.
+      params: replicated or sharded.
+      prompt: tokens; if longer than the context, the last ones count.
+      sampling: how to sample tokens.
     """
     room = model.config.sequence_length
     seen, start, cache, last = list(prompt), 0, model.empty_cache(1), list(prompt)[-room:]
@@ -99,7 +99,7 @@ def _chosen(logits_V: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Arra
 
 
 def as_text(tokens: Iterator[int]) -> Iterator[str]:
-    """Bytes as text, piece by piece; what is no UTF-8 is shown as U+FFFD."""
+    """Bytes as text, piece by piece; invalid UTF-8 becomes U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         yield decoder.decode(bytes([token])) if token < 256 else "\N{REPLACEMENT CHARACTER}"
@@ -115,7 +115,7 @@ _Decode = Callable[[Iterator[int]], Iterator[str]]
 
 
 def coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:
-    """From a text to a model's tokens, and back, piece by piece.
+    """(encode, decode) between text and a model's tokens; decoding is piece by piece.
 
     Args:
       tokenizer: a tokenizer.json, if there is one.
@@ -123,7 +123,7 @@ def coded(tokenizer: Path | None, config: Config) -> tuple[_Encode, _Decode]:
 
     Raises:
       ValueError: the tokenizer cannot be read.
-      ImportError: it needs a package that is not installed.
+      ImportError: a package for it is not installed.
     """
     if tokenizer is not None:
         return _by_tokenizer(tokenizer)
@@ -145,11 +145,11 @@ def _by_tokenizer(path: Path) -> tuple[_Encode, _Decode]:
     package = tokenizing.tokenizers(str(path))
     try:
         tokenizer = package.Tokenizer.from_buffer(small_files.read(path, MOST_TOKENIZER_BYTES))
-    except Exception as error:  # of any type: tokenizers raises no other
+    except Exception as error:  # tokenizers raises this type only
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
 
     def decode(tokens: Iterator[int]) -> Iterator[str]:
-        """A token may be a part of a character, so that all that came is decoded again."""
+        """Decodes all tokens again for each new one, which may be part of a character."""
         seen: list[int] = []
         shown = ""
         for token in tokens:

@@ -33,13 +33,13 @@ class Hooks:
     Attributes:
       step: the compiled training step.
       evaluate: parameters to the held-out loss, in nats.
-      save: takes a snapshot and, after an evaluation, its loss.
-      save_alone: takes the last snapshot where the text cannot be read on.
-      checked: a snapshot to one whose copies are all the same; called every `train.check_every` steps.
-      ended: whether the run is to end before this step.
+      save: saves a snapshot, with its loss after an evaluation.
+      save_alone: saves the last snapshot if the text can no longer be read.
+      checked: checks that a snapshot's copies agree, and returns it; called every `train.check_every` steps.
+      ended: whether to end the run before this step.
       alive: called before each step.
-      back: after a divergence, by the last snapshot, the reason, and whether its params are finite, the snapshot to go
-        on from; None ends the run.
+      back: after a divergence: (last snapshot, reason, whether its params are finite) -> the snapshot to go on from, or
+        None to end the run.
       profile: traces some of the steps.
     """
 
@@ -55,18 +55,18 @@ class Hooks:
 
 
 class Meter:
-    """Metrics between two records. A step's are fetched once the next step is dispatched, so devices never wait.
+    """Metrics between two records. Each step's are fetched after the next step is dispatched, so devices never wait.
 
     Args:
-      run: the run that is measured.
+      run: the run.
       recorder: writes the metrics to files.
       display: shows them.
       first: the snapshot that the run starts from.
 
     Attributes:
-      skipped: steps of the whole run that changed nothing, as loss or gradient was not finite.
+      skipped: steps of the whole run that were skipped, because loss or gradient was not finite.
       owes_save: whether a save was due while steps were being skipped.
-      skipping: whether the last step that was fetched was skipped.
+      skipping: whether the last fetched step was skipped.
     """
 
     def __init__(self, run: Run, recorder: Recorder, display: Display, first: Snapshot):
@@ -77,7 +77,7 @@ class Meter:
         self._local_devices = mesh.local_devices
         self._least_seconds = least_seconds(run.config, mesh.devices.flat)
         self._pending: tuple[int, Metrics] | None = None
-        self._learning_rate: ArrayLike = 0.0  # of the pending step, if it is to be recorded
+        self._learning_rate: ArrayLike = 0.0  # of the pending step, if it will be recorded
         self._losses: list[float] = []  # of the steps that were not skipped
         self._grad_norm = 0.0  # of the last of these
         self._num_steps = 0
@@ -85,14 +85,14 @@ class Meter:
         self._seconds = 0.0
 
     def dispatched(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics, still being computed, of the step just dispatched; fetches those of the one before."""
+        """Takes the pending metrics of the step just dispatched; fetches those of the step before."""
         self.fetch()
         self._pending = step, metrics
-        if self._is_recorded(step):  # computed behind this step, before the next is dispatched
+        if self._is_recorded(step):  # computed after this step, before the next is dispatched
             self._learning_rate = self._run.schedule(step - 1 - self.skipped)
 
     def fetch(self) -> None:
-        """Waits for the pending metrics, and records them if it is time to."""
+        """Waits for the pending metrics, and records them if a record is due."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -113,11 +113,11 @@ class Meter:
         return step % self._run.config.train.log_every == 0
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last fetch (of an evaluation, a save) out of the steps' time."""
+        """Excludes the time since the last fetch (of an evaluation or a save) from the steps' time."""
         self._clock = time.perf_counter()
 
     def go_back(self, snapshot: Snapshot) -> None:
-        """Forgets what came after `snapshot`."""
+        """Drops everything after `snapshot`."""
         self._recorder.rewind(snapshot.step)
         self.skipped = snapshot.step - num_updates(snapshot.state)
         self._pending, self._losses, self._num_steps, self._seconds = None, [], 0, 0.0
@@ -125,7 +125,7 @@ class Meter:
         self.restart_clock()
 
     def heldout(self, step: int, loss: float) -> None:
-        """Records an evaluation; one that is not finite is shown alone."""
+        """Records an evaluation; one that is not finite is only shown."""
         scalars = {"heldout_loss": loss}
         scalars |= {"heldout_bits_per_byte": bits(loss)} if self._run.text.is_bytes else {}
         if math.isfinite(loss):
@@ -133,7 +133,7 @@ class Meter:
         self._display.heldout(step, scalars)
 
     def _record(self, step: int, further: dict[str, float]) -> None:
-        """Records the steps since the last record; without a loss, if all of them were skipped."""
+        """Records the steps since the last record; without a loss, if all were skipped."""
         config, seconds, scalars = self._run.config, self._seconds / self._num_steps, {}
         if self._losses:
             loss = sum(self._losses) / len(self._losses)
@@ -152,7 +152,7 @@ class Meter:
         self._losses, self._num_steps, self._seconds = [], 0, 0.0
 
     def _use_of_devices(self, seconds: float) -> dict[str, float]:
-        """MFU and the peak of memory, each where it is known. Neither waits for a device."""
+        """MFU and peak memory, if known; does not wait for a device."""
         peak = memory.peak_bytes(self._local_devices)
         found = {} if self._least_seconds is None else {"mfu": self._least_seconds / seconds}
         return found if peak is None else found | {"peak_memory_bytes": peak}
@@ -168,11 +168,11 @@ def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:
 
 
 def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
-    """Trains from `snapshot` until the last step, early stopping or an interruption; returns where that was.
+    """Trains from `snapshot` to the last step, early stopping or an interruption; returns the snapshot there.
 
     Raises:
-      FloatingPointError: too many steps in a row were skipped; what the good ones made is saved.
-      TextError, UsersError: a batch cannot be had; so is what was made until then.
+      FloatingPointError: too many steps in a row were skipped; the state before them is saved.
+      TextError, UsersError: a batch cannot be read; the state so far is saved.
     """
     train = run.config.train
     meter.restart_clock()
@@ -208,9 +208,9 @@ def fit(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
 
 
 def _between(run: Run, snapshot: Snapshot, hooks: Hooks, meter: Meter) -> Snapshot:
-    """Checks, evaluates and saves, where that is due after a step.
+    """Checks, evaluates and saves, if due after a step.
 
-    Nothing is saved while steps are being skipped: the params may be the cause, and would replace a good save.
+    Nothing is saved while steps are being skipped: bad params may be the cause, and would replace a good save.
     """
     train, loss = run.config.train, None
     meter.owes_save |= bool(train.save_every) and snapshot.step % train.save_every == 0

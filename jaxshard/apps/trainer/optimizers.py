@@ -1,6 +1,6 @@
-"""The optimizer that a configuration names: any of optax's that has a learning rate, behind a clip of the gradients.
+"""The optimizer of a configuration: any of optax with a learning rate, after clipping the gradients.
 
-Its arguments come as text; they are parsed, and checked as other options are.
+Its arguments are given as text, which is parsed and checked like other options.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxshard.apps.model import linear
 
 Tree = Any
 
-_FIELDS = {"weight_decay": "weight_decay", "beta1": "b1", "beta2": "b2"}  # of OptimizerConfig: optax's names
-_OURS: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.98}}  # in place of optax's defaults
-_WEIGHT_DECAY = 0.1  # where the optimizer takes one
+_FIELDS = {"weight_decay": "weight_decay", "beta1": "b1", "beta2": "b2"}  # field of OptimizerConfig -> optax's name
+_OURS: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.98}}  # instead of optax's defaults
+_WEIGHT_DECAY = 0.1  # if the optimizer has one
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
     """The learning rate as a function of the step, and the optimizer.
 
     Raises:
-      ValueError: optax has no such optimizer, or it does not take an option that was given.
+      ValueError: optax has no such optimizer, or it does not support a given option.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -46,7 +46,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
     try:
         optimizer = make(learning_rate=schedule, **arguments)
         _try(optimizer, of_user=bool(config.arguments))
-    except Exception as error:  # of any type: it is optax's
+    except Exception as error:  # of any type, raised by optax
         given = arguments or "no arguments"
         raise ValueError(
             f"optimizer.name = {config.name}, with a schedule as learning rate and {given}: optax says: {error}; mend "
@@ -56,8 +56,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
 
 
 def _try(optimizer: optax.GradientTransformation, of_user: bool) -> None:
-    """Traces an update of a small model, and takes some steps with arguments of the user's; the optimizer's own errors
-    pass through."""
+    """Traces an update of a small model and, if the user gave arguments, runs a few steps. The optimizer's own errors
+    propagate."""
     shapes = {"blocks": {"up": {"kernel": (2, 8, 8)}, "norm": {"scale": (2, 8)}}, "head": {"kernel": (8, 8)}}
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=lambda x: type(x) is tuple)
 
@@ -90,7 +90,7 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
 
 
 def _arguments(config: OptimizerConfig, make: Callable[..., Any]) -> dict[str, Any]:
-    """What the optimizer is called with besides its learning rate."""
+    """The optimizer's arguments besides its learning rate."""
     taken, given = _parameters(make), parsed(config.arguments)
     unknown = [key for key in given if key not in taken or key == "learning_rate"]
     if unknown:
@@ -122,19 +122,19 @@ def _parameters(make: Callable[..., Any]) -> list[str]:
 
 
 def decays(params: Tree) -> Tree:
-    """True for the matrices, whose weights decay: not for norms and embeddings."""
+    """Mask of weight decay: True for matrices, False for norms and embeddings."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in linear.MATRICES, params)
 
 
 def _by_muon(params: Tree) -> Tree:
-    """The blocks' matrices, which are stacked by layer; AdamW has the rest."""
+    """Marks the blocks' matrices, which are stacked by layer; AdamW updates the rest."""
     dims = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: dims if path[0].key == "blocks" and path[-1].key in linear.MATRICES else None, params
     )
 
 
-_LOOPS = ("ns_steps", "memory_size")  # what is repeated in each update
+_LOOPS = ("ns_steps", "memory_size")  # counts of loops in each update
 _BELOW_ONE = ("b1", "b2", "b3", "adam_b1", "adam_b2", "beta3", "rho", "decay", "momentum")
 _NOT_NEGATIVE = ("eps", "eps_root", "adam_eps_root", "weight_decay", "adam_weight_decay", "noise_multiplier")
 _POSITIVE = ("clipping_threshold", "l2_norm_clip", "rank", "update_interval", "update_proj_gap", *_LOOPS)
@@ -143,21 +143,17 @@ _TRIED_STEPS = 3
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The arguments by name.
-
-    Raises:
-      ValueError: it is no TOML.
-    """
+    """Parses arguments from TOML; raises ValueError if it is not TOML."""
     try:
         return tomllib.loads(f"x = {{{text}}}")["x"]
-    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # also for a number with more digits than Python reads
         raise ValueError(
             f"optimizer.arguments = {text!r}: {error}; write it as TOML: b1 = 0.9, nesterov = true"
         ) from None
 
 
 def check_arguments(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
-    """Raises ValueError for a value of another type than the optimizer's default, or outside of its range."""
+    """Raises ValueError for a value out of range, or not of the type of the optimizer's default."""
     parameters = inspect.signature(make).parameters
     for name, value in given.items():
         needed = _needed(name, value, parameters[name].default)
@@ -166,7 +162,7 @@ def check_arguments(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
 
 
 def _needed(name: str, value: Any, default: Any) -> str:
-    """What the value must be, "" if it is that."""
+    """What the value must be; "" if it is right."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, tuple) or default is None or isinstance(default, str | type):
@@ -177,7 +173,7 @@ def _needed(name: str, value: Any, default: Any) -> str:
 
 
 def _plain(name: str, value: Any) -> str:
-    """The same, where the default has no type to go by: a type of arrays by its name, numbers, or what chooses."""
+    """The same without a typed default: a dtype by name, numbers, or a choice."""
     if isinstance(value, list):
         return next(filter(None, (_plain(name, each) for each in value)), "")
     if isinstance(value, str | bool):
@@ -202,11 +198,7 @@ def _in_range(name: str, value: float) -> str:
 
 
 def check_finite(optimizer: optax.GradientTransformation, shapes: Any) -> None:
-    """Takes some steps with small random gradients.
-
-    Raises:
-      ValueError: the optimizer makes an update of them that is not finite.
-    """
+    """Takes a few steps with small random gradients; raises ValueError if an update is not finite."""
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), shapes)
     grads = jax.tree.map(lambda leaf: 0.01 * random.normal(size=leaf.shape).astype(leaf.dtype), shapes)

@@ -1,6 +1,6 @@
-"""The model, its optimizer and its step, on a mesh that may be abstract: nothing is read or computed here.
+"""The model, its optimizer and its step, on a mesh that may be abstract; reads and computes nothing.
 
-Also the check that all processes of a run have the same options, and the same of what else decides the compiled step.
+Also checks that all processes of a run have the same options and settings that affect the compiled step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITH_SPECS = ("tensor_parallel", "pipeline_parallel", "hybrid")
 
 def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Schedule, ShardedOptimizer, Params]:
     """(model, learning rate at each step, sharded optimizer, abstract parameters with their shardings) on a mesh."""
-    why_not_fused(config.model, mesh)  # raises where it must be and cannot
+    why_not_fused(config.model, mesh)  # raises if a kernel is required and none is available
     schedule, inner = make_optimizer(config.optimizer, config.train.steps)
     model = make_model(config)
     opt = make_strategy(config, model, inner, mesh)
@@ -45,7 +45,7 @@ def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> Tr
 
 
 def make_model(config: Config) -> LanguageModel:
-    """The model, its layers in stages where there is a pipeline."""
+    """The model, with its layers in stages if there is a pipeline."""
     sharding = config.sharding
     how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
     pipelined = how if sharding.pipeline > 1 else None
@@ -55,7 +55,7 @@ def make_model(config: Config) -> LanguageModel:
 def make_strategy(
     config: Config, model: LanguageModel, inner: optax.GradientTransformation, mesh: AnyMesh
 ) -> ShardedOptimizer:
-    """The sharded optimizer that the configuration asks for."""
+    """The configuration's sharded optimizer."""
     sharding = config.sharding
     options = {"min_shard_size": sharding.min_shard_size, **precision_options(config.precision)}
     options |= {"specs": model.specs} if sharding.strategy in _WITH_SPECS else {}
@@ -68,7 +68,7 @@ def make_strategy(
 
 
 def precision_options(config: PrecisionConfig) -> dict[str, Any]:
-    """The options of a strategy of jaxshard that the configuration stands for, without those that are the default."""
+    """The configuration as options of jaxshard's strategies, without defaults."""
     return (
         ({"master_dtype": jnp.float32} if config.masters else {})
         | ({"moment_dtype": config.moments} if config.moments != "float32" else {})
@@ -79,7 +79,7 @@ def precision_options(config: PrecisionConfig) -> dict[str, Any]:
 
 
 def check_rows(config: Config, mesh: AnyMesh) -> None:
-    """Raises ValueError unless all devices, and so all processes, get the same number of rows in each microbatch."""
+    """Raises ValueError unless all devices get the same number of rows in each microbatch."""
     sharding = config.sharding
     sizes = {"replica": mesh.shape["replica"], "data": mesh.shape["data"], "microbatches": sharding.microbatches}
     sizes |= {"stage_microbatches": sharding.stage_microbatches} if sharding.pipeline > 1 else {}
@@ -93,20 +93,20 @@ def check_rows(config: Config, mesh: AnyMesh) -> None:
 
 
 def initial(model: LanguageModel, precision: PrecisionConfig) -> Callable[[jax.Array], Params]:
-    """`init(key)`: fresh parameters in their type."""
+    """`init(key)`: fresh parameters in their storage type."""
     return lambda key: linear.stored(model.init(key), model.lora, precision.params)
 
 
 _OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
-_MOST = 5  # settings that an error names
-_LONGEST = 160  # characters of a setting that are shown
+_MOST = 5  # settings to name in an error
+_LONGEST = 160  # characters of a setting to show
 
 
 def check_same_settings(config: Config) -> None:
     """Checks that all processes have the same settings.
 
     Raises:
-      ProcessError: on every process, with the settings that differ, and what this or that process has.
+      ProcessError: on every process, with the settings that differ and their values.
     """
     everyone: list[dict[str, str]] = [json.loads(each) for each in gathered("start", json.dumps(_settings(config)))]
     first = everyone[0]

@@ -1,4 +1,4 @@
-"""Saves of a run, checks that its copies agree, and its ways to go back and to end."""
+"""Saves a run, checks its replicas, and handles divergence and preemption."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TIMES_BACK = 3
 
 
 class MovedError(OSError):
-    """The run cannot be saved in the folder at --out, where it began. The message says where the model is saved."""
+    """The run can no longer be saved at --out. The message says where the model is saved."""
 
 
 def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
-    """The newest save that is whole, as this run has it."""
+    """Restores the newest intact save into this run."""
     snapshot = reshaped(snapshots.restore(saves, run.saved_template), run.template)
     position, now = snapshot.position, run.template.position
     if position.text != now.text and run.text.older_fingerprint and position.text == run.text.older_fingerprint():
@@ -41,13 +41,13 @@ def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
 
 
 class Safekeeping:
-    """What the loop calls to save, to check, to go back and to end.
+    """The loop's hooks to save, check, go back and end.
 
     Args:
       run, saves, console: of the run.
-      place: the run's folder; None in processes but the first.
-      preemption: says when the run is to end.
-      saved: the step that is saved already; None: nothing is.
+      place: the run's folder; None except in process 0.
+      preemption: tells when to end the run.
+      saved: the step that is already saved, or None.
 
     Attributes:
       was_ended: whether a signal has ended the run.
@@ -67,17 +67,17 @@ class Safekeeping:
         self.was_ended = False
 
     def save(self, snapshot: Snapshot, heldout_loss: float | None) -> None:
-        """Begins to save, once for each step.
+        """Starts to save, once per step.
 
         Raises:
-          MovedError: the run's folder is another one now; the snapshot is saved, if it can be.
+          MovedError: the run's folder was moved or replaced; the snapshot is saved elsewhere, if possible.
         """
         if snapshot.step != self._saved:
             self._attempt(snapshot, lambda: self._begin(snapshot, heldout_loss), heldout_loss)
             self._saved = snapshot.step
 
     def save_last(self, snapshot: Snapshot) -> None:
-        """Saves, and waits until it is written; first mends copies that differ, where the run does that.
+        """Saves, and waits until it is written; first repairs differing copies, if the run repairs them.
 
         Raises:
           MovedError: as `save`.
@@ -91,7 +91,7 @@ class Safekeeping:
         self._check_place(snapshot)
 
     def save_alone(self, snapshot: Snapshot) -> None:
-        """`save_last` after an error that other processes may not have: with these nothing more can be saved."""
+        """`save_last` after an error that other processes may lack: with several processes, nothing can be saved."""
         if jax.process_count() == 1:
             self.save_last(snapshot)
 
@@ -99,7 +99,7 @@ class Safekeeping:
         snapshots.save(self._saves, reshaped(snapshot, self._run.saved_template), heldout_loss)
 
     def _attempt(self, snapshot: Snapshot, act: Callable[[], None], heldout_loss: float | None = None) -> None:
-        """Does a part of a save; if that fails, saves `snapshot` anew, once: its folder may have been moved away."""
+        """Runs a part of a save; if it fails, saves `snapshot` again, once: the folder may have been moved."""
         self._check_place(snapshot)
         try:
             act()
@@ -116,7 +116,7 @@ class Safekeeping:
             self._save_elsewhere(snapshot, printable(str(error)), None)
 
     def _check_place(self, snapshot: Snapshot) -> None:
-        """Raises MovedError where the run can no longer be saved at its place, once the snapshot is saved elsewhere."""
+        """If the run can no longer be saved in its folder, saves the snapshot elsewhere and raises MovedError."""
         moved, notes = jaxshard.processes.from_first("save", self._looked_at)
         for note in notes:
             say(self._console, note)
@@ -129,9 +129,9 @@ class Safekeeping:
         return moved, [] if moved else self._place.completed()
 
     def _save_elsewhere(self, snapshot: Snapshot, why: str, where: str | None) -> NoReturn:
-        """Saves in another folder, and raises MovedError, or OSError where that fails, too."""
+        """Saves in a different folder and raises MovedError, or OSError if that fails, too."""
         with contextlib.suppress(OSError, jaxshard.processes.ProcessError):
-            self._saves.close()  # what it was saving may be lost with the folder
+            self._saves.close()  # a pending save may be lost with the folder
         place = self._place
         try:
             path = jaxshard.processes.from_first("save", lambda: place.made_elsewhere(where) if place else "")
@@ -148,10 +148,10 @@ class Safekeeping:
         return self.was_ended
 
     def checked(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot, once all its copies are the same; copies that differ are mended, where the run does that.
+        """Checks that all copies agree, and returns the snapshot; repairs differing copies, if the run repairs them.
 
         Raises:
-          ReplicaError: copies differ, and the run does not mend them.
+          ReplicaError: copies differ, and the run does not repair them.
         """
         try:
             jaxshard.digest.digests((snapshot.params, snapshot.state))
@@ -164,22 +164,22 @@ class Safekeeping:
         return dataclasses.replace(snapshot, params=params, state=state)
 
     def back(self, snapshot: Snapshot, why: str, is_finite: bool) -> Snapshot | None:
-        """The last save, to go on from with rows that were not tried yet; None where the run has to end.
+        """The last save, to go on from with new rows; None if the run must end.
 
         Raises:
-          FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would go on from it.
+          FloatingPointError: the snapshot's params are not finite; it is not saved, as a run would resume from it.
         """
         self._saves.wait()
         saved, finite = jaxshard.processes.from_first("back", self._saves.steps), self._saves.latest_finite()
         if not is_finite:
             raise FloatingPointError(f"{why}; {_way_back(saved, finite)}")
         ends = self._run.config.train.on_divergence == "end" or self._times_back >= _TIMES_BACK
-        if ends or not saved or finite not in (None, saved[-1]):  # no step is saved before a newer one
+        if ends or not saved or finite not in (None, saved[-1]):  # an older step cannot be saved after a newer one
             self.save_last(snapshot)
             return None
         self._times_back += 1
         for leaf in jax.tree.leaves((snapshot.params, snapshot.state)):
-            leaf.delete()  # there may be no room for both
+            leaf.delete()  # there may not be memory for both
         found = resumed(self._run, self._saves, self._console)
         self._saved = found.step
         say(self._console, f"{why}; back to step {found.step}, and on with other rows")

@@ -1,4 +1,4 @@
-"""Tells the user about a run before its first step and after its last one."""
+"""Prints a summary of a run before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jaxshard.apps.trainer.build import Run
 from jaxshard.apps.trainer.vocabulary import kept_tokenizer
 from jaxshard.system.text import printable, shell_command
 
-_ZLIB_BYTES = 2**24  # a second of work
+_ZLIB_BYTES = 2**24  # takes a second
 
 
 def introduce(console: Console, run: Run) -> None:
-    """Tells of model, devices and text, and shows how much memory each device needs."""
+    """Prints model, devices and text, and the memory of each device."""
     strategy, mesh = run.config.sharding.strategy, run.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     kind = mesh.devices.flat[0].device_kind
@@ -37,7 +37,7 @@ def introduce(console: Console, run: Run) -> None:
 
 
 def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> None:
-    """Shows what the compiled step sends and holds on each device."""
+    """Prints the compiled step's traffic and memory on each device."""
     mesh = run.mesh
     if report.collectives:
         console.print(step_table(report))
@@ -47,8 +47,7 @@ def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> No
 
 
 def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> bool:
-    """Tells how the run ended, where its files are, and by which command it goes on; returns whether its model is
-    there."""
+    """Prints how the run ended, where its files are, and the command to resume it; returns whether the model exists."""
     best = snapshot.stopping.best
     if interrupted:
         say(console, f"interrupted after step {snapshot.step}; the model is saved")
@@ -73,7 +72,7 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
 
 
 def _parameters(run: Run) -> str:
-    """How many parameters, and how many of them are trained."""
+    """The number of parameters, and of trained ones."""
     lora, dtype = run.config.lora, run.config.precision.params
     sizes = {path: leaf.size for path, leaf in linear.by_path(run.template.params).items()}
     if not lora.rank:
@@ -106,7 +105,7 @@ def _source(path: str | None) -> str:
 
 
 def sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
-    """What the model writes after a line's end, or after token 0."""
+    """Text that the model writes after a newline, or after token 0."""
     stacked = reshaped(snapshot, run.saved_template)
     model = LanguageModel(run.config.model, lora=run.config.lora)
     prompt = [ord("\n") if run.text.is_bytes else 0]
@@ -120,7 +119,7 @@ def sample(run: Run, folder: RunFolder, snapshot: Snapshot) -> str:
 
 
 def draw_curves(run: Run, folder: RunFolder, console: Console) -> None:
-    """Draws the curves. The model is saved: whatever keeps the figure from being drawn, the run has succeeded."""
+    """Draws the curves. An error here does not fail the run, as the model is saved."""
     try:
         is_bytes = run.text.is_bytes
         draw(folder, {"zlib, held-out text": zlib_bits_per_byte(run.text.heldout)} if is_bytes else {}, is_bytes)

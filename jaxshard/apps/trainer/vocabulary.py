@@ -1,4 +1,4 @@
-"""The tokenizer.json that lies beside tokens or in a run, and what it asks of the model and of the text."""
+"""Finds the tokenizer.json beside tokens or in a run, and checks that it fits the model and the text."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def tokenizer_of(config: Config) -> Path | None:
 
 
 def kept_tokenizer(start: Path) -> Path | None:
-    """What made the tokens of a run, or of the Hugging Face folder that it is or started from."""
+    """The tokenizer of a run, or of the Hugging Face folder that it is or started from."""
     paths = (RunFolder(start).tokenizer, hf_folder.kept_of(start) / TOKENIZER)
     return next((path for path in paths if path.is_file()), None)
 
 
 def check_start(config: Config) -> None:
-    """Raises ValueError where the text is not in the tokens of the model that training starts from."""
+    """Raises ValueError if the text has different tokens than the model that training starts from."""
     if config.train.start is None:
         return
     kept, path = kept_tokenizer(Path(config.train.start)), config.data.path
@@ -56,12 +56,12 @@ def check_start(config: Config) -> None:
 
 
 def check_tokenizer(config: Config, model: Path, name: str) -> None:
-    """Raises ValueError where another tokenizer than that of the model in a folder made the tokens.
+    """Raises ValueError if the tokens are not from the tokenizer of the model in a folder.
 
     Args:
       config: has `data.path`.
       model: a run, or a Hugging Face folder.
-      name: its name in the message.
+      name: of the model, in the message.
     """
     kept, tokenizer = kept_tokenizer(model), tokenizer_of(config)
     if kept is not None and tokenizer is not None and _ids(tokenizer) != _ids(kept):
@@ -69,15 +69,15 @@ def check_tokenizer(config: Config, model: Path, name: str) -> None:
 
 
 def tokens_by(kept: Path) -> str:
-    """How to make tokens with the tokenizer that a model keeps."""
+    """The command that makes tokens with a model's tokenizer."""
     return f"{shell_command('jaxshard', 'tokenize', 'TEXT', '--tokenizer', str(kept))} --out FOLDER, then --data FOLDER"
 
 
 def chosen(config: Config) -> Config:
-    """The configuration with its tokenizer's vocabulary, a multiple of 64, where `model.vocabulary` is the default.
+    """If `model.vocabulary` is the default, sets it to the tokenizer's, rounded up to a multiple of 64.
 
     Raises:
-      ValueError: the tokenizer's is larger than the one that was asked for.
+      ValueError: the tokenizer's vocabulary is larger than the given one.
     """
     tokenizer, given = tokenizer_of(config), config.model.vocabulary
     if tokenizer is None:
@@ -94,29 +94,21 @@ def chosen(config: Config) -> Config:
 
 
 def vocabulary_of(tokenizer: Path) -> int:
-    """The largest token of a tokenizer.json, and one.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """The largest token of a tokenizer.json, plus one; raises ValueError if it is not one."""
     return max(_ids(tokenizer).values()) + 1
 
 
 def end_of(tokenizer: Path) -> tuple[str, int] | None:
-    """What `tokenizing.end_of` finds in a tokenizer.json.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """`tokenizing.end_of` for a tokenizer.json; raises ValueError if it is not one."""
     return tokenizing.end_of(_ids(tokenizer).get)
 
 
 def _ids(tokenizer: Path) -> dict[str, int]:
-    """Each piece of text that is a token, with its number."""
+    """token -> id."""
     try:
         found = cast(Any, small_files.read_json(tokenizer, MOST_TOKENIZER_BYTES))
         vocabulary = found["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram's: tokens with their weights
+        if isinstance(vocabulary, list):  # Unigram: tokens with their weights
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {each["content"]: each["id"] for each in found["added_tokens"]}
         ids = {token: operator.index(number) for token, number in {**vocabulary, **added}.items()}
