@@ -1,4 +1,4 @@
-"""Bounds on time that a machine which stops for a while does not break."""
+"""Time limits that hold even if the machine stops for a while."""
 
 import contextlib
 import threading
@@ -9,10 +9,10 @@ _TICK = 0.05  # seconds
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """Fails where the block takes longer, by a clock that stands still while this process may not run.
+    """Fails if the block takes longer, by a clock that stops while this process is not scheduled.
 
-    A thread ticks; a tick counts for at most twice its length, however late it comes. Time in which the process
-    computes counts in full, since a call that holds Python's lock lets no thread tick.
+    A thread ticks; each tick counts for at most twice its length, however late it comes. CPU time of the process counts
+    in full, since a call that holds the GIL stops the thread.
     """
     end, passed = threading.Event(), [0.0]
 

@@ -1,11 +1,10 @@
-"""Compiles the tests' programs fast, and each only once, however often tests ask for it.
+"""Compiles the tests' programs fast, and each only once.
 
-* XLA leaves its costly passes out: what is computed and what is moved stays the same, but for rounding and for what a
-  program holds while it runs.
-* Programs are kept in the memory of the test process. JAX's persistent cache is no help: XLA for CPU runs the
-  collectives of a program that it reads back in any order, and then hangs or aborts.
+* XLA skips its costly passes. Results and traffic stay the same, except for rounding and peak memory.
+* Programs are cached in the memory of the test process. JAX's persistent cache does not work: XLA for CPU runs the
+  collectives of a reloaded program in any order, and then hangs or aborts.
 
-JAX has no public way to do the second. If JAX moves its function, the tests only become slower.
+JAX has no public API for the second. If JAX moves its function, the tests only become slower.
 """
 
 import contextlib
@@ -18,14 +17,14 @@ from typing import Any
 import jax
 
 AS_USERS_COMPILE = os.environ.get("JAXSHARD_TESTS") == "as-users-compile"  # `make nightly` does
-# Programs kept. Linux lets a process map 65,530 areas of memory. LLVM takes about 20 for each of the 4000 programs of a
-# whole run, and 330 for many optimizers in one program that is compiled as users do.
+# Cached programs. Linux allows a process 65,530 memory maps. LLVM uses about 20 for each of the 4000 programs of a full
+# run, and 330 for a program with many optimizers that is compiled as users do.
 _MOST = 40 if AS_USERS_COMPILE else 200
 _FASTER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}  # half the time; jax 0.10
 
 
 def keep_programs() -> None:
-    """From now on each program is compiled once in this process; JAX still reports every compilation."""
+    """From now on, compiles each program once in this process; JAX still reports every compilation."""
     _faster()  # asked now, since asking compiles
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import compiler
@@ -34,20 +33,20 @@ def keep_programs() -> None:
 
 
 def compile_fast(yes: bool) -> None:
-    """Whether XLA leaves its costly passes out from now on."""
+    """Sets whether XLA skips its costly passes from now on."""
     jax.config.update("jax_disable_most_optimizations", yes)
 
 
 def fast_flags() -> str:
-    """XLA's flags for the same in a program that a test starts."""
+    """The same as XLA_FLAGS, for a program that a test starts."""
     options = {"xla_backend_optimization_level": 0} | _faster()
     return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 
 def fast_environment(**more: str) -> dict[str, str]:
-    """For a program that a test starts: it imports this checkout, sees CPUs, and compiles as the tests do.
+    """The environment of a program that a test starts: imports this checkout, uses CPUs, and compiles as the tests do.
 
-    libtpu, which ends where XLA_FLAGS has flags that it does not know, is out of its reach.
+    It hides libtpu, which aborts if XLA_FLAGS has flags that it does not know.
     """
     made = {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     made |= {} if AS_USERS_COMPILE else {"XLA_FLAGS": fast_flags()}
@@ -56,7 +55,7 @@ def fast_environment(**more: str) -> dict[str, str]:
 
 @functools.cache
 def _faster() -> dict[str, bool | int]:
-    """More options that save time, if this XLA has them; an unknown flag would end a program."""
+    """More options that save time, if this XLA has them; an unknown flag would abort a program."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.jit(lambda x: x, compiler_options=_FASTER).lower(0.0).compile()
         return _FASTER
@@ -64,7 +63,7 @@ def _faster() -> dict[str, bool | int]:
 
 
 def _kept(compile_program):
-    programs: dict[bytes, Any] = {}  # the one that was used last is last
+    programs: dict[bytes, Any] = {}  # the most recently used is last
 
     def compile_once(backend, module, devices, options, host_callbacks):
         if backend.platform != "cpu":

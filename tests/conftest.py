@@ -15,19 +15,19 @@ compile_fast(not AS_USERS_COMPILE)
 keep_programs()
 if not AS_USERS_COMPILE:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
-gc.set_threshold(50_000, 10, 10)  # as Python has it (700), a tenth of the suite's time goes into collections
+gc.set_threshold(50_000, 10, 10)  # with Python's default (700), collections take 10% of the suite's time
 
 
 @pytest.fixture(autouse=True)
 def optimization(request):
-    """Tests of rounding, memory or speed, marked `optimized`, compile as users do, always."""
+    """Tests of rounding, memory or speed (marked `optimized`) always compile as users do."""
     compile_fast(not AS_USERS_COMPILE and request.node.get_closest_marker("optimized") is None)
 
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal():
-    """Programs that tests start inherit what is ignored or blocked here: Ctrl-C in a shell's background, SIGHUP under
-    nohup and once libtpu is loaded."""
+    """Restores default signal handling, since programs that tests start inherit ignored and blocked signals: Ctrl-C in
+    a shell's background, SIGHUP under nohup or once libtpu is loaded."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -40,20 +40,20 @@ def signals_as_in_a_terminal():
 
 @pytest.fixture(autouse=True, scope="session")
 def eight_devices():
-    """One device where eight were meant would make every test pass."""
+    """Asserts eight devices: with one, every test would pass."""
     assert jax.device_count() == 8
 
 
 @pytest.fixture
 def x64():
-    """Double precision: rounding no longer hides a wrong sum."""
+    """Double precision, so that rounding does not hide a wrong sum."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def count_compilations():
-    """Calls a function, and returns how many XLA compilations that took."""
+    """Calls a function, and returns the number of XLA compilations."""
     events: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -75,7 +75,7 @@ def count_compilations():
 
 @pytest.fixture
 def as_on(monkeypatch):
-    """`as_on("tpu")`: from now on the code does on these devices what it does on that platform."""
+    """`as_on("tpu")`: from now on, our code takes the branches for that platform."""
     from jaxshard import platforms
 
     def on(name):

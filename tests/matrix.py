@@ -1,7 +1,7 @@
-"""Every gradient transformation of optax, found in its namespace, ready to train; and a tree and a loss to train on.
+"""Every gradient transformation in optax's namespace, ready to train; and a tree and a loss to train on.
 
-`cases()` is the list. A callable that is new in optax is in it the day it appears: its required arguments are filled by
-their names from `ARGUMENTS`, and where that does not do, `Case.make` says which table here to add it to.
+`cases()` is the list. It includes new callables of optax automatically: `ARGUMENTS` has values for required arguments
+by name, and if that is not enough, the error of `Case.make` names the table to extend.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 # The tree and the loss.
 
 SPECS = [(r"embed$", P("tensor")), (r"blocks/up$", P(None, None, "tensor")), (r"list/1$", P("tensor"))]
-CUT = {"embed": {0: "tensor"}, "blocks/up": {2: "tensor"}, "list/1": {0: "tensor"}}  # what SPECS do, by dim
+CUT = {"embed": {0: "tensor"}, "blocks/up": {2: "tensor"}, "list/1": {0: "tensor"}}  # the dims that SPECS shard
 HYBRID_SPECS = [
     (r"embed$", P("tensor", "pipeline")),
     (r"blocks/up$", P(None, "pipeline", "tensor")),
@@ -40,7 +40,7 @@ ROWS = 32
 
 
 def params(dtype: Any) -> Any:
-    """Dims that no N divides, primes, a scalar, stacked layers, a list, a leaf of size 0; all else NumPy."""
+    """Indivisible dims, primes, a scalar, stacked layers, a list, a leaf of size 0; the rest NumPy."""
     rng = np.random.default_rng(11)
     shapes = {
         "embed": (24, 16),
@@ -56,23 +56,23 @@ def params(dtype: Any) -> Any:
 
 
 def batches(count: int, dtype: Any, rows: int = ROWS) -> list[Any]:
-    """Different rows everywhere, so that no two devices and no two steps ever see the same data."""
+    """Distinct rows, so that no two devices or steps see the same data."""
     rng = np.random.default_rng(12)
     return [{"x": np.asarray(rng.normal(size=(rows, 2)), dtype)} for _ in range(count)]
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """Convex; every element's gradient depends on every row, on its own value and, through each row's sum, on all."""
+    """Convex; each element's gradient depends on all rows, on its value and, by each row's sum, on all elements."""
     return _loss(params, batch, {})
 
 
 def tensor_loss(params: Any, batch: Any) -> jax.Array:
-    """The same, written for params that `SPECS` cut."""
+    """The same for params sharded by `SPECS`."""
     return _loss(params, batch, CUT)
 
 
 def hybrid_loss(params: Any, batch: Any) -> jax.Array:
-    """The same, written for params that `HYBRID_SPECS` cut."""
+    """The same for params sharded by `HYBRID_SPECS`."""
     return _loss(params, batch, HYBRID_CUT)
 
 
@@ -80,7 +80,7 @@ Cut = dict[int, str]
 
 
 def _loss(params: Any, batch: Any, cuts: dict[str, Cut]) -> jax.Array:
-    """Leaves that are cut alike go in one vector: one operation compiles faster than one for each leaf."""
+    """Concatenates leaves with the same sharding: one operation compiles faster than one per leaf."""
     vectors: dict[tuple[str, ...], list[Any]] = {}
     for path, leaf in by_path(getattr(params, "fast", params)).items():
         cut = cuts.get(path, {})
@@ -99,7 +99,7 @@ def by_path(params: Any) -> dict[str, Any]:
 
 
 def _phases(path: str, leaf: Any, cut: Cut) -> Any:
-    """A number for each element, irregular in all dims; of a leaf that is cut in two at some dims, this device's."""
+    """An irregular number for each element; for a leaf that is sharded in two at some dims, this device's numbers."""
     shape = tuple(n * (2 if d in cut else 1) for d, n in enumerate(leaf.shape))
     phases = np.random.default_rng(zlib.crc32(path.encode())).uniform(0, 6, shape).astype(leaf.dtype)
     for dim, axis in cut.items():
@@ -108,7 +108,7 @@ def _phases(path: str, leaf: Any, cut: Cut) -> Any:
 
 
 def reordered(params: Any, batches: list[Any], rows: Any, seed: int | None) -> tuple[Any, list[Any]]:
-    """The same task, its rows in the order `rows`, and with a seed each dim of each leaf shuffled, too."""
+    """The same task with its rows in the order `rows` and, with a seed, each dim of each leaf shuffled, too."""
 
     def shuffled(path: str, x: Any) -> Any:
         rng = np.random.default_rng(zlib.crc32(path.encode()) + (seed or 0))
@@ -123,7 +123,7 @@ def reordered(params: Any, batches: list[Any], rows: Any, seed: int | None) -> t
 
 
 def _rough_distance(vectors: list[Any], x: jax.Array) -> jax.Array:
-    """(rows,): how far the elements lie from what each row asks of them, roughly |w - target|."""
+    """(rows,): roughly |w - target| for each row's targets."""
     elements, phases = (jnp.concatenate(parts) for parts in zip(*vectors, strict=True))
     target = 0.6 * x[:, :1] * jnp.sin(phases) + (0.4 * x[:, 1:] + 0.3) * jnp.cos(1.3 * phases)
     away = elements - target
@@ -139,9 +139,9 @@ Extra = Callable[[Callable[[Any, Any], Any], Any, Any], dict[str, Any]]
 class Case:
     """One transformation.
 
-    `make()` gives it anew, ready to train. `update` needs `value=` (the loss), `grad=` (the gradients) and what
-    `extra(loss, params, batch)` returns. `place(params)` gives the params that it wants: all but lookahead take any.
-    `without` are leaves of `params` that optax itself fails on, unsharded, and how.
+    `make()` makes a new one, ready to train. `update` needs `value=` (the loss), `grad=` (the gradients) and the result
+    of `extra(loss, params, batch)`. `place(params)` converts the params, which only lookahead needs. `without`: leaves
+    of `params` on which unsharded optax itself fails -> its error.
     """
 
     name: str
@@ -151,13 +151,13 @@ class Case:
     without: Mapping[str, tuple[type[Exception], str]] = dataclasses.field(default_factory=dict)
 
     def tree(self, params: Any) -> Any:
-        """The params that it is tried on: all leaves but those that optax cannot hold."""
+        """The params to train: all leaves except `without`."""
         return self.place({name: leaf for name, leaf in params.items() if name not in self.without})
 
 
 RATE = 0.02
 
-# What any factory gets for an argument of this name that has no default.
+# Values for required arguments, by name.
 ARGUMENTS: dict[str, Callable[[], Any]] = {
     "learning_rate": lambda: RATE,
     "inner": lambda: optax.adam(RATE),
@@ -194,14 +194,14 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "max_linesearch_steps": lambda: 8,
 }
 
-# Arguments beside the required ones: so that it really does in five small steps what it is for.
+# Further arguments, so that the transformation has an effect within five small steps.
 OPTIONS: dict[str, dict[str, Any]] = {
     "adafactor": {"learning_rate": RATE, "min_dim_size_to_factor": 8, "momentum": 0.9, "weight_decay_rate": 0.01},
     "adadelta": {"learning_rate": 1.0, "weight_decay": 0.01},
     "adagrad": {"learning_rate": 0.1},
     "add_decayed_weights": {"weight_decay": 0.1},
     "apply_every": {"k": 2},
-    "contrib.acprop": {"eps": 1e-3},  # divides by this where two gradients are near each other
+    "contrib.acprop": {"eps": 1e-3},  # divides by this if two gradients are nearly equal
     "contrib.scale_by_acprop": {"eps": 1e-3},
     "contrib.dadapt_adamw": {"estim_lr0": 1e-3, "weight_decay": 0.1},
     "contrib.galore": {"rank": 3, "update_proj_gap": 2},
@@ -224,20 +224,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def schedule(sign: int, times: int) -> Any:
-    """From times / 512 to times / 128. optax computes schedules in float32 whatever the params are; these, exactly.
+    """From times / 512 to times / 128, exact in float32, in which optax computes schedules for any params.
 
-    Else their last bit, which hangs on what is compiled together with them, would hide anything finer than 1e-8.
+    Otherwise their last bit, which depends on the program around them, would hide errors below 1e-8.
     """
     return optax.linear_schedule(sign * times / 512, sign * times / 128, 4)
 
 
 def matrices(params: Any) -> Any:
-    """A mask: the leaves of two dims or more."""
+    """A mask of the leaves with at least two dims."""
     return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
 def muon_dims(params: Any) -> Any:
-    """Which dims of each leaf are a matrix's; None, or nothing where a mask left nothing: it is none."""
+    """The matrix dims of each leaf; None if it is not a matrix or was masked."""
 
     def dims(x: Any) -> Any:
         return {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}.get(x.ndim)
@@ -249,7 +249,7 @@ def labels(params: Any) -> Any:
     return jax.tree.map(lambda x: "one" if x.ndim == 2 else "two", params)
 
 
-# How a callable that is no whole optimizer is put into one: by default `chain(it, scale(-RATE))`.
+# How to make an optimizer from a callable that is not one: by default `chain(it, scale(-RATE))`.
 SCALES = {
     "scale": 1,
     "scale_by_schedule": 1,
@@ -260,7 +260,7 @@ SCALES = {
 LAST = {"keep_params_nonnegative", "scale_by_backtracking_linesearch", "scale_by_polyak", "scale_by_zoom_linesearch"}
 WHOLE = {"learning_rate", "inner", "optimizer", "base_optimizer", "tx", "fast_optimizer", "transforms"}
 
-# Callables of which the annotation does not tell, and that make no gradient transformation.
+# Callables without an informative annotation that do not make gradient transformations.
 OTHERS = {
     "bias_correction",
     "contrib.schedule_free_eval_params",
@@ -270,7 +270,7 @@ OTHERS = {
     "update_moment",
     "update_moment_per_elem_norm",
 }
-# Classes that have an `update`: the contract, what is in `VARIANTS`, and a stateful schedule
+# Classes with an `update`: the contract, those in `VARIANTS`, and a stateful schedule.
 CLASSES = {"GradientTransformation", "GradientTransformationExtraArgs", "MultiSteps", "WrappedSchedule"}
 
 
@@ -287,7 +287,7 @@ def _grad_fn(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
 
 
 def _each_example(loss: Any, params: Any, batch: Any) -> dict[str, Any]:
-    """(rows, *shape): the gradients of each row by itself."""
+    """(rows, *shape): the gradients of each row."""
 
     def one(x: Any) -> Any:
         return jax.grad(loss)(params, batch | {"x": x[None]})
@@ -307,7 +307,7 @@ EXTRA: dict[str, Extra] = {
 
 
 def of_each_example(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """A transformation of per-example gradients, which come as an extra argument: a step has the averaged ones."""
+    """A transformation of per-example gradients, passed as an extra argument, since a step has only averages."""
 
     def update(updates: Any, state: Any, params: Any = None, *, each_example: Any, **extra: Any) -> Any:
         del updates, extra
@@ -317,9 +317,9 @@ def of_each_example(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def settled(tx: Any) -> optax.GradientTransformation:
-    """monitor's state has another structure after its first update, so that all would be compiled twice.
+    """Gives monitor's state its final structure at once, since a change at the first update causes a recompilation.
 
-    test_optimizer.py has it as it is.
+    test_optimizer.py tests it unchanged.
     """
 
     def init(params: Any) -> Any:
@@ -343,7 +343,7 @@ def _modules() -> dict[str, Any]:
 
 
 def public() -> dict[str, Any]:
-    """Every public callable of optax, each once."""
+    """Every distinct public callable of optax."""
     found: dict[str, Any] = {}
     for prefix, module in _modules().items():
         for name in dir(module):
@@ -355,7 +355,7 @@ def public() -> dict[str, Any]:
 
 
 def factories() -> dict[str, Any]:
-    """Those that make gradient transformations, by their annotation; all that have none but for `OTHERS`."""
+    """Callables that make gradient transformations by annotation, or have no annotation and are not in `OTHERS`."""
     found = {name: value for name, value in public().items() if inspect.isroutine(value)}
     returns = {name: inspect.signature(value).return_annotation for name, value in found.items()}
     unknown = {name for name in found if returns[name] is inspect.Signature.empty} - OTHERS
@@ -363,11 +363,7 @@ def factories() -> dict[str, Any]:
 
 
 def arguments(name: str, factory: Any) -> dict[str, Any]:
-    """What to call a factory with.
-
-    Raises:
-      LookupError: an argument of which nothing is known here.
-    """
+    """The arguments of a factory; raises LookupError for an unknown required argument."""
     needed = {}
     for parameter in inspect.signature(factory).parameters.values():
         if parameter.default is not parameter.empty and parameter.name != "key":
@@ -379,10 +375,10 @@ def arguments(name: str, factory: Any) -> dict[str, Any]:
 
 
 def build(name: str) -> Any:
-    """The transformation that a factory makes, put into an optimizer where it is none by itself."""
+    """The transformation of a factory, as an optimizer."""
     factory = public()[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # what is deprecated is public still
+        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated callables are still public
         made = factory(**arguments(name, factory))
     if name in ADAPTERS:
         made = ADAPTERS[name](made)
@@ -392,7 +388,7 @@ def build(name: str) -> Any:
     return optax.chain(made, optax.scale(SCALES.get(name, -RATE))) if bare else made
 
 
-# By hand: what takes no plain arguments, and what people chain.
+# By hand: transformations with unusual arguments, and common chains.
 
 Sequence = Callable[[], optax.GradientTransformation]
 
@@ -421,7 +417,7 @@ def _deprecated_inject() -> Any:
 
 
 def _poisoned(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """One element of one leaf is not a number in the second step, so that one device sees it."""
+    """Makes one element NaN in the second step, so that only one device sees it."""
 
     def update(updates: Any, step: Any, params: Any = None) -> Any:
         bad = updates["odd"].at[13, 2].set(jnp.where(step == 1, jnp.nan, updates["odd"][13, 2]))
@@ -494,9 +490,9 @@ WITHOUT_VALUE = {"contrib.sam", "sam, opaque"}
 
 
 def plain(case: Case) -> optax.GradientTransformationExtraArgs:
-    """Plain optax, as users would call it who have gradients of all params, `value` and `grad`.
+    """Plain optax, as called by a user with gradients of all params, `value` and `grad`.
 
-    To sam they give no extra arguments but its own, and to lookahead the gradients of the fast params alone.
+    sam gets only its own extra arguments, and lookahead the gradients of the fast params alone.
     """
     tx = case.make()
 
@@ -508,7 +504,7 @@ def plain(case: Case) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-# What each element gets hangs on its place: noise, random signs, a planted nan, the signs of singular vectors.
+# Transformations that depend on an element's index: noise, random signs, a planted NaN, the signs of singular vectors.
 BY_PLACE = {
     "MultiSteps, skip_not_finite, a nan",
     "add_noise",
@@ -525,13 +521,13 @@ BY_PLACE = {
 EXTRA |= {"sam, opaque": _grad_fn, "lbfgs, backtracking": _value_fn}
 PLACE |= {"lookahead of lamb": PLACE["lookahead"]}
 
-# Leaves that optax itself cannot hold, and how it fails.
+# Leaves on which optax itself fails, and its error.
 _MUON = {"empty": (ZeroDivisionError, "division by zero")}
 _SM3 = {
     "scalar": (IndexError, "list index out of range"),
     "empty": (ValueError, "zero-size array to reduction operation max"),
 }
-_DISTANCE = {"scalar": (TypeError, "carry")}  # its update of a scalar has shape (1,), and so have the params then
+_DISTANCE = {"scalar": (TypeError, "carry")}  # its update of a scalar has shape (1,), and then the params too
 WITHOUT: dict[str, Mapping[str, tuple[type[Exception], str]]] = {
     "contrib.muon": _MUON,
     "muon, stacked": _MUON,
@@ -543,7 +539,7 @@ WITHOUT: dict[str, Mapping[str, tuple[type[Exception], str]]] = {
 
 
 def cases() -> dict[str, Case]:
-    """All of them, by name."""
+    """All cases by name."""
     makes = {name: functools.partial(build, name) for name in factories()} | VARIANTS
     found = {}
     for name, make in makes.items():

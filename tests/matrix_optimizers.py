@@ -1,4 +1,4 @@
-"""Optimizers that treat each matrix by itself, written as their users write them."""
+"""Optimizers that update each matrix separately, written as users write them."""
 
 from typing import Any, NamedTuple
 
@@ -23,12 +23,12 @@ def shampoo(rate=1e-2):
 
 
 def soap(rate=1e-2, frequency=2):
-    """SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors, which a QR step follows."""
+    """SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors, updated by QR steps."""
     return _chain(_scale_by_soap(frequency), rate)
 
 
 def _chain(matrices, rate):
-    """Norms before and after, which couple all leaves; vectors by Adam."""
+    """Norms before and after, which couple all leaves; Adam for vectors."""
 
     def labels(params):
         return jax.tree.map(lambda p: "matrix" if p.ndim >= 2 else "other", params)

@@ -1,4 +1,4 @@
-"""A pytest plugin: optax's own tests of its optimizers, each of them sharded over 8 devices; STRATEGY names how."""
+"""A pytest plugin: runs optax's own tests with its optimizers sharded over 8 devices by the strategy STRATEGY."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ def pytest_configure():
     jax.config.update("jax_num_cpu_devices", 8)
     try:
         import sklearn  # noqa: F401
-    except ModuleNotFoundError:  # two of optax's tests of L-BFGS take their data from it
+    except ModuleNotFoundError:  # two of optax's tests of L-BFGS use its data
         absent = types.ModuleType("sklearn")
         absent.datasets = absent.linear_model = None  # pyright: ignore[reportAttributeAccessIssue]
         sys.modules["sklearn"] = absent
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _sharding(make):
-    """The function that makes an optimizer, which makes a sharded one."""
+    """Wraps an optimizer's factory to make a sharded one."""
 
     @functools.wraps(make)
     def sharded(*args, **options):

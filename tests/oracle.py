@@ -1,4 +1,4 @@
-"""What every strategy is compared with: jitted optax on one device, over the whole batch."""
+"""The reference for every strategy: jitted optax on one device, over the global batch."""
 
 import chex
 import jax
@@ -12,7 +12,7 @@ WIDTH, VOCABULARY, LAYERS, ROWS, LENGTH = 16, 24, 3, 48, 4
 
 
 def hostile_params(dtype):
-    """Dims that no N divides, primes, a scalar, a leaf of size 0, stacked layers; "table" is used twice (tied)."""
+    """Indivisible dims, primes, a scalar, a leaf of size 0, stacked layers; "table" is used twice (tied)."""
     rng = np.random.default_rng(7)
     shapes = {
         "table": (VOCABULARY, WIDTH),
@@ -30,14 +30,14 @@ def hostile_params(dtype):
 
 
 def batches(count, rows=ROWS, seed=0):
-    """Different rows everywhere, so that no two devices ever see the same data."""
+    """Distinct rows, so that no two devices see the same data."""
     rng = np.random.default_rng(seed)
     shape = (rows, LENGTH)
     return [{"x": rng.integers(0, VOCABULARY, shape), "y": rng.integers(0, VOCABULARY, shape)} for _ in range(count)]
 
 
 def model_loss(params, batch):
-    """A small tied language model that calls `unshard` on most leaves, and uses others raw."""
+    """A small tied language model that calls `unshard` on most leaves, and uses others directly."""
     table = jaxshard.unshard(params["table"])
     x = table[batch["x"]].astype(params["odd"].dtype)
 
@@ -55,7 +55,7 @@ def model_loss(params, batch):
 
 
 def one_device(loss_fn, tx, params, *runs):
-    """(params, state, losses) of plain optax, jitted, on the whole batch; for several runs a list of them."""
+    """(params, state, losses) of plain optax, jitted, on the global batch; for several runs, a list of these."""
     update = optax.with_extra_args_support(tx).update
 
     @jax.jit
@@ -79,7 +79,7 @@ def one_device(loss_fn, tx, params, *runs):
 
 
 def sharded(loss_fn, opt, params, steps, *args, **options):
-    """The same by `train_step`."""
+    """The same with `train_step`."""
     params = opt.place(params)
     state = opt.init(params)
     step = jaxshard.train_step(loss_fn, opt, **options)
@@ -105,7 +105,7 @@ def distances(a, b):
 
 
 def assert_same_dtypes(a, b):
-    """And the same structure."""
+    """Asserts the same structure and dtypes."""
 
     def dtypes(x, y):
         return f"{jnp.result_type(x)} is not {jnp.result_type(y)}"
@@ -114,7 +114,7 @@ def assert_same_dtypes(a, b):
 
 
 def assert_close(a, b, tolerance):
-    """The same structure, shapes and dtypes; each leaf within the tolerance, by `distance`."""
+    """Asserts the same structure, shapes and dtypes, and each leaf within the tolerance, by `distance`."""
     assert_same_dtypes(a, b)
     chex.assert_trees_all_equal_comparator(
         lambda x, y: distance(x, y) <= tolerance, lambda x, y: f"{distance(x, y)} apart, {tolerance} allowed", a, b
@@ -122,7 +122,7 @@ def assert_close(a, b, tolerance):
 
 
 def assert_same_bits(a, b):
-    """Byte by byte, of the same structure and dtypes."""
+    """Asserts the same structure, dtypes and bytes."""
     assert_same_dtypes(a, b)
     chex.assert_trees_all_equal_comparator(
         lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), lambda x, y: f"{x} is not {y}", a, b

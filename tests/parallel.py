@@ -1,4 +1,4 @@
-"""A small transformer of `jaxshard.tensor`'s blocks and `jaxshard.pipeline`, written once, for any mesh and none."""
+"""A small transformer of `jaxshard.tensor`'s blocks and `jaxshard.pipeline`, for any mesh or none."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jaxshard import tensor
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """`schedule` None: no pipeline, the layers in one scan; `unshard`: where params are asked for, if anywhere."""
+    """`schedule` None: the layers in one scan, without a pipeline; `unshard`: where to unshard params, if anywhere."""
 
     layers: int = 8
     width: int = 8
@@ -63,7 +63,7 @@ class Model:
 
     @property
     def dim(self):
-        """Where activations are cut between the blocks."""
+        """The dim along which activations are sharded between the blocks."""
         return self.dim_of_sequence if self.sequence else None
 
     def _asked(self, tree):
@@ -102,11 +102,11 @@ class Model:
         return {"remat": self.remat} if self.schedule == "gpipe" else {}
 
     def plain(self):
-        """The same on one device: layers in one stack, no pipeline."""
+        """The same on one device: layers in one stack, without a pipeline."""
         return dataclasses.replace(self, schedule=None, virtual=1, sequence=False, unshard=False, num_microbatches=1)
 
     def stacked(self, tree):
-        """A tree like the params as `plain()` has it: its layers in one stack."""
+        """Converts a tree like the params to that of `plain()`, with its layers in one stack."""
         if self.virtual == 1:
             return tree
         return tree | {"blocks": jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree["blocks"])}

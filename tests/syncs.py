@@ -1,4 +1,4 @@
-"""What is synced, renamed and deleted, in order, where no disk's power can be cut."""
+"""Records syncs, renames and deletions, in order, as a substitute for cutting a disk's power."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ class Recorder:
         patch.setattr(shutil, "rmtree", deleted)
 
     def fail(self, number, what=stat.S_ISREG):
-        """From now on syncs fail with this error, of files or of folders."""
+        """From now on, syncs of files (or of folders) fail with this error."""
         self._fails = number, what
 
     def work(self):

@@ -1,4 +1,4 @@
-"""What `transformers` computes of a folder: `python hf_logits.py FOLDER IN.npz OUT.npz`, where torch is installed."""
+"""Logits of a folder by `transformers`: `python hf_logits.py FOLDER IN.npz OUT.npz`, in an environment with torch."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The recorded models of `make_hf_fixtures.py`, runs made of models, and what is computed of them."""
+"""The recorded models of `make_hf_fixtures.py`, runs made from models, and their logits."""
 
 import json
 import pathlib
@@ -20,12 +20,12 @@ NAMES = ("gpt2", "llama", "llama_tied")
 
 
 def expected(name):
-    """The tokens, logits and greedy tokens that `transformers` gave."""
+    """The recorded tokens, logits and greedy tokens of `transformers`."""
     return dict(np.load(RECORDED / name / "expected.npz"))
 
 
 def logits_of(model, params, tokens):
-    """(B, L, V), token by token through the cache."""
+    """Logits (B, L, V), token by token through the cache."""
     cache, found = model.empty_cache(len(tokens)), []
     step = jax.jit(model.extended)
     for i in range(tokens.shape[1]):
@@ -41,7 +41,7 @@ def greedy_of(model, params, prompt, count):
 
 
 def saved_run(folder, config, params, **others):
-    """The folder of a run that saved these parameters."""
+    """Makes the folder of a run with these saved parameters."""
     RunFolder(folder).begin(toml.dump(config), 0)
     with jaxshard.checkpoint.Checkpointer(folder / "model") as saves:
         saves.save(3, {"params": params, **others})
@@ -68,7 +68,7 @@ def fresh(config, scale=1.0):
 
 
 def tensors_of(folder):
-    """All tensors of a Hugging Face folder, of one file or of an index's."""
+    """All tensors of a Hugging Face folder, from one file or from an index's files."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return safetensors_numpy.load_file(folder / "model.safetensors")

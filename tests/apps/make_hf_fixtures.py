@@ -1,7 +1,7 @@
-"""Makes tests/apps/hf/: tiny random models of `transformers`, and what it computes of them.
+"""Makes tests/apps/hf/: tiny random models of `transformers`, and their outputs.
 
-Run where torch and transformers are: `python tests/apps/make_hf_fixtures.py`. The recorded ones are those of
-torch 2.13.0 on CPU and transformers 5.24.0.
+Run it in an environment with torch and transformers: `python tests/apps/make_hf_fixtures.py`. The recorded fixtures
+are from torch 2.13.0 on CPU and transformers 5.24.0.
 """
 
 import pathlib
@@ -44,7 +44,7 @@ def main() -> None:
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
-            for path, parameter in model.named_parameters():  # no bias is 0, no scale 1, and attention is not flat
+            for path, parameter in model.named_parameters():  # no bias is 0, no scale 1, attention is not uniform
                 size = 0.7 if "h." in path or "layers." in path else 0.2
                 parameter.copy_(torch.randn_like(parameter) * size + (1.0 if parameter.ndim == 1 else 0.0))
             tokens = torch.randint(0, config.vocab_size, (2, 12))

@@ -1,4 +1,4 @@
-"""Many commands, each in a process of its own that is forked when all is imported: what it prints, takes and leaves."""
+"""Runs many commands, each in a process forked after all imports; returns output, memory, time and files."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclasses.dataclass
 class Ended:
-    """How a command ended: `status` is None where its time was up; `peak` counts the bytes it took itself."""
+    """The end of a command. `status`: None if its time was up; `peak`: bytes of memory beyond the imports."""
 
     status: int | None
     out: str
@@ -53,7 +53,7 @@ class Commands:
 
 
 def listing(folder):
-    """All that lies in a folder, with kinds, sizes and times of files."""
+    """All entries of a folder, with kinds, sizes and times."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
         stat = path.lstat()
@@ -118,7 +118,7 @@ def _run(words, where, streams):
 
 
 def _waited(child, end):
-    """(exit status, None where time was up; what it used)."""
+    """(exit status or, if time was up, None; resource usage)."""
     late, found = False, (0, 0, None)
     while not found[0]:
         late = late or time.monotonic() > end

@@ -1,7 +1,7 @@
-"""Runs one page's Python blocks, in their order and in one namespace, by sybil: `python -W error pages.py PAGE.md`.
+"""Runs one page's Python blocks, in order and in one namespace, by sybil: `python -W error pages.py PAGE.md`.
 
-A page has a process of its own, since its first block may choose the number of simulated devices. Names that a page
-leaves to its reader come from `BEFORE`; what a page promises is asserted by `AFTER`.
+Each page runs in its own process, since its first block may choose the number of simulated devices. `BEFORE` defines
+names that a page leaves to its reader; `AFTER` asserts the page's promises.
 """
 
 import io
@@ -22,7 +22,7 @@ PAGES = {
 
 
 def blocks_of(path):
-    """The Python blocks of a page, as sybil finds them; they share a namespace."""
+    """The Python blocks of a page, found by sybil; they share a namespace."""
     return list(Sybil(parsers=[PythonCodeBlockParser()]).parse(path).examples())
 
 
@@ -41,7 +41,7 @@ def simulate():
 
 
 def before_readme(names):
-    """Its first block names what the second imports."""
+    """The first block uses names that the second one imports."""
     import optax
 
     import jaxshard
@@ -50,7 +50,7 @@ def before_readme(names):
 
 
 def readme(blocks, names):
-    """The twenty lines are at most twenty, learn, and show where each leaf lies."""
+    """The program has at most twenty lines, learns, and prints the layout."""
     del names
     _, twenty_lines = blocks
     assert len([line for line in twenty_lines.parsed.splitlines() if line.strip()]) <= 20
@@ -62,7 +62,7 @@ def readme(blocks, names):
 
 
 def before_survive(names):
-    """It takes up the first page's training, whose rows come from `next_batch`."""
+    """The page continues the first page's training, with rows from `next_batch`."""
     first = blocks_of(PAGES["docs/first_steps.md"])[0]
     first.evaluate()
     found = first.namespace
@@ -77,7 +77,7 @@ def before_survive(names):
 
 
 def survive(blocks, names):
-    """Told to end within step 250, the run has saved that; started again, it goes on from there to the end."""
+    """SIGTERM in step 250 makes the run save it; started again, it resumes there and runs to the end."""
     import jax
     import numpy as np
 
@@ -164,7 +164,7 @@ def doctor(blocks, names):
 
 
 def choosing(blocks, names):
-    """The table of bytes per parameter is what its block prints."""
+    """The page has the table of bytes per parameter that its block prints."""
     printed = "".join(map(run, blocks)).splitlines()
     assert len(printed) == 4
     page = PAGES["docs/choosing.md"].read_text().splitlines()
@@ -172,7 +172,7 @@ def choosing(blocks, names):
 
 
 def jit_and_named_sharding(blocks, names):
-    """The bytes that the page shows for jaxshard are the compiled program's; by hand they are as many or more."""
+    """The page shows the compiled program's bytes for jaxshard; the version by hand moves at least as many."""
     by_hand, ours = "".join(map(run, blocks)).splitlines()
     assert ours in PAGES["docs/coming_from/jit_and_named_sharding.md"].read_text(), ours
     sent = [[float(word) for word in line.split() if "." in word] for line in (by_hand, ours)]
@@ -181,7 +181,7 @@ def jit_and_named_sharding(blocks, names):
 
 
 def other(blocks, names):
-    """A page that promises nothing more than that its blocks run."""
+    """A page that promises only that its blocks run."""
     for block in blocks:
         run(block)
 

@@ -1,4 +1,4 @@
-"""Changes of the world under a running `jaxshard train`: a table of them, and how each is tried."""
+"""A table of changes to files and disks under a running `jaxshard train`, and the code that tries each."""
 
 import contextlib
 import dataclasses
@@ -39,12 +39,12 @@ heartbeat_seconds = 10
 heldout_bytes = 700
 """
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
-_SECONDS = 30  # in which each run has to notice
+_SECONDS = 30  # for each run to notice
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What a run uses: its folder, and its text. `free`: a path where nothing is."""
+    """The run's folder and its text. `free`: a path that does not exist."""
 
     run: Path
     text: Path
@@ -57,19 +57,19 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change, and what has to come of it.
+    """One change and its expected outcome.
 
     Attributes:
-      act: changes the world.
-      words: that the first process must say, a regular expression.
-      saved: where the newest save must be, of all steps that were taken, from the folder above the run's; None: it
-        could be nowhere.
-      status: of all processes.
-      signal: sent, where the run does not end by itself, after it said `words`; None: it ends by itself.
+      act: makes the change.
+      words: a regular expression that process 0's output must match.
+      saved: the folder of the newest save, with all steps taken, relative to the parent of the run's folder; None: no
+        save was possible.
+      status: the exit status of all processes.
+      signal: to send after `words`, if the run does not end by itself; None: it ends by itself.
       to: the process that gets the signal.
-      count: processes.
+      count: the number of processes.
       disk: the run's folder is on a disk of its own: "tmpfs", "ext4".
-      bound: the run is bound by modes.
+      bound: file permissions apply to the run, even as root.
     """
 
     act: Callable[[World], object]
@@ -84,7 +84,7 @@ class Change:
 
 
 def mounted(kind: str, folder: Path) -> Iterator[None]:
-    """A disk of 24 MB at a folder; root alone may mount one."""
+    """Mounts a disk of 24 MB at a folder; needs root."""
     folder.mkdir()
     if kind == "ext4":
         image = folder.with_name("image")
@@ -101,7 +101,7 @@ def mounted(kind: str, folder: Path) -> Iterator[None]:
 
 
 def steps_of(metrics: Path) -> int:
-    """The last step that is recorded."""
+    """The last recorded step."""
     try:
         return max(map(int, re.findall(r'"step": (\d+)', metrics.read_text())), default=0)
     except OSError:
@@ -109,7 +109,7 @@ def steps_of(metrics: Path) -> int:
 
 
 def try_out(change: Change, folder: Path) -> str:
-    """Lets a run meet a change, and checks what comes of it; returns a line about it."""
+    """Applies a change to a run and checks the outcome; returns a line about it."""
     with contextlib.contextmanager(mounted)(change.disk, folder / "disk") if change.disk else contextlib.nullcontext():
         home = folder / "disk" if change.disk else folder / "home"
         home.mkdir(exist_ok=True)
@@ -147,12 +147,12 @@ def _tried(change: Change, world: World, group: Group) -> str:
 
 
 def _named(log: str) -> list[str]:
-    """The files that a run names at its end."""
+    """The files that a run lists at its end."""
     found = re.search(r"^in .*?: ([^;\n]*)", log, re.MULTILINE)
     return found[1].split(", ") if found else []
 
 
-# What happens.
+# The changes.
 
 
 def rename(name: str, to: str = "free") -> Callable[[World], object]:
@@ -179,7 +179,7 @@ def then(*acts: Callable[[World], object]) -> Callable[[World], object]:
 
 
 def put(name: str, kind: str) -> Callable[[World], object]:
-    """Puts something at the path: an empty folder, a folder with a file, a file, a link to nothing."""
+    """Creates something at the path: an empty folder, a folder with a file, a file, a dangling link."""
 
     def act(world: World) -> None:
         path = world.run / name
@@ -258,7 +258,7 @@ def write_over(number: int) -> Callable[[Path], object]:
 
 
 def replace_by(number: int | None) -> Callable[[Path], object]:
-    """By another file: with one number, or the same tokens."""
+    """Replaces the tokens by a file of one number, or of the same tokens."""
 
     def act(path: Path) -> None:
         new = path.with_name("new")
@@ -284,7 +284,7 @@ NOR = r"nor could step \d+ be saved elsewhere: "
 ANEW = "model was moved, deleted or replaced: earlier saves may be gone"
 BEGINS = r"was moved, deleted or replaced: a new one begins at step \d+"
 TERM, INT, HUP, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-ON = {"signal": TERM, "status": (143,)}  # the run goes on until it is ended
+ON = {"signal": TERM, "status": (143,)}  # the run goes on until the signal
 
 CHANGES = {
     "run folder renamed": Change(rename("", "new"), MOVED, "new"),

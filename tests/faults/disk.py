@@ -1,4 +1,4 @@
-"""A disk whose power can be cut: an ext4 in a file, where this user may mount one."""
+"""A disk whose power can be cut: an ext4 in a file, if this user may mount one."""
 
 import contextlib
 import subprocess
@@ -9,7 +9,7 @@ _SHUTDOWN = "import fcntl, os, struct; n = os.open({!r}, os.O_RDONLY); fcntl.ioc
 
 
 class Disk:
-    """An ext4 of 96 MB at `path`. What was not synced when it is cut is lost; its journal is not written either."""
+    """An ext4 of 96 MB at `path`. A cut loses all data that were not synced, including the journal."""
 
     def __init__(self, folder: Path):
         self.path, self._file = folder / "disk", folder / "disk.ext4"
@@ -23,11 +23,11 @@ class Disk:
         _run("mount", "-o", "loop", self._file, self.path)
 
     def cut(self) -> None:
-        """From here on nothing reaches the disk: every call on it is an error."""
+        """From now on nothing reaches the disk, and every call on it fails."""
         _run(sys.executable, "-c", f"{_SHUTDOWN.format(str(self.path))}; os._exit(0)")
 
     def start_again(self) -> None:
-        """Mounts what is left; no process may have a file open there."""
+        """Mounts the disk again; no process may have a file open there."""
         self.close()
         self._mount()
 
@@ -41,7 +41,7 @@ def _run(*command: object) -> None:
 
 @contextlib.contextmanager
 def disk(folder):
-    """A `Disk`, or None where this user may not mount one."""
+    """A `Disk`, or None if this user may not mount one."""
     try:
         made = Disk(folder)
     except (subprocess.CalledProcessError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Processes of one run on this machine, that a test starts, watches, harms and always ends."""
+"""Processes of one run on this machine, which a test starts, watches, disturbs and always ends."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class Group:
       folder: where the logs go.
       count: processes; 1 starts no coordinator.
       devices: simulated devices of each process.
-      environment: more of it.
+      environment: further variables.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Group:
             ),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
-            # What is proved here are ends and states, not speed: such programs are ready twice as soon.
+            # These tests are not about speed, and programs compile twice as fast with these flags.
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {fast_flags()}",
         }
         if count > 1:
@@ -76,7 +76,7 @@ class Group:
             process.wait()
 
     def wait(self, seconds: float = 120) -> list[int]:
-        """Their exit statuses; raises with the logs' ends when they take too long."""
+        """The exit statuses; raises with the ends of the logs after `seconds`."""
         end = time.monotonic() + seconds
         for process in self.processes:
             try:
@@ -92,7 +92,7 @@ class Group:
         return "\n\n".join(f"process {i}:\n{self.log(i)[-3000:]}" for i in range(len(self.logs)))
 
     def until(self, condition: Callable[[], object], what: str, seconds: float = 90) -> None:
-        """Waits for something that the processes do."""
+        """Waits for a condition."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"{what}: not within {seconds} s\n{self.text()}"

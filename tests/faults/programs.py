@@ -1,4 +1,4 @@
-"""What the processes of the fault tests run. Each function is one program; `group.program` names it."""
+"""The programs of the fault tests' processes, one per function; `group.program` names them."""
 
 import contextlib
 import errno
@@ -58,7 +58,7 @@ def say(*words):
 
 
 def saved_and_restored(folder):
-    """A state saved by both processes is restored by both, and digests say that it is the same."""
+    """Both processes save a state and restore it, with the same digests."""
     join()
     opt = optimizer()
     p = opt.place(params())
@@ -84,7 +84,7 @@ def saved_and_restored(folder):
 
 
 def other_saves(folder, what):
-    """Processes that would save other things are all told so, and nothing is written."""
+    """Processes that save different things all get an error, and nothing is written."""
     index = join()
     agreement.MEETING_SECONDS = 5
     tree = {"w": jnp.arange(4.0)}
@@ -108,7 +108,7 @@ def other_saves(folder, what):
 
 
 def differing(what):
-    """Processes whose program, params or rows differ are refused before their first step, all of them."""
+    """Processes whose program, params or rows differ all get an error before their first step."""
     index = join()
     rate = 1e-2 * (1 + index) if what == "learning rate" else 1e-2
     opt = jaxshard.zero2(optax.sgd(rate), jaxshard.make_mesh(), min_shard_size=1)
@@ -132,7 +132,7 @@ def differing(what):
 
 
 def first_step(what):
-    """Says what is warned of at the first step."""
+    """Prints the warnings of the first step."""
     index = join()
     mesh = jaxshard.make_mesh(pipeline=2, data=2) if what == "a pipeline's" else jaxshard.make_mesh()
     opt = jaxshard.zero2(TX, mesh, min_shard_size=1)
@@ -154,7 +154,7 @@ def first_step(what):
 
 
 def with_callbacks():
-    """What is printed in a step is no difference between processes."""
+    """Prints in a step do not count as differences between processes."""
     join()
     opt = optimizer()
 
@@ -170,8 +170,8 @@ def with_callbacks():
 
 
 def disk_full(folder, count, how):
-    """Writing fails while it is under way: for the last process, by a limit on its files' size, or for all, by a disk
-    that is too small although it said otherwise. All are told so, and the old step loads."""
+    """A save fails midway: on the last process, by a limit on file size, or on all, by a disk that is smaller than it
+    reports. All get an error, and the old step can be restored."""
     if int(count) > 1:
         join()
     opt = jaxshard.zero3(TX, jaxshard.make_mesh(), min_shard_size=1)
@@ -193,11 +193,11 @@ def disk_full(folder, count, how):
         say("seconds", time.monotonic() - start)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         say("restored", checkpoints.restore(p)[0])
-    time.sleep(jax.process_index())  # the coordinator comes to its end first
+    time.sleep(jax.process_index())  # the coordinator ends first
 
 
 def unexpected_error():
-    """An error that nobody thought of, on all processes; the coordinator comes to its end first."""
+    """An unexpected error on all processes; the coordinator ends first."""
     index = join()
 
     def fails(arguments):
@@ -209,7 +209,7 @@ def unexpected_error():
 
 
 def notice_at_start(first):
-    """SIGTERM to one process before it begins its loop, which starts at a later step; then a loop that nothing ends."""
+    """SIGTERM to one process before its loop, which starts at a later step; then an endless loop."""
     index = join()
     if index:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -221,13 +221,13 @@ def notice_at_start(first):
         say("loop", loop, "ends at", reached)
     agreement.meet("signal")
     if index:
-        os.kill(os.getpid(), signal.SIGTERM)  # between loops JAX's own handler is there again
+        os.kill(os.getpid(), signal.SIGTERM)  # between loops JAX's own handler is active again
         time.sleep(1)
     say("not killed")
 
 
 def record_fails(*arguments):
-    """`jaxshard train`, whose first process cannot write a record, while a save is under way."""
+    """`jaxshard train`, where process 0 cannot write a record during a save."""
     if os.environ["JAX_PROCESS_ID"] == "0":
         write = Recorder.write
 
@@ -266,7 +266,7 @@ def a_lock_that_nobody_opens():
 
 
 def steps(heartbeat):
-    """Steps without end."""
+    """Endless steps."""
     jaxshard.initialize(heartbeat_timeout_seconds=int(heartbeat))
     opt = optimizer()
     step = jaxshard.train_step(loss_fn, opt)
@@ -279,7 +279,7 @@ def steps(heartbeat):
 
 
 def numbers(step):
-    """What is saved at a step: 8 MB."""
+    """The arrays saved at a step: 8 MB."""
     rng = np.random.default_rng(step)
     return {"cut": rng.integers(0, 2**32, (1024, 1024), np.uint32), "copied": rng.normal(size=(512, 2048)).astype("f")}
 
@@ -293,7 +293,7 @@ def numbers_placed(step, mesh):
 
 
 def saves(folder, count):
-    """Saves without end, each begun once the one before is whole; goes on after the newest."""
+    """Endless saves, each started when the previous one is complete; continues after the newest."""
     if int(count) > 1:
         join()
     mesh = jaxshard.make_mesh()
@@ -310,7 +310,7 @@ def saves(folder, count):
 
 
 def small_numbers(step, leaves=6):
-    """What a step that is saved before the power is cut has."""
+    """The arrays of a step that is saved before the power cut."""
     rng = np.random.default_rng(step)
     return {f"w{leaf}": rng.normal(size=(64, 8 * (leaf + 1))).astype("f") for leaf in range(leaves)}
 
@@ -324,7 +324,7 @@ def small_numbers_placed(step, mesh):
 
 
 def reported_saves(folder, count, keep_last, how):
-    """Saves without end, of which each that is reported is told; `how`: "blocking", or "async", after other work."""
+    """Endless saves; prints each that is reported as saved. `how`: "blocking", or "async", after other work."""
     if int(count) > 1:
         join()
     mesh = jaxshard.make_mesh()
@@ -341,7 +341,7 @@ def reported_saves(folder, count, keep_last, how):
 
 
 def synced_parts(folder):
-    """Each process syncs the files that it wrote itself: on a shared file system no other one can."""
+    """Each process syncs the files that it wrote, since on a shared file system no other one can."""
     join()
     synced, sync = set(), files._sync
 
@@ -359,9 +359,9 @@ def synced_parts(folder):
 
 
 def noise_saved_and_restored(strategy, saved, *others):
-    """A state saved by all processes, and states that others saved restored by all: every process looks at its part."""
+    """All processes save a state, and restore states that others saved; each checks its shards."""
     join()
-    from test_checkpointer import noise, state_under, template_under  # it makes arrays, for which JAX must be joined
+    from test_checkpointer import noise, state_under, template_under  # makes arrays, which needs a joined JAX
 
     opt = getattr(jaxshard, strategy)(TX, jaxshard.make_mesh(), min_shard_size=1)
     with Checkpointer(saved) as checkpoints:
@@ -378,13 +378,13 @@ def noise_saved_and_restored(strategy, saved, *others):
 
 
 def train_without_rights(*arguments):
-    """`jaxshard train` by a root that modes bind as others: it has no capabilities."""
+    """`jaxshard train` by root without capabilities, so that file permissions apply."""
     setpriv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-W", "ignore", "-m", "jaxshard"]
     os.execvp("setpriv", [*setpriv, "train", *arguments])
 
 
 def interrupted_again_and_again():
-    """A loop that goes on after each Ctrl-C. Every gradient is 1, and every step takes exactly 1/1024 of its trace."""
+    """A loop that goes on after each Ctrl-C. Every gradient is 1; each step subtracts exactly 1/1024 of its trace."""
     join()
     tx = optax.chain(optax.trace(0.5), optax.scale_by_schedule(lambda count: -1 / 1024))
     opt = jaxshard.zero2(tx, jaxshard.make_mesh(), min_shard_size=8)
@@ -405,7 +405,7 @@ def interrupted_again_and_again():
 
 
 def of_one_step(p, state):
-    """Whether params and state are live arrays, as the step left them that the state counts."""
+    """Whether params and state are live arrays of the same step, by the state's count."""
     if any(x.is_deleted() for x in jax.tree.leaves((p, state))):
         return False
     w, trace = 1.0, 0.0
@@ -417,7 +417,7 @@ def of_one_step(p, state):
 
 
 def one_cannot_read(folder, bad):
-    """Process `bad` alone meets errors of the system as both restore; then neither does, and both have the newest."""
+    """Both processes restore while `bad` alone has file system errors; then without errors both get the newest step."""
     me = join()
     errors._PAUSES = (0.01, 0.02, 0.03)
     mesh = jaxshard.make_mesh()
@@ -425,7 +425,7 @@ def one_cannot_read(folder, bad):
     with Checkpointer(folder) as checkpoints:
         checkpoints.save(10, tree)
         checkpoints.save(20, tree, blocking=True)
-        checkpoints.verify(20)  # all that is opened once is open
+        checkpoints.verify(20)  # so that everything that is opened once is open
         step = pathlib.Path(folder) / "20"
         files = [path for path in step.rglob("*") if path.is_file()]
         arrays = max(files, key=lambda path: path.stat().st_size)
@@ -470,7 +470,7 @@ def disk_broken(path, here):
 
 @contextlib.contextmanager
 def rights_lost(path, here):
-    """This process may not read the file; nobody may, where a test is not root's."""
+    """This process may not read the file; if the test does not run as root, no process may."""
     mode = path.stat().st_mode
     agreement.meet("all know its mode")
     path.chmod(0)
@@ -485,7 +485,7 @@ def rights_lost(path, here):
 
 @contextlib.contextmanager
 def too_many_files(path, here):
-    """This process can open no file more."""
+    """This process can open no more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/dev/fd"))) + 1
     holes = list[int]()

@@ -1,4 +1,4 @@
-"""What the recipes have on one device in the place of `jaxshard.train_step`."""
+"""The recipes' single-device counterpart of `jaxshard.train_step`."""
 
 import jax
 import optax

@@ -1,4 +1,4 @@
-"""Losses of both kinds: means over rows, each by itself, and others. `right` says which; the tests measure it too."""
+"""Losses of two kinds: means over independent rows, and others. `right` tells which; the tests also measure it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def batch_of(rows, seed=1):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`says`: a word of the warning; `rows`: the smallest number of rows on a device; `own`: it has collectives;
-    `nan`: it is measured with a NaN in one row."""
+    """`says`: a word of the warning; `rows`: the fewest rows on a device; `own`: the loss has collectives; `nan`:
+    measure it with a NaN in one row."""
 
     loss: Callable[..., Any]
     right: bool
@@ -219,7 +219,7 @@ def group_norm(p, b):
 
 @case(True, rows=2)
 def advantages_within_pairs(p, b):
-    """As GRPO has them: rows that follow each other belong to one prompt."""
+    """As in GRPO: neighbouring rows belong to one prompt."""
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(-1, 2)
     return jnp.mean((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1) * reward)
 
@@ -352,7 +352,7 @@ def batch_norm_over_devices(p, b):
 
 @case(True, own=True)
 def batch_norm_within_a_vmap(p, b):
-    """As equinox's BatchNorm, over the rows of this device and over the devices."""
+    """Like equinox's BatchNorm, over the rows of this device and over the devices."""
 
     def of_one(x):
         mean = jax.lax.pmean(x, ("rows", "data"))
@@ -616,8 +616,8 @@ def rows_named_by_the_batch(p, b):
     return jnp.mean((b["x"] @ p["w"])[b["y"] % 2] ** 2)
 
 
-# Loops. Sums that a scan over rows carries are means once it has ended; a loop that ends by its rows is another on each
-# device.
+# Loops. Sums carried by a scan over rows become means after it; a loop whose end depends on its rows differs between
+# devices.
 
 
 def _chunks(b):
@@ -737,7 +737,7 @@ def rounds_by_the_largest_row(p, b):
     return jnp.mean((b["x"] @ p["w"]) ** 2) * rounds
 
 
-# Groups of rows in a row: the chosen and the rejected answer, a few answers to one question.
+# Groups of neighbouring rows: the chosen and the rejected answer, several answers to one question.
 
 
 def _pairs(p, b):
@@ -775,7 +775,7 @@ def each_against_the_other_in_pairs_of_pairs(p, b):
     return (labels_of(b["x"] @ p["w"], b["y"]) * (reward - others).reshape(-1)).mean()
 
 
-# What rows are by their places, without a count of them.
+# Rows treated by their index, without a count of them.
 
 
 def _losses(p, b):
@@ -866,7 +866,7 @@ def steps_counted_within_each_row(p, b):
     return total.mean()
 
 
-# Numbers made from that of the rows.
+# Numbers derived from the number of rows.
 
 
 @case(False, "grow with the number of its rows", rows=4)
@@ -921,7 +921,7 @@ def a_sum_of_all_over_the_rows_of_one(p, b):
     return jnp.sum((lax.psum(hidden.T @ hidden, "data") / len(hidden)) ** 2)
 
 
-# Guards against what is not finite.
+# Guards against values that are not finite.
 
 
 @case(False, nan=True)
@@ -930,7 +930,7 @@ def zero_where_any_is_nan(p, b):
     return jnp.where(jnp.isnan(losses).any() | jnp.isnan(losses.mean()), 0.0, losses.mean())
 
 
-@case(False, nan=True)  # right where all is finite, which the trace does not say
+@case(False, nan=True)  # right if all values are finite, which the trace does not show
 def ranked_by_optax(p, b):
     return optax.losses.ranking_softmax_loss(b["x"] @ p["w"], b["mask"])
 
@@ -955,7 +955,7 @@ def sum_and_weight_by_one_branch(p, b):
     )
 
 
-# Indices, pieces, comparisons.
+# Indices, slices, comparisons.
 
 
 @case(True)

@@ -1,7 +1,7 @@
-"""One use of each primitive that an update may hold in the local view: a function, and the kinds of its operands.
+"""One use of each primitive that an update may contain in the local view: a function, and its operands' kinds.
 
-Kinds: f, floats between 0 and 1; i, small whole numbers; u, unsigned ones; b, truth values; c, complex numbers; n,
-floats of both signs. Primitives that this JAX lacks are left out.
+Kinds: f, floats between 0 and 1; i, small integers; u, unsigned ones; b, booleans; c, complex numbers; n, floats of
+both signs. Primitives that this JAX lacks are skipped.
 """
 
 import jax
@@ -30,7 +30,7 @@ def of_lax(kinds, names):
 
 
 def bound(name, kinds, **params):
-    """The primitive itself, for those that have no function."""
+    """Binds a primitive that has no function."""
     primitive = next((p for p in map(vars(lax).get, [f"{name}_p"]) if p is not None), None)
     primitive = primitive or getattr(jax.extend.core.primitives, f"{name}_p", None)
     return {name: (lambda *args: primitive.bind(*args, **params), kinds)} if primitive else {}

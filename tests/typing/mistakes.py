@@ -1,4 +1,4 @@
-"""Mistakes that pyright must find, never run: `python scripts/check_types.py` compares its errors with the marks."""
+"""Mistakes that pyright must find; never run. `python scripts/check_types.py` compares its errors with the marks."""
 
 import jax
 import jax.numpy as jnp
