@@ -136,8 +136,7 @@ class Save:
     ) -> Self:
         """Starts to write arrays, by path, in the sub-folder `name`; returns once they are copied off the devices.
 
-        They are not compressed: zstd would save 10% of float32 bytes, but take 2 to 3 times the CPU time, and host
-        memory of the size of the arrays.
+        They are not compressed, to save CPU time and host memory (figures: docs/checkpoints.md, "What it costs").
 
         Args:
           place: the folder, under the same path on all processes; it is closed when all is written.
