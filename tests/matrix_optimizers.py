@@ -38,7 +38,7 @@ def _chain(matrices, rate):
     return optax.chain(optax.clip_by_global_norm(1.0), inner, *after)
 
 
-def _turned(x):
+def _transposed(x):
     return jnp.swapaxes(x, -1, -2)
 
 
@@ -58,14 +58,14 @@ class _Factors(NamedTuple):
 def _scale_by_shampoo():
     def root(m):
         values, vectors = jnp.linalg.eigh(m)
-        return (vectors * (jnp.maximum(values, 1e-6) ** -0.25)[..., None, :]) @ _turned(vectors)
+        return (vectors * (jnp.maximum(values, 1e-6) ** -0.25)[..., None, :]) @ _transposed(vectors)
 
     def init(params):
         return _Factors(_eyes(params, -2, 0.1), _eyes(params, -1, 0.1), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads, state, params=None):
-        left = jax.tree.map(lambda g, m: 0.9 * m + g @ _turned(g), grads, state.left)
-        right = jax.tree.map(lambda g, m: 0.9 * m + _turned(g) @ g, grads, state.right)
+        left = jax.tree.map(lambda g, m: 0.9 * m + g @ _transposed(g), grads, state.left)
+        right = jax.tree.map(lambda g, m: 0.9 * m + _transposed(g) @ g, grads, state.right)
         updates = jax.tree.map(lambda g, a, b: root(a) @ g @ root(b), grads, left, right)
         momentum = jax.tree.map(lambda m, u: 0.9 * m + u, state.momentum, updates)
         return momentum, _Factors(left, right, momentum)
@@ -93,9 +93,9 @@ def _scale_by_soap(frequency):
         def leaf(g, parts):
             mu, nu, left, right, a, b = parts
             mu = 0.9 * mu + 0.1 * g
-            nu = 0.95 * nu + 0.05 * jnp.square(_turned(a) @ g @ b)
-            new = a @ ((_turned(a) @ mu @ b) / (jnp.sqrt(nu) + 1e-8)) @ _turned(b)
-            left, right = 0.95 * left + 0.05 * g @ _turned(g), 0.95 * right + 0.05 * _turned(g) @ g
+            nu = 0.95 * nu + 0.05 * jnp.square(_transposed(a) @ g @ b)
+            new = a @ ((_transposed(a) @ mu @ b) / (jnp.sqrt(nu) + 1e-8)) @ _transposed(b)
+            left, right = 0.95 * left + 0.05 * g @ _transposed(g), 0.95 * right + 0.05 * _transposed(g) @ g
             a, b = jax.lax.cond(
                 count % frequency == 1,
                 lambda: (jnp.linalg.qr(left @ a)[0], jnp.linalg.qr(right @ b)[0]),

@@ -30,7 +30,7 @@ try:
     from jaxshard.checkpoint.step_folders import StepFolders, folder_of, whole_number
     from jaxshard.checkpoint.storage import orbax_store
     from jaxshard.checkpoint.storage.paths import PlainPath
-    from jaxshard.checkpoint.writer import Writer, tell
+    from jaxshard.checkpoint.writer import Writer, warn_of
 except ModuleNotFoundError as error:
     raise not_installed(error) from error
 
@@ -188,14 +188,14 @@ class Checkpointer:
             if jax.process_index() == 0:
                 self._writer.fail(step, errors)
             raise not_saved(step, errors, self.path)
-        tell(agreement.from_first("wait", lambda: self._writer.prune(step)))
+        warn_of(agreement.from_first("wait", lambda: self._writer.prune(step)))
 
     def close(self) -> None:
         """Waits for the last save, at most 10 s for deletions, and unlocks the folder."""
         try:
             self.wait()
         finally:
-            tell(self._writer.close())
+            warn_of(self._writer.close())
 
     def _abandon(self) -> None:
         """Waits a limited time for the last save, without asking other processes."""

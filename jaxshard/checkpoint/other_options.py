@@ -88,9 +88,9 @@ class _Planner:
 
     def found(self) -> Plan | None:
         """The plan, if it makes each leaf, and uses each saved leaf that belongs to no option."""
-        ways = (self._copy_extra, self._add_extra, self._moment, self._param, self._copy)
+        rules = (self._copy_extra, self._add_extra, self._moment, self._param, self._copy)
         for path, x in self._wanted.leaves.items():
-            if path not in self._plan.made and not any(way(path, x) for way in ways):
+            if path not in self._plan.made and not any(rule(path, x) for rule in rules):
                 return None
         left = [path for path in self._index if path not in self._plan.sources]
         if any(path.startswith(f"{self._extra}loss_scale/") for path in left):

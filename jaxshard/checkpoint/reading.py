@@ -151,15 +151,15 @@ def agreed(step: int | None, attempt: Callable[[], T]) -> T:
       ProcessError: no file system failed, but another process had an error of another type.
       FileNotFoundError, CorruptCheckpointError: neither happened.
     """
-    result, mine = None, None
+    result, own_error = None, None
     try:
         result = attempt()
     except Exception as error:
-        mine = error
-    said = [_Failure(*json.loads(each)) for each in agreement.gathered("restore", json.dumps(_failure(mine)))]
-    process, worst = max(enumerate(said), key=lambda each: each[1].rank)
-    if mine is not None and said[jax.process_index()].rank == worst.rank:
-        raise mine
+        own_error = error
+    failures = [_Failure(*json.loads(each)) for each in agreement.gathered("restore", json.dumps(_failure(own_error)))]
+    process, worst = max(enumerate(failures), key=lambda each: each[1].rank)
+    if own_error is not None and failures[jax.process_index()].rank == worst.rank:
+        raise own_error
     if worst.rank:
         raise _of_another(step, process, worst)
     return cast(T, result)

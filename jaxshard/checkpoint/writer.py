@@ -37,7 +37,7 @@ class Writer:
         self._folders, self._retention, self._deletion = folders, retention, Deletion()
         self._lock: Lock | None = None
         self._seen, self._unread = dict[int, _Seen](), set[int]()
-        self._errors, self._told = list[str](), False
+        self._errors, self._warned = list[str](), False
         self._on_disk: int | None = None  # the last step that was written completely
         self.corrupt: set[int] = set()
 
@@ -156,7 +156,7 @@ class Writer:
             kept = self._retention.kept(steps, lambda step: seen[step].metrics, lambda step: seen[step].illness)
             kept |= self._unread
             surplus = [step for step in steps if step not in kept and step != saved]
-            self._tell_of_no_metric(surplus)
+            self._warn_of_no_metric(surplus)
         try:
             if surplus and saved is None:  # the run that saved the kept steps may have died before syncing their names
                 self._folders.sync()
@@ -174,11 +174,11 @@ class Writer:
             except OSError as error:
                 self._errors.append(str(error))
 
-    def _tell_of_no_metric(self, surplus: list[int]) -> None:
+    def _warn_of_no_metric(self, surplus: list[int]) -> None:
         """Warns, once, before it deletes a checkpoint although no checkpoint has the metric of `keep_best`."""
         best = self._retention.keep_best
-        if best and surplus and not self._told and not any(best.metric in seen.metrics for seen in self._seen.values()):
-            self._told = True
+        if best and surplus and not self._warned and not any(best.metric in one.metrics for one in self._seen.values()):
+            self._warned = True
             warn(
                 f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; give it: "
                 f"save(step, tree, metrics={{{best.metric!r}: ...}})"
@@ -211,7 +211,7 @@ class Writer:
             self._unread.add(step)
 
 
-def tell(errors: Iterable[str]) -> None:
+def warn_of(errors: Iterable[str]) -> None:
     """Warns of checkpoints that could not be deleted."""
     for error in errors:
         warn(f"an old checkpoint could not be deleted: {error}")

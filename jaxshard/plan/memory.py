@@ -102,14 +102,14 @@ class _Lives:
 
     def _inside(self, op: Op) -> int:
         """Bytes that a loop or conditional needs besides its inputs and results."""
-        return max((_peak_of_turn(op, block, self.fusion.platform) for block in op.blocks), default=0)
+        return max((_peak_of_iteration(op, block, self.fusion.platform) for block in op.blocks), default=0)
 
 
 def _fusion(block: Block, platform: str) -> Fusion:
     return Fusion(block, platform, products_cast=platform == "gpu")
 
 
-def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
+def _peak_of_iteration(op: Op, block: Block, platform: str) -> int:
     """Peak bytes of one iteration of a loop, or of a branch, besides its inputs."""
     consts, carries = op.split
     carried, fusion = block.ins[consts : consts + carries], _fusion(block, platform)
@@ -117,7 +117,7 @@ def _peak_of_turn(op: Op, block: Block, platform: str) -> int:
     if platform != "gpu" or op.name == COND:
         return _Lives(fusion, carried).peak() - held
     lives = _Lives(fusion, carried, xla_gpu.copied_slices(fusion, sum(op.split)))
-    return lives.peak() - held + xla_gpu.bytes_of_turn_before(block)
+    return lives.peak() - held + xla_gpu.bytes_of_previous_iteration(block)
 
 
 def _keeps_its_place(op: Op) -> bool:

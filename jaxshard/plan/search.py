@@ -101,9 +101,9 @@ class Fit:
             f"products, {memory} of memory and {links} of links{host}; {size_in_words(best.peak_bytes)} of "
             f"{size_in_words(best.target.memory_bytes)} at the peak."
         ]
-        if best.peak_bytes * _MOST_OVER_FORETOLD > best.target.memory_bytes:
+        if best.peak_bytes * _MOST_OVER_PREDICTED > best.target.memory_bytes:
             lines.append(
-                f"That is close: compilers have held up to {_MOST_OVER_FORETOLD} times the foretold peak; ask one, by "
+                f"That is close: compilers have held up to {_MOST_OVER_PREDICTED} times the foretold peak; ask one, by "
                 "--compile or jaxshard.aot."
             )
         if others:
@@ -119,7 +119,7 @@ class Fit:
         return "\n".join(lines)
 
 
-_MOST_OVER_FORETOLD = 1.2  # on large models (docs/plan_figures.md)
+_MOST_OVER_PREDICTED = 1.2  # on large models (docs/plan_figures.md)
 
 
 def _compared(row: Row, best: Row) -> str:

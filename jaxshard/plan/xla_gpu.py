@@ -28,7 +28,7 @@ def normalises(fusion: Fusion, op: Op) -> bool:
     return any(s in fusion.made and fusion.made[s].name in REDUCTIONS for s in fusion.read_by(op))
 
 
-def bytes_of_turn_before(block: Block) -> int:
+def bytes_of_previous_iteration(block: Block) -> int:
     """Bytes of the previous iteration's gradients that an innermost loop is still reducing."""
     if any(op.blocks for op in block.ops):
         return 0
@@ -53,17 +53,17 @@ def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:
 
 def with_turned_kernels(block: Block) -> Block:
     """The block with a transposed copy of each convolution kernel, which the convolutions read instead."""
-    turned: dict[Value, Value] = {}
+    transposed: dict[Value, Value] = {}
     made: dict[Value, Op] = {}
     ops: list[Op] = []
     for op in block.ops:
         op.blocks = tuple(with_turned_kernels(inner) for inner in op.blocks)
         kernel = _kernel(op, made)
         if kernel is not None:
-            if kernel not in turned:
-                turned[kernel] = Value(kernel.shape, kernel.dtype, kernel.spec, kernel.parts)
-                ops.append(Op("turned_copy", [kernel], [turned[kernel]]))
-            op.ins = [op.ins[0], turned[kernel], *op.ins[2:]]
+            if kernel not in transposed:
+                transposed[kernel] = Value(kernel.shape, kernel.dtype, kernel.spec, kernel.parts)
+                ops.append(Op("turned_copy", [kernel], [transposed[kernel]]))
+            op.ins = [op.ins[0], transposed[kernel], *op.ins[2:]]
         made |= dict.fromkeys(op.outs, op)
         ops.append(op)
     return Block(block.ins, ops, block.outs)

@@ -136,9 +136,9 @@ def _reduce_otherwise(block: Block, num_devices: int) -> None:
     for op in block.ops:
         readers = read_by.get(op.outs[0], ()) if op.moved and op.name in ADDS_UP else ()
         if readers and all(r.name == REDUCE_SCATTER and r.moved[0].kind == "reduce-scatter" for r in readers):
-            ways = readers[0].moved[0].group_size
-            if ways * op.moved[0].group_size == num_devices:
-                op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // ways) for m in op.moved)
+            num_shards = readers[0].moved[0].group_size
+            if num_shards * op.moved[0].group_size == num_devices:
+                op.moved = tuple(dataclasses.replace(m, bytes=m.bytes // num_shards) for m in op.moved)
     for op in block.ops:
         for inner in op.blocks:
             _reduce_otherwise(inner, num_devices)

@@ -68,12 +68,12 @@ def before_survive(names):
     found = first.namespace
 
     def next_batch(i):
-        if i == names["told_at"]:
+        if i == names["signal_at"]:
             os.kill(os.getpid(), 15)
         return found["jaxshard"].shard_batch(found["batch"], found["opt"])
 
     names.update({name: found[name] for name in ("params", "state", "step", "opt")})
-    names.update(next_batch=next_batch, told_at=249)
+    names.update(next_batch=next_batch, signal_at=249)
 
 
 def survive(blocks, names):
@@ -85,7 +85,7 @@ def survive(blocks, names):
     run(kept_run)
     assert names["i"] == 250, names["i"]
     fresh = jax.tree.map(np.zeros_like, names["params"])
-    names.update(params=names["opt"].place(fresh), told_at=None)
+    names.update(params=names["opt"].place(fresh), signal_at=None)
     names.update(state=names["opt"].init(names["params"]))
     run(kept_run)
     assert names["i"] == 1000, names["i"]

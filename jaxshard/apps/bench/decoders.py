@@ -116,7 +116,7 @@ class Llama(Decoder):
             (y @ layer[name]).reshape(rows, length, count, -1)
             for name, count in (("query", self.heads), ("key", self.groups), ("value", self.groups))
         )
-        attended = _attention(_turned(query), _turned(key), value, self.attention)
+        attended = _attention(_rotated(query), _rotated(key), value, self.attention)
         x += attended.reshape(rows, length, width) @ layer["out"]
         y = _normed(x, layer["norm2"])
         return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
@@ -131,7 +131,7 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, implementatio
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
-def _turned(x_BxLxHxK: jax.Array) -> jax.Array:
+def _rotated(x_BxLxHxK: jax.Array) -> jax.Array:
     """Rotary positions: rotates the two halves of each head's features by the position."""
     length, half = x_BxLxHxK.shape[1], x_BxLxHxK.shape[-1] // 2
     angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)

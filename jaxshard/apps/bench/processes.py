@@ -165,8 +165,8 @@ class Group:
         if not line:
             process.wait()
             self._errors.seek(0)
-            told = [line for line in self._errors.read().splitlines() if line.strip()]
-            last = told[-1].strip() if told else f"it ended with status {process.returncode}"
+            errors = [line for line in self._errors.read().splitlines() if line.strip()]
+            last = errors[-1].strip() if errors else f"it ended with status {process.returncode}"
             raise UnfitError(_WORDS.get(last, last))
         return line.removeprefix(_MARK)
 

@@ -95,12 +95,12 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
 @contextlib.contextmanager
 def one_line(command: str) -> Iterator[None]:
     """Within the block, prints tyro's boxed errors in one line."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             yield
     except SystemExit as end:
-        lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()]
+        lines = [line.strip(_FRAME) for line in printed.getvalue().splitlines()]
         kept = [line for line in lines if line]
         if end.code:
             refuse(command, f"{kept[0]}: {' '.join(kept[1:])}" if kept else f"exit status {end.code}")

@@ -63,10 +63,10 @@ def line(row: Row) -> str:
     """The line to show as soon as a row is measured."""
     if row.note:
         return f"{row.machine} {row.model} {row.step}: {row.note}"
-    return f"{row.machine} {row.model} {row.step}: {', '.join(_told(row))}"
+    return f"{row.machine} {row.model} {row.step}: {', '.join(_figures_in_words(row))}"
 
 
-def _told(row: Row) -> list[str]:
+def _figures_in_words(row: Row) -> list[str]:
     given = row.figures
     columns = {
         **(_COMPILED if "peak_bytes" in given else {}),

@@ -64,10 +64,10 @@ def parse(arguments: Sequence[str]) -> Given:
     _check_encodable("--train.start", given.train.start)
     if given.train.start is not None and not _goes_on(given) and not hf_folder.is_one(Path(given.train.start)):
         finished_run.opened(Path(given.train.start), "train.start =")
-    model, told = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
+    model, model_notes = (given.model, []) if goes_on_by_itself else model_of_start(given, arguments, in_file)
     warmup = "optimizer.warmup_steps"
     optimizer, note = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
-    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *told, *note), "typed": typed}
+    changed = {"model": model, "optimizer": optimizer, "notes": (*notes, *model_notes, *note), "typed": typed}
     given = Given(**(vars(given) | changed))
     check(given)
     return given

@@ -13,7 +13,7 @@ import numpy as np
 from jaxshard.apps.config.config import DataConfig
 from jaxshard.apps.data import dataset, token_files
 from jaxshard.apps.data.dataset import Elements
-from jaxshard.apps.data.text_files import are_tokens, read_text, readable, told, without_tokenizer
+from jaxshard.apps.data.text_files import are_tokens, read_errors_named, read_text, readable, without_tokenizer
 from jaxshard.apps.data.token_files import TokenFiles
 
 Rows = dict[str, np.ndarray]
@@ -106,7 +106,7 @@ def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabul
         apart = without_tokenizer(readable("data.heldout_path", config.heldout_path))
     own = [file for file in files if "val" in file.stem.lower()] if apart is None else []
     own = own if len(own) < len(files) else []  # some files must be left to train on
-    with told("data.path", config.path):
+    with read_errors_named("data.path", config.path):
         text = token_files.read([file for file in files if file not in own], dtype)
         held = token_files.read(apart or own, dtype) if apart or own else None
     check_length(text, "data.path", length)
@@ -117,7 +117,7 @@ def _read_tokens(config: DataConfig, files: Sequence[Path], length: int, vocabul
         check_length(held, "data.heldout_path" if apart else f"data.path: {own[0]}", length)
         train, heldout = text, held
     assert isinstance(heldout, TokenFiles)
-    with told("data.path", config.path):
+    with read_errors_named("data.path", config.path):
         for part in () if heldout_alone else whole:
             _check(token_files.out_of_range_anywhere(part, vocabulary))
         rows = heldout.rows([0], min(len(heldout), config.heldout_bytes))[0]

@@ -44,7 +44,7 @@ def without_tokenizer(files: Sequence[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def told(option: str, path: str | None) -> Iterator[None]:
+def read_errors_named(option: str, path: str | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def told(option: str, path: str | None) -> Iterator[None]:
 
 def readable(option: str, path: str) -> list[Path]:
     """The files of a path; raises ValueError if there are none, or they cannot be read."""
-    with told(option, path):
+    with read_errors_named(option, path):
         files = _files(option, path)
     if not files:
         raise ValueError(f"{option}: {path!r} is empty (0 files): give a file or a folder of text")
@@ -77,7 +77,7 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
         from pydoc_data.topics import topics
 
         return _bytes("\n".join(topics[name] for name in sorted(topics)).encode())
-    with told(option, path):
+    with read_errors_named(option, path):
         files = _files(option, path)
         size = sum(file.stat().st_size for file in files)
         memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")

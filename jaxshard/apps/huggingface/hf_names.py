@@ -60,7 +60,7 @@ def rules(model: ModelConfig) -> list[Rule]:
     family, shapes = family_of(model), _shapes(model)
     found, prefix = list(_gpt2(model) if family == "gpt2" else _llama(model)), PREFIXES[family]
     found = [(path, [prefix + name for name in names], how) for path, names, how in found]
-    found += [] if model.tied else [("head/kernel", [HEAD], _TURNED)]
+    found += [] if model.tied else [("head/kernel", [HEAD], _TRANSPOSED)]
     return [Rule(path, shapes[path], tuple(names), *how) for path, names, how in found]
 
 
@@ -105,7 +105,7 @@ _How = tuple[Callable[..., np.ndarray], Callable[[np.ndarray], tuple[np.ndarray,
 _Part = tuple[str, list[str], _How]  # a leaf's path, the names of its tensors, join and split
 
 _SAME: _How = (lambda x: x, lambda y: (y,))
-_TURNED: _How = (lambda x: x.T, lambda y: (y.T,))  # a bias has one dim, and does not change
+_TRANSPOSED: _How = (lambda x: x.T, lambda y: (y.T,))  # a bias has one dim, and does not change
 
 
 def _gpt2(model: ModelConfig) -> Iterator[_Part]:
@@ -134,9 +134,9 @@ def _llama(model: ModelConfig) -> Iterator[_Part]:
     groups = model.kv_heads or model.heads
     for ours, theirs, how in (
         ("attention/qkv", [f"self_attn.{name}_proj" for name in "qkv"], _grouped(groups, model.heads // groups)),
-        ("attention/out", ["self_attn.o_proj"], _TURNED),
+        ("attention/out", ["self_attn.o_proj"], _TRANSPOSED),
         ("mlp/up", ["mlp.gate_proj", "mlp.up_proj"], _GATED),
-        ("mlp/down", ["mlp.down_proj"], _TURNED),
+        ("mlp/down", ["mlp.down_proj"], _TRANSPOSED),
     ):
         yield f"blocks/{ours}/kernel", [f"layers.{{}}.{name}.weight" for name in theirs], how
         if model.bias:

@@ -180,7 +180,7 @@ class Recorder:
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Logger]], tell: Callable[[str], None]):
-        self._tell, self._told = tell, set[str]()
+        self._tell, self._reported = tell, set[str]()
         self._loggers: dict[str, Logger] = {}
         for name, make in makers.items():
             with self._kept_going(name):
@@ -214,8 +214,8 @@ class Recorder:
         try:
             yield
         except Exception as error:  # of any type, by package
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 reason = f"{type(error).__name__}: {error}"
                 self._tell(printable(f"{name} lacks metrics from here on ({reason[:300]}); the run goes on"))
 

@@ -35,21 +35,21 @@ class Machine(NamedTuple):
     cores: int = 1
 
 
-def seen(told: Told) -> list[dict[str, Any]]:
+def seen(report: Told) -> list[dict[str, Any]]:
     """The devices that JAX found."""
-    return [device for devices in of(told, "devices") for device in devices]
+    return [device for devices in of(report, "devices") for device in devices]
 
 
-def devices(told: Told, machine: Machine, environment: Mapping[str, str], seconds: float) -> Section:
+def devices(report: Told, machine: Machine, environment: Mapping[str, str], seconds: float) -> Section:
     """The devices that JAX sees, or why it sees none or not all."""
-    found, lines = seen(told), []
+    found, lines = seen(report), []
     if found:
-        processes, taken = of(told, "num_processes")[0], of(told, "seconds")[0]
+        processes, taken = of(report, "num_processes")[0], of(report, "seconds")[0]
         where = f", of {processes} processes" if processes > 1 else ""
         lines = [*_kinds(found, machine), f"found in {seconds_in_words(taken)}{where}"]
     else:
         lines = ["JAX finds none"]
-    findings = [*_none(told, environment, seconds), *_unused(told, machine, environment), *_around(found, machine)]
+    findings = [*_none(report, environment, seconds), *_unused(report, machine, environment), *_around(found, machine)]
     return Section("Devices", lines, findings)
 
 
@@ -65,24 +65,24 @@ def _kinds(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[str
         yield f"{count} x {printable(kind)} ({platform}){memory}"
 
 
-def _none(told: Told, environment: Mapping[str, str], seconds: float) -> Iterator[Finding]:
+def _none(report: Told, environment: Mapping[str, str], seconds: float) -> Iterator[Finding]:
     """Why JAX finds no devices, or does not finish."""
-    stage = (of(told, "stage") or ["devices"])[-1]
+    stage = (of(report, "stage") or ["devices"])[-1]
     others = "another process may hold the devices (end it), or hosts are missing; --seconds waits longer"
     flags = "correct or unset what it names; XLA_FLAGS and LIBTPU_INIT_ARGS may have unknown flags"
     fails = "see that no other process holds them"
     if platforms := environment.get("JAX_PLATFORMS"):
         installs = [_INSTALL[kind] for kind, name in JAX_NAMES.items() if name in platforms]
         fails = " or ".join([f"unset JAX_PLATFORMS={platforms}", *installs])
-    yield from ended_early(told, stage, seconds, (others, flags, fails))
+    yield from ended_early(report, stage, seconds, (others, flags, fails))
 
 
-def _unused(told: Told, machine: Machine, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _unused(report: Told, machine: Machine, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Accelerators that JAX does not use, although no setting forbids it."""
-    found = seen(told)
+    found = seen(report)
     if not found or environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME"):
         return
-    reasons = {line["platform"]: line["why"] for line in told.lines if "why" in line}
+    reasons = {line["platform"]: line["why"] for line in report.lines if "why" in line}
     for kind in machine.accelerators:
         if found[0]["platform"] != kind:
             why = reasons.get(JAX_NAMES[kind], "")
@@ -105,9 +105,9 @@ def _around(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Fi
 # Links.
 
 
-def links(told: Told) -> Section:
+def links(report: Told) -> Section:
     """Collectives over all devices."""
-    found, devices = of(told, "exchange"), seen(told)
+    found, devices = of(report, "exchange"), seen(report)
     if len(devices) < 2:
         return Section("Collectives", ["none: they need two devices"])
     lines = [_line(each) for each in found]
@@ -150,11 +150,11 @@ _BUSY = "see whether another program uses the chips"
 # Compilers.
 
 
-def compilers(told: Told, installed: Mapping[str, str], seconds: float) -> Section:
+def compilers(report: Told, installed: Mapping[str, str], seconds: float) -> Section:
     """The installed compilers for other machines, and whether they work."""
     lines: list[str] = []
     findings: list[Finding] = []
-    for each in (line for line in told.lines if "compiler" in line):
+    for each in (line for line in report.lines if "compiler" in line):
         platform = each["compiler"]
         versions = [f"{name} {installed[name]}" for name in _PACKAGES[platform] if name in installed]
         if each["wrong"]:
@@ -164,8 +164,8 @@ def compilers(told: Told, installed: Mapping[str, str], seconds: float) -> Secti
             lines.append(f"{platform.upper()}: {', '.join(versions) or 'it'} answers")
         else:
             lines.append(f'{platform.upper()}: not installed (pip install "jaxshard[aot-{platform}]")')
-    if "compilers" in of(told, "stage"):
-        early = told._replace(lines=[line for line in told.lines if "error" not in line])
+    if "compilers" in of(report, "stage"):
+        early = report._replace(lines=[line for line in report.lines if "error" not in line])
         cures = ("--seconds waits longer", "unset XLA_FLAGS, or install them anew", "")
         findings += ended_early(early, "compilers", seconds, cures)
     return Section("Compilers for machines that are not here", lines or ["not asked"], findings)

@@ -24,31 +24,31 @@ class Section(NamedTuple):
     findings: Sequence[Finding] = ()
 
 
-def of(told: Told, key: str) -> list[Any]:
+def of(report: Told, key: str) -> list[Any]:
     """What was reported under a key, in order."""
-    return [line[key] for line in told.lines if key in line]
+    return [line[key] for line in report.lines if key in line]
 
 
-def ended_early(told: Told, what: str, seconds: float, cures: tuple[str, str, str]) -> Iterator[Finding]:
+def ended_early(report: Told, what: str, seconds: float, cures: tuple[str, str, str]) -> Iterator[Finding]:
     """A finding if a process was killed, crashed or raised an error.
 
     Args:
-      told: its report.
+      report: its report.
       what: the subject of its check.
       seconds: its time limit.
       cures: what to do in each of the three cases.
     """
     late, crashed, failed = cures
-    if not of(told, "stage"):
+    if not of(report, "stage"):
         what, late = "the start of Python and JAX", "the machine is busy, or its disk slow; --seconds waits longer"
-    if told.status is None:
+    if report.status is None:
         yield Finding(what, True, f"no answer within {seconds:g} s: {late}")
-    elif told.status != 0:
-        how = f"exit status {told.status}" if told.status > 0 else f"signal {-told.status}"
-        words = last_words(told.errors)
+    elif report.status != 0:
+        how = f"exit status {report.status}" if report.status > 0 else f"signal {-report.status}"
+        words = last_words(report.errors)
         said = f", and the last words {words!r}" if words else ""
         yield Finding(what, True, f"the process ended with {how}{said}: {crashed}")
-    for error in of(told, "error"):
+    for error in of(report, "error"):
         yield Finding(what, True, f"{error}: {failed}")
 
 
@@ -72,14 +72,14 @@ def _unmet(requirements: Iterable[str]) -> Iterator[Finding]:
         from packaging.requirements import Requirement
     except ImportError:  # not a dependency of jaxshard, though nearly all environments have it
         return
-    told: set[str] = set()
+    reported: set[str] = set()
     for needed in map(Requirement, requirements):
         try:
             version = importlib.metadata.version(needed.name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if needed.name not in told and not needed.specifier.contains(version, prereleases=True):
-            told.add(needed.name)
+        if needed.name not in reported and not needed.specifier.contains(version, prereleases=True):
+            reported.add(needed.name)
             advice = f'jaxshard needs another: pip install "{needed.name}{needed.specifier}"'
             yield Finding(f"{needed.name} {version}", True, advice, "pyproject.toml")
 
@@ -113,9 +113,9 @@ _OF_TRIALS = {
 }
 
 
-def folder(path: str, told: Told, seconds: float) -> Section:
+def folder(path: str, report: Told, seconds: float) -> Section:
     """The results of trying a folder."""
-    (place, free), trials = _first(told), of(told, "trial")
+    (place, free), trials = _first(report), of(report, "trial")
     lines = [f"it is not there yet; this is of {place}"] if place and Path(place) != Path(path) else []
     findings = [
         Finding(f"{each['what']} in {place}", True, f"{each['wrong']}: {_OF_TRIALS[each['what']]}", "docs/multihost.md")
@@ -128,18 +128,18 @@ def folder(path: str, told: Told, seconds: float) -> Section:
     if done and free < _LEAST_FREE:
         advice = "a float32 parameter and Adam's state take 12 bytes in a checkpoint: make room, or name another folder"
         findings.append(Finding(f"{size_in_words(free)} free in {place}", True, advice))
-    for reason in of(told, "no_checkpoints"):
+    for reason in of(report, "no_checkpoints"):
         advice = f'{reason}; checkpoints need it, and no lock was tried: pip install "jaxshard[checkpoint]"'
         findings.append(Finding("checkpoints", False, advice))
     hangs = "the file system hangs: see whether its server answers, or name another folder"
     cures = (hangs, "run it again, and report it if it stays so", "name another folder (--out)")
-    early = told._replace(status=0) if "compilers" in of(told, "stage") else told
+    early = report._replace(status=0) if "compilers" in of(report, "stage") else report
     return Section(f"Folder {path}", lines or ["not tried"], [*findings, *ended_early(early, path, seconds, cures)])
 
 
-def _first(told: Told) -> tuple[str, int]:
+def _first(report: Told) -> tuple[str, int]:
     """The folder that was tried, and its free bytes."""
-    places, free = of(told, "tried"), of(told, "free_bytes")
+    places, free = of(report, "tried"), of(report, "free_bytes")
     return (places[0], free[0]) if places else ("", 0)
 
 
@@ -164,8 +164,8 @@ def judged(environment: Environment, here: Here) -> list[Finding]:
 
 def others(environment: Environment, found: list[Finding]) -> list[str]:
     """Names of set variables of JAX, XLA and their libraries without a finding."""
-    told = {each.what.partition("=")[0] for each in found}
-    return sorted(name for name in environment if name.startswith(_PREFIXES) and name not in told)
+    judged_names = {each.what.partition("=")[0] for each in found}
+    return sorted(name for name in environment if name.startswith(_PREFIXES) and name not in judged_names)
 
 
 def _of_variables(environment: Environment, here: Here) -> Iterator[Finding]:

@@ -129,15 +129,15 @@ class _Leaves:
         layout = row.prediction.layout
         self.name = row.candidate.name
         self.held = ", ".join(f"{kind} {size_in_words(n)}" for kind, n in layout.bytes_per_device.items())
-        ways = [_parts(len(leaf.shape), spec, layout.sizes) for _, leaf, spec in layout.at_rest]
-        self.lines = [_leaf(*each) for each in zip(layout.rows(), ways, strict=True)]
+        num_shards = [_parts(len(leaf.shape), spec, layout.sizes) for _, leaf, spec in layout.at_rest]
+        self.lines = [_leaf(*each) for each in zip(layout.rows(), num_shards, strict=True)]
 
 
-def _leaf(cells: Sequence[str], ways: Sequence[int]) -> tuple[list[str], Markup, str, _Cell, str]:
+def _leaf(cells: Sequence[str], num_shards: Sequence[int]) -> tuple[list[str], Markup, str, _Cell, str]:
     """(kind to spec, the picture of the shards, their description, bytes per device, why) of one row of a layout."""
     *texts, num_bytes, why = cells
-    cut = ", ".join(f"dim {dim} in {n}" for dim, n in enumerate(ways) if n > 1)
-    return texts, _cut(ways), cut or "whole", _bytes_cell(int(num_bytes)), why
+    cut = ", ".join(f"dim {dim} in {n}" for dim, n in enumerate(num_shards) if n > 1)
+    return texts, _cut(num_shards), cut or "whole", _bytes_cell(int(num_bytes)), why
 
 
 def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:
@@ -149,11 +149,11 @@ def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:
 _STRIPES = (8, 16)  # the most to draw down and across
 
 
-def _cut(ways: Sequence[int]) -> Markup:
+def _cut(num_shards: Sequence[int]) -> Markup:
     """A rectangle with a stripe for each shard of the first two sharded dims; the first device's is filled."""
-    cut, last = [dim for dim, n in enumerate(ways) if n > 1], len(ways) - 1
+    cut, last = [dim for dim, n in enumerate(num_shards) if n > 1], len(num_shards) - 1
     down, across = (None, last) if cut == [last] else (*cut, None, None)[:2]
-    counts = [1 if dim is None else ways[dim] for dim in (down, across)]
+    counts = [1 if dim is None else num_shards[dim] for dim in (down, across)]
     width, height = 64 if last >= 0 else 16, 34 if last > 0 else 16
     tall, wide = (size / min(n, most) for size, n, most in zip((height, width), counts, _STRIPES, strict=True))
     path = "".join(f"M0 {i * tall:.2f}H{width}" for i in _edges(counts[0], _STRIPES[0]))
