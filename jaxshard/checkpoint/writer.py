@@ -62,7 +62,6 @@ class Writer:
         return self._lock.run
 
     def release(self) -> None:
-        """Lets other runs write here."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
