@@ -199,6 +199,10 @@ class ReplicaError(RuntimeError):
             "made them differ; ShardedOptimizer.synchronize(tree) makes all copies as the first"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
+
 
 def _array(leaf: _Leaf) -> jax.Array:
     """The leaf as an array in device memory; for typed PRNG keys, their data."""

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,10 @@ class RowsError(ValueError):
     def __init__(self, report: LossReport):
         super().__init__(str(report))
         self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 def or_inf(x: float) -> float:

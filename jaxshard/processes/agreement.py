@@ -10,7 +10,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -28,6 +28,10 @@ class ProcessError(RuntimeError):
     def __init__(self, process: int, reason: str):
         super().__init__(f"process {process}: {reason}")
         self.process = process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 def meet(what: str) -> None:

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import math
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class NonFiniteError(FloatingPointError):
         super().__init__(
             f"train_step: call {step}: {self.what} is not finite, for the {ordinal(count)} time in a row. {cures}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 def _of_broken(path: str) -> str:

@@ -142,6 +142,10 @@ class OutputGoneError(Exception):
         super().__init__(getattr(reason, "strerror", None) or str(reason))
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
+
 
 class Lasting:
     """A text stream whose writes do not fail: `gone` gets the first error, and all later output is dropped.

@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -51,6 +52,10 @@ class CorruptCheckpointError(RuntimeError):
         super().__init__(f"{what} corrupt: {leaf + ': ' if leaf else ''}{reason}")
         self.step, self.leaf = step, leaf
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
+
 
 class NewerFormatError(ValueError):
     """A checkpoint has a format that only a newer jaxshard can read.
@@ -64,6 +69,10 @@ class NewerFormatError(ValueError):
         what = "these bytes have" if step is None else f"checkpoint {step} has"
         super().__init__(f"{what} format {found}, and this jaxshard reads formats up to {known}: update jaxshard")
         self.step, self.found = step, found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__init__` the message alone."""
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 def first_line(error: BaseException) -> str:
