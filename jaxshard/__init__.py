@@ -85,7 +85,7 @@ else:
             return importlib.import_module(f"jaxshard.{name}")
         if name in __all__:
             public = importlib.import_module("jaxshard.public")
-            globals().update({each: getattr(public, each) for each in __all__})
+            globals().update({each: getattr(public, each) for each in __all__ if each not in globals()})
             return globals()[name]
         raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
 

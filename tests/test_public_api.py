@@ -148,6 +148,14 @@ def test_public_modules_come_when_asked_for():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_name_that_was_replaced_before_the_first_use_stays_so():
+    code = (
+        "import jaxshard; jaxshard.zero2 = 3; jaxshard.ddp; assert jaxshard.zero2 == 3; assert callable(jaxshard.zero3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_jaxshard_imports_no_module_that_few_need():
     wings = {name.split(".")[1] for name in imported_by("import jaxshard; jaxshard.train_step") if "jaxshard." in name}
     assert {"public", "step"} <= wings

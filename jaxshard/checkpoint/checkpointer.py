@@ -5,7 +5,6 @@ one's shape, dtype and digest (`jaxshard.digest`). Restoring places the arrays a
 the devices, and compares. The tree's structure comes from the template alone, so nothing is ever unpickled.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ import numpy as np
 from jaxshard.base.types import T, Tree
 from jaxshard.checkpoint.retention import Best, Retention, measured
 from jaxshard.checkpoint.storage import leaves, manifest
-from jaxshard.checkpoint.storage.errors import CorruptCheckpointError, not_installed, not_saved
+from jaxshard.checkpoint.storage.errors import not_installed, not_saved
 from jaxshard.checkpoint.storage.leaves import FlatTree
 from jaxshard.checkpoint.storage.manifest import CheckpointInfo
 from jaxshard.checkpoint.template import part_of, unflatten
@@ -278,11 +277,7 @@ class Checkpointer:
         Raises:
           NewerFormatError: only a newer jaxshard can read a newer step.
         """
-        for step in reversed(reading.of_first(self.steps)):
-            with contextlib.suppress(CorruptCheckpointError):
-                self.verify(step)
-                return step
-        return None
+        return restoring.newest_intact(lambda: reading.of_first(self.steps), self.verify)
 
     def latest_finite(self) -> int | None:
         """The newest step whose arrays were all finite when saved; None: there is none. No array is read.

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -88,6 +88,19 @@ def newest_whole(
         step, missing = damaged[-1]
         raise CorruptCheckpointError(step, None, f"{missing} is missing in {folders.of(step)}; none is whole")
     raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(folders.path))
+
+
+def newest_intact(listed: Callable[[], Sequence[int]], verify: Callable[[int], object]) -> int | None:
+    """The newest step that `verify` accepts; None: there is none. If another program deletes one, lists them again."""
+    for step in reversed(listed()):
+        try:
+            verify(step)
+        except CorruptCheckpointError:
+            continue
+        except FileNotFoundError:
+            return newest_intact(listed, verify)
+        return step
+    return None
 
 
 def newest_finite(folders: StepFolders) -> int | None:

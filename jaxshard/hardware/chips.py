@@ -59,7 +59,7 @@ class Chip:
 
 
 def _peak(half: float, single: float) -> Mapping[str, float]:
-    return MappingProxyType({"bfloat16": half, "float16": half, "float32": single})
+    return {"bfloat16": half, "float16": half, "float32": single}
 
 
 def _tpu(

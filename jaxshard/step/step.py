@@ -168,6 +168,9 @@ class TrainStep:
         except BaseException:
             self._interrupts.cancel()
             raise
+        if is_traced(results[2]):  # a trace around this call has closed over all its arrays
+            self._interrupts.cancel()
+            return results
         self._verdicts.expect(program.names, results[2])
         self._returned.note(program, *results[:2])
         self._interrupts.end()
@@ -234,8 +237,8 @@ class TrainStep:
 
     def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
         """The donated arguments; not the state if one of its leaves matches no result in shape and dtype."""
-        fits = kinds_of(state) <= kinds_of(after)
-        return (0, *([1] if fits else [])) if self.donate else ()
+        fits = self.donate and kinds_of(state) <= kinds_of(after)
+        return (0, 1) if fits else (0,) if self.donate else ()
 
     def _check_skips(self, settled: Settled) -> None:
         if settled.binding and (self._max_skips is not None or self._loss.options.weighted):

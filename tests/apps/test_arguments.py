@@ -55,3 +55,30 @@ def test_some_options_with_wrong_values(checked):
 def test_every_option_with_wrong_values(checked, name):
     for value in VALUES:
         checked(name, value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--out", "gs://bucket/run"],
+        ["train", "--out=s3://bucket/run"],
+        ["train", "gs://bucket/run.toml", "--out", "here"],
+        ["eval", "gs://bucket/run"],
+        ["generate", "file:///run"],
+        ["tokenize", "text", "--out", "gs://bucket/tokens"],
+        ["doctor", "--out", "gs://bucket"],
+        ["plan", "--json", "https://host/plan.json"],
+    ],
+)
+def test_a_url_is_no_folder(tmp_path, monkeypatch, capsys, words):
+    """It became a local folder "gs:/bucket", in silence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("words")
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert (status, error.count("\n")) == (2, 1), error
+    assert "is no file or folder: mount the bucket" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]

@@ -1,6 +1,7 @@
 """Errors of ours cross processes and are copied: a pool that cannot unpickle one waits forever."""
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import pickle  # noqa: TID251  (of our own bytes)
@@ -58,3 +59,9 @@ def test_every_error_with_a_maker_of_its_own_can_be_copied():
             ours = issubclass(kind, BaseException) and kind.__module__.startswith("jaxshard")
             if ours and "__init__" in vars(kind) and kind not in (NotElementwise, Unlike):  # we catch these
                 assert kind in made, kind
+
+
+def test_chips_and_targets_can_be_copied():
+    target = jaxshard.plan.Target(jaxshard.plan.chip("h100"), num_devices=8)
+    assert copy.deepcopy(target) == sent(target) == target
+    assert dataclasses.asdict(target)["num_devices"] == 8

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -274,3 +275,18 @@ def test_a_folder_that_is_linked_into_itself_ends(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [path.name for path in errors.files_in(tmp_path)] == ["a"]
+
+
+def test_a_step_that_another_program_deletes_meanwhile_is_passed_over(saves, monkeypatch):
+    """`latest_valid` raised FileNotFoundError."""
+    verify = Checkpointer.verify
+
+    def late(self, step):
+        if (saves / "20").exists() and step == 20:
+            shutil.rmtree(saves / "20")
+        return verify(self, step)
+
+    monkeypatch.setattr(Checkpointer, "verify", late)
+    assert Checkpointer(saves).latest_valid() == 10
+    shutil.rmtree(saves / "10")
+    assert Checkpointer(saves).latest_valid() is None

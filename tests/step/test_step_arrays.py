@@ -126,3 +126,19 @@ def test_who_drops_the_results_frees_them():
     gc.collect()
     step.close()
     assert not any(ref() is not None for ref in kept)
+
+
+@pytest.mark.parametrize("around", [jax.eval_shape, lambda call: jax.jit(call)(), lambda call: jax.make_jaxpr(call)()])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_trace_that_closes_over_all_arrays_leaves_the_step_whole(around, is_warm):
+    """Its metrics were kept as a step's, and every later call failed."""
+    opt = jaxshard.zero2(optax.adam(1e-2), jaxshard.make_mesh(), min_shard_size=2)
+    with jaxshard.train_step(loss, opt, donate=False) as step:
+        p, s = opt.place(PARAMS), opt.init(PARAMS)
+        wanted = step(p, s, BATCH)[0] if is_warm else None
+        around(lambda: step(p, s, BATCH))
+        for _ in range(3):
+            found, _, metrics = step(p, s, BATCH)
+            assert not metrics["skipped"]
+        if is_warm:
+            chex.assert_trees_all_equal(found, wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import sys
 import types
 import typing
@@ -62,6 +63,13 @@ def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, 
         _check_values(option, values, options[_key(option)], command)
     if "" in words and _positional(words, options):
         refuse(command, "an argument is empty: leave it out, or name a file")
+    for before, word in zip(["", *words], words, strict=False):
+        option, value = (word.partition("=")[::2]) if word.startswith("--") else (before, word)
+        if _URL.match(value) and options.get(_key(option)) is not str:
+            refuse(command, f"{value!r} is no file or folder: mount the bucket, and name the path where it is mounted")
+
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def parsed(

@@ -74,6 +74,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--seconds {given.seconds:g} must be above 0, and at most {_MOST_SECONDS}")
     if given.out is not None and (not given.out or (os.path.exists(given.out) and not os.path.isdir(given.out))):
         raise ValueError(f"--out {given.out}: it is no folder: name one")
+    if "://" in (given.out or ""):
+        raise ValueError(f"--out {given.out!r} is no file or folder: mount the bucket, and name the path where it is")
     if given.json is not None:
         check_file("--json", given.json)
     return given
