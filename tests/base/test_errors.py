@@ -62,6 +62,6 @@ def test_every_error_with_a_maker_of_its_own_can_be_copied():
 
 
 def test_chips_and_targets_can_be_copied():
-    target = jaxshard.plan.Target(jaxshard.plan.chip("h100"), num_devices=8)
+    target = jaxshard.plan.Target(jaxshard.plan.chip("h100"), num_devices=8, memory_bytes=80e9)
     assert copy.deepcopy(target) == sent(target) == target
     assert dataclasses.asdict(target)["num_devices"] == 8
