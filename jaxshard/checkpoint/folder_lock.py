@@ -36,10 +36,11 @@ class Lock:
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
-            writer = self._noted().get("writer", "another process")
-            own = writer == _this_process()
-            cure = "close() its other Checkpointer first" if own else "end it"
-            writer = f"this program ({writer})" if own else writer
+            writer, cure = self._noted().get("writer", ""), "end it"
+            if not writer:  # it has only begun
+                writer, cure = "another Checkpointer, perhaps of this program,", "close() it, or end its program"
+            elif writer == _this_process():
+                writer, cure = f"this program ({writer})", "close() its other Checkpointer first"
             raise OSError(
                 errno.EBUSY,
                 f"{writer} is writing checkpoints here; {cure}, or give each run its own folder",

@@ -88,7 +88,7 @@ WRONG = {
     "١:٣": "it must be FROM:TO",
     "3:3": "--profile 3:3 has no step: TO must be above FROM, as in 3:8",
     "4:2": "--profile 4:2 has no step",
-    "5:7": "--profile 5:7: this process takes 6 steps: name steps below 7",
+    "5:7": "--profile 5:7: this process takes 6 steps: TO is at most 6",
 }
 
 

@@ -181,10 +181,15 @@ def _positional(words: Sequence[str], options: Mapping[str, object]) -> bool:
     return any(not word and not options.get(_key(before)) for before, word in pairs)
 
 
+_TAKES = {"train": "CONFIG.toml", "plan": "CONFIG.toml", "explain": "CONFIG.toml or MODULE:FUNCTION"}
+_TAKES |= dict.fromkeys(("eval", "generate"), "RUN")
+
+
 def _not_understood(word: str, options: Mapping[str, object], command: str) -> str:
     if not word.startswith("-"):
-        config = "" if command.endswith("bench") else "give one CONFIG.toml, and "
-        return f"unknown argument {word!r}: {config}the name of an option stands before its value"
+        file = _TAKES.get(command.rpartition(" ")[2])
+        one = f"give one {file}, and " if file else ""
+        return f"unknown argument {word!r}: {one}the name of an option stands before its value"
     name = word.lstrip("-").partition("=")[0]
     nearest = toml.nearest(_key(word), list(options)).replace("_", "-")
     return f"unknown option --{name}; the nearest known one is --{nearest} ({command} --help lists all)"

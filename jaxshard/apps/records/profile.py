@@ -38,7 +38,7 @@ def check(steps: range, left: int) -> None:
     """Raises ValueError for steps that a process with `left` steps to go does not reach, or cannot trace."""
     given = f"--profile {steps.start}:{steps.stop}"
     if steps.stop > left:
-        raise ValueError(f"{given}: this process takes {left} steps: name steps below {left + 1}")
+        raise ValueError(f"{given}: this process takes {left} steps: TO is at most {left}")
     if steps and _would_crash():
         backend = jax.default_backend()
         raise ValueError(
