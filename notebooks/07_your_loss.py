@@ -18,15 +18,17 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/07_your_loss.ipynb)
 #
 # With data parallelism each device computes the loss of its own rows, and the results are averaged. For some losses
-# that is not the loss of the whole batch, and nothing fails. Here are five that go wrong, what jaxshard says of each,
-# how the wrong numbers look, and the line or two that make them right.
+# that is not the loss of the whole batch, and nothing fails. Where jaxshard finds that, the loss sees all rows, and XLA
+# partitions it: that is right for any loss, and may send more.
+#
+# Here are five losses for which averaging goes wrong: what jaxshard says of each, how the wrong numbers would look
+# (`loss_view="local"`), and the line or two that make averaging right.
 #
 # It takes about a minute, on eight devices that are simulated on the CPU.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
 import textwrap
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -72,22 +74,29 @@ def mean_loss(params, batch):
 
 
 # %% [markdown]
-# jaxshard follows the rows through the traced loss, before anything is compiled, and warns if they are mixed.
-# `jaxshard.check` computes loss and gradients with the rows on other devices and in other orders, and compares. We note
-# how far the worst gradient is from that of one device.
+# jaxshard follows the rows through the traced loss, before anything is compiled. The last line of the layout says what
+# it found. `jaxshard.check` computes loss and gradients with the rows on other devices and in other orders, and
+# compares. We note how far the worst gradient is from that of one device.
 
 # %%
 ERRORS = {}
 
 
-def on_devices(loss_fn, *args, batch=batch, opt=opt, **options):
-    """(loss, gradients, the warning's text) on eight devices; the warning is printed."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        value, grads = jaxshard.value_and_grad(loss_fn, opt, **options)(params, batch, *args)
-    text = " ".join(str(warning.message) for warning in told)
-    print(textwrap.fill(text, 115) or "no warning")
-    return value, grads, text
+def averaged(loss_fn, *args, batch=batch, opt=opt, **options):
+    """(loss, gradients, what is wrong with averaging) on eight devices that average; the verdict is printed."""
+    f = jaxshard.value_and_grad(loss_fn, opt, loss_view="local", **options)
+    value, grads = f(params, batch, *args)
+    verdict = str(f.layout(params, batch, *args)).splitlines()[-1]
+    print(textwrap.fill(verdict, 115))
+    return value, grads, "" if verdict == "rows: the loss is a mean over rows" else verdict
+
+
+def assert_right(loss_fn, batch=batch):
+    """By default, on eight devices, the loss is that of one device, as it stands."""
+    value, _ = jaxshard.value_and_grad(loss_fn, opt)(params, batch)
+    one = loss_fn(params, batch)
+    print(f"by default: {value:.4f} on eight devices, {one:.4f} on one")
+    assert abs(value / one - 1) < 1e-5
 
 
 def checked(name, loss_fn, batch=batch, **options):
@@ -96,7 +105,7 @@ def checked(name, loss_fn, batch=batch, **options):
     return report
 
 
-on_devices(mean_loss)
+averaged(mean_loss)
 report = checked("mean over rows", mean_loss)
 print(report)
 assert report.ok
@@ -104,8 +113,8 @@ assert report.ok
 # %% [markdown]
 # ## BatchNorm
 #
-# BatchNorm subtracts the mean of the rows, and each device takes that of its own. The warning names the lines, and has
-# the cure.
+# BatchNorm subtracts the mean of the rows, and each device would take that of its own. The verdict names the lines, and
+# has the cure.
 
 
 # %%
@@ -119,7 +128,8 @@ def batchnorm_loss(params, batch, normalized=normalized):
     return cross_entropy(jnp.tanh(hidden) @ params["head"], batch["kind"]).mean()
 
 
-_, _, text = on_devices(batchnorm_loss)
+assert_right(batchnorm_loss)
+_, _, text = averaged(batchnorm_loss)
 report = checked("BatchNorm", batchnorm_loss)
 print("\nchecked by numbers:")
 for way, far in report.differences.items():
@@ -141,7 +151,7 @@ def cured_batchnorm_loss(params, batch):
     return batchnorm_loss(params, batch, normalized=normalized_together)
 
 
-_, _, text = on_devices(cured_batchnorm_loss)
+_, _, text = averaged(cured_batchnorm_loss)
 assert text == ""
 assert checked("BatchNorm, cured", cured_batchnorm_loss).ok
 
@@ -151,11 +161,9 @@ assert checked("BatchNorm, cured", cured_batchnorm_loss).ok
 
 # %%
 outputs = {"one device": np.asarray(normalized(batch["x"] @ params["w"]))}
-alone = jaxshard.zero2(optax.adamw(1e-3), jaxshard.make_mesh(), rows="mixed")  # "mixed": no warning, it is meant so
 for title, function in (("8 devices, each alone", normalized), ("8 devices, cured", normalized_together)):
-    outputs[title] = np.asarray(
-        jaxshard.predict(lambda p, b, function=function: function(b["x"] @ p["w"]), alone)(params, batch)
-    )
+    alone = jaxshard.predict(lambda p, b, function=function: function(b["x"] @ p["w"]), opt, loss_view="local")
+    outputs[title] = np.asarray(alone(params, batch))
 
 feature = np.argmax(np.abs(outputs["one device"].reshape(KINDS, -1, WIDTH).mean(1)).max(0))
 fig, panels = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained", sharey=True)
@@ -192,7 +200,8 @@ def infonce(params, batch):
     return cross_entropy(similar, jnp.arange(len(one))).mean()
 
 
-wrong, _, text = on_devices(infonce)
+assert_right(infonce)
+wrong, _, text = averaged(infonce)
 right = infonce(params, batch)
 print(f"\nthe loss: {wrong:.3f} on eight devices, {right:.3f} on one")
 assert not checked("InfoNCE", infonce).ok
@@ -211,7 +220,7 @@ def cured_infonce(params, batch):
     return cross_entropy(similar, jax.lax.axis_index("data") * len(one) + jnp.arange(len(one))).mean()
 
 
-value, _, text = on_devices(cured_infonce)
+value, _, text = averaged(cured_infonce)
 print(f"the loss: {value:.3f} on eight devices")
 assert text == ""
 assert abs(value / right - 1) < 1e-5
@@ -243,7 +252,8 @@ def sum_loss(params, batch):
     return cross_entropy(jnp.tanh(batch["x"] @ params["w"]) @ params["head"], batch["kind"]).sum()
 
 
-_, _, text = on_devices(sum_loss)
+assert_right(sum_loss)
+_, _, text = averaged(sum_loss)
 assert not checked("sum", sum_loss).ok
 assert "Return the mean" in text
 
@@ -252,9 +262,9 @@ counts = (1, 2, 4, 8)
 norms = {"the sum": [], "the mean, times 64": []}
 for count in counts:
     mesh = jaxshard.make_mesh(devices=jax.devices()[:count])
-    some = jaxshard.zero2(optax.adamw(1e-3), mesh, rows="mixed")
+    some = jaxshard.zero2(optax.adamw(1e-3), mesh)
     for name, loss_fn, factor in (("the sum", sum_loss, 1), ("the mean, times 64", mean_loss, ROWS)):
-        _, grads = jaxshard.value_and_grad(loss_fn, some)(params, batch)
+        _, grads = jaxshard.value_and_grad(loss_fn, some, loss_view="local")(params, batch)
         norms[name].append(factor * float(optax.tree.norm(jax.device_get(grads))))
 
 _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
@@ -291,7 +301,8 @@ def padded_loss(params, batch):
     return token_losses(params, batch).sum() / batch["mask"].sum()
 
 
-wrong, _, text = on_devices(padded_loss, batch=padded)
+assert_right(padded_loss, padded)
+wrong, _, text = averaged(padded_loss, batch=padded)
 assert not checked("padding", padded_loss, padded).ok
 assert "weighted=True" in text
 
@@ -305,7 +316,7 @@ def cured_padded_loss(params, batch):
     return token_losses(params, batch).sum(), batch["mask"].sum()
 
 
-value, _, text = on_devices(cured_padded_loss, batch=padded, weighted=True)
+value, _, text = averaged(cured_padded_loss, batch=padded, weighted=True)
 assert text == ""
 assert checked("padding, cured", cured_padded_loss, padded, weighted=True).ok
 
@@ -332,7 +343,8 @@ plt.show()
 # %% [markdown]
 # ## Random numbers
 #
-# A key that the loss closes over is a constant of the program. All devices then drop the same places, at every step.
+# A key that the loss closes over is a constant of the program. Devices that average drop the same places then, each in
+# its rows, and at every step.
 
 # %%
 key = jax.random.key(0)
@@ -344,17 +356,17 @@ def dropout_loss(params, batch, key=key):
     return cross_entropy(kept @ params["head"], batch["kind"]).mean(), kept  # which shows the mask
 
 
-_, _, text = on_devices(lambda params, batch: dropout_loss(params, batch)[0])
+_, _, text = averaged(lambda params, batch: dropout_loss(params, batch)[0])
 assert "Pass the key as a further argument" in text
 
 # %% [markdown]
 # The cure hands the key over as an argument, another one at each step. jaxshard folds the device's index into it.
 
 # %%
-drawn = jaxshard.predict(lambda params, batch: dropout_loss(params, batch)[1], alone)
+drawn = jaxshard.predict(lambda params, batch: dropout_loss(params, batch)[1], opt, loss_view="local")
 masks = {"closed over, any step": np.asarray(drawn(params, batch)) != 0}
 for i in range(2):
-    (_, kept), _, text = on_devices(dropout_loss, jax.random.fold_in(key, i), has_aux=True)
+    (_, kept), _, text = averaged(dropout_loss, jax.random.fold_in(key, i), has_aux=True)
     masks[f"an argument, step {i}"] = np.asarray(kept) != 0
     assert text == ""
 
@@ -376,7 +388,8 @@ assert (masks["an argument, step 0"] != masks["an argument, step 1"]).any()
 # ## What a trace does not show
 #
 # A rule of your own for a gradient may do anything, and jaxshard does not look into it. `limited` changes nothing on
-# the way forward, and limits the norm of what comes back. There is no warning, only a note in the step's layout.
+# the way forward, and limits the norm of what comes back. The layout says "not known", and the devices average:
+# `loss_view="global"` is right here.
 
 
 # %%
@@ -400,14 +413,15 @@ def limited_loss(params, batch):
     return cross_entropy(jnp.tanh(limited(batch["x"] @ params["w"])) @ params["head"], batch["kind"]).mean()
 
 
-_, _, text = on_devices(limited_loss)
-layout = str(jaxshard.train_step(limited_loss, opt).layout(params, batch))
-print(layout.splitlines()[-1])
-assert text == ""
-assert "not known" in layout
+_, _, text = averaged(limited_loss)
+assert "not known" in text
+_, grads = jaxshard.value_and_grad(limited_loss, opt, loss_view="global")(params, batch)
+one = jax.grad(limited_loss)(params, batch)
+np.testing.assert_allclose(jax.device_get(grads["w"]), one["w"], rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# Each device limits what it sees of its own rows. The numbers show it, so ask for the check once with each new loss.
+# Each device would limit what it sees of its own rows. The numbers show it, so ask for the check once with each loss
+# whose verdict is "not known".
 
 # %%
 report = checked("custom gradient", limited_loss)
@@ -444,9 +458,8 @@ assert all(ERRORS[name] > 0.01 and ERRORS[f"{name}, cured"] < 1e-4 for name in n
 # %% [markdown]
 # ## Where to go next
 #
-# * **Your loss is not here**: the guide to losses has a table of some 30, from GRPO's groups to mixup, and what to
-#   write.
+# * **Your loss is not here**: it is right as it stands. The guide to losses says what to write for the local view.
 # * **Batch statistics and other state**: return them as `aux`, and hand them to the next step as a further argument.
 #   The example with BatchNorm trains such a net.
 # * **In a test of your own**: `jaxshard.check(..., raises=True)` raises where a loss is wrong.
-# * **You mean it**: a BatchNorm with statistics of each device is a choice, too. Say `rows="mixed"`.
+# * **You mean it**: a BatchNorm with statistics of each device is a choice, too. Say `loss_view="local"`.

@@ -9,9 +9,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import Names
+from jaxshard.base.types import REPLICA_AXIS as REPLICA_AXIS
 from jaxshard.base.types import AxisSizes, Tree
 
-REPLICA_AXIS = "replica"
 Entry: TypeAlias = str | tuple[str, ...] | None  # one entry of a PartitionSpec
 Dims: TypeAlias = tuple[tuple[int, Names], ...]
 """How an array is cut: pairs (dim, axes). Dims count from the end (-1 is the last), so a stack's slices fit too."""

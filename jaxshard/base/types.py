@@ -19,6 +19,7 @@ Batch = TypeVar("Batch")
 Tree: TypeAlias = Any
 TreeDef: TypeAlias = Any  # `jax.tree.structure` of a tree
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+REPLICA_AXIS = "replica"  # the mesh axis that copies of the params and state lie along
 DType: TypeAlias = jax.typing.DTypeLike
 Scalar: TypeAlias = jax.Array | int | bool  # a number, traced or not
 AxisSizes: TypeAlias = Mapping[str, int]

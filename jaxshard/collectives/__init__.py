@@ -78,6 +78,15 @@ def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.psum(x, tuple(axes)) if axes else x
 
 
+def of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The keys that the first device along `axes` has, on all devices."""
+    if not axes:
+        return keys
+    data = jax.random.key_data(keys)
+    mine = jnp.where(lax.axis_index(axes) == 0, data, jnp.zeros_like(data))
+    return jax.random.wrap_key_data(total(mine, axes), impl=jax.random.key_impl(keys))
+
+
 def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
     """(D, ...) -> (D/N, ...), this device's shard, without communication."""
     for dim, axes in dims:

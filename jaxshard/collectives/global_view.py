@@ -1,5 +1,6 @@
 """The global view: lays out, copies and gathers trees of whole arrays over a mesh; XLA partitions them."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
@@ -85,12 +86,24 @@ def _at(x: Tree, sharding: NamedSharding, traced: bool) -> jax.Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
+def auto_context(mesh: AnyMesh) -> contextlib.AbstractContextManager[object]:
+    """In which a function is traced as within `globally`: all axes of an Explicit mesh are Auto."""
+    if not is_explicit(mesh):
+        return contextlib.nullcontext()
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    return jax.sharding.use_abstract_mesh(abstract.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto)))
+
+
+def constrained(x: jax.Array, mesh: AnyMesh, spec: P) -> jax.Array:
+    """`x`, which XLA lays out by `spec`; in a trace whose axes are all Auto, as within `globally`."""
+    return lax.with_sharding_constraint(x, spec if is_explicit(mesh) else NamedSharding(mesh, spec))
+
+
 def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     """`x`, replicated, in row-major layout; for use within `globally`."""
     if not is_traced(x):
         return lying_at(x, NamedSharding(x.sharding.mesh, P())) if isinstance(x.sharding, NamedSharding) else x
-    x = lax.with_sharding_constraint(x, P() if is_explicit(mesh) else NamedSharding(mesh, P()))
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return with_layout_constraint(constrained(x, mesh, P()), Layout(tuple(range(x.ndim))))
 
 
 def laid_out(tree: T, shardings: Tree) -> T:

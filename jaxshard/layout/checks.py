@@ -13,6 +13,7 @@ from jaxshard.base.types import AnyMesh, DType, is_whole
 from jaxshard.layout import host_memory
 from jaxshard.layout.options import AXES_OPTIONS, Config, Options
 from jaxshard.system.text import nearest
+from jaxshard.system.users_lines import warn
 
 
 def checked_config(strategy: str, inner: object, mesh: object, options: dict[str, Any]) -> Config:
@@ -161,6 +162,9 @@ def _check_numbers(config: Config) -> None:
             f'{config.strategy}: rows={config.rows!r:.80} is unknown; give "mixed" for a loss that is meant to mix '
             'the rows of a device, or leave it out ("apart")'
         )
+    if config.rows == "mixed":
+        text = 'rows="mixed" is deprecated: give train_step (or value_and_grad, evaluate, predict) loss_view="local"'
+        warn(f"{config.strategy}: {text}", DeprecationWarning)
     if config.regather not in ("use", "step"):
         raise ValueError(f'{config.strategy}: regather={config.regather!r:.80} is unknown; give "step" or "use"')
     if config.regather == "step" and not config.cuts.params:

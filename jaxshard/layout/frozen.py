@@ -9,7 +9,7 @@ import optax
 
 from jaxshard.base.tree import Names, named_leaves, names_of, path_of, structure, unflatten
 from jaxshard.base.types import Tree
-from jaxshard.layout.paths import by_rules, by_tree
+from jaxshard.layout.specs import by_rules, by_tree
 
 
 def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> tuple[list[bool], str]:

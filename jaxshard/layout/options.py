@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import REPLICA_AXIS
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.base.types import Tree
+from jaxshard.base.types import REPLICA_AXIS, Tree
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
 Float: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"] | type[Any] | np.dtype[Any]
@@ -114,8 +113,7 @@ class CommonOptions(TypedDict, total=False):
     Over other axes the loss gets this device's shards of the params that `specs` cut (see `jaxshard.tensor`)."""
 
     rows: Literal["apart", "mixed"]
-    """"apart", the default, warns of a loss that is not a mean of independent rows. "mixed" does not, for a loss that
-    mixes rows on purpose (a BatchNorm with per-device statistics, a sum)."""
+    """Deprecated. "mixed" is `loss_view="local"`, for a loss that mixes the rows of each device on purpose."""
 
 
 class Options(CommonOptions, total=False):
@@ -136,7 +134,7 @@ class Options(CommonOptions, total=False):
     * state_memory: "host" keeps the state in the host's memory.
     * loss_scale: a `LossScale`, for fp16.
     * auto_axes: mesh axes that are left to XLA's partitioner.
-    * rows: "mixed" for a loss that is meant to mix rows of a device.
+    * rows: deprecated; see `loss_view` of `train_step`.
     """
 
     specs: Tree | Rules | None

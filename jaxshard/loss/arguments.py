@@ -1,7 +1,8 @@
 """The arguments of a loss: a batch, whose rows are split, and further arguments, which every device gets whole."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -11,6 +12,13 @@ from jaxshard.base.types import Tree, is_whole
 from jaxshard.layout.checks import check_flag
 from jaxshard.mesh import check_context
 from jaxshard.optimizer.sharding import Setup
+
+
+class PartsError(ValueError):
+    """A mistake in a loss that names axes of the mesh, and so is written for each device's rows."""
+
+
+View: TypeAlias = Literal["auto", "local", "global"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +31,28 @@ class LossOptions:
     microbatches: int
     weighted: bool
     fold_keys: bool
-    differentiate: bool
+    differentiate: bool = True
     per_row: bool = False  # all of aux has the batch's rows (`predict`)
+    loss_view: View = "auto"
+
+    @property
+    def is_meant(self) -> bool:
+        """Whether the author says that each device's own rows are meant, whatever the loss does with them."""
+        return self.loss_view == "local" or self.setup.config.rows == "mixed"
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the batch that the loss sees one by one."""
+        return self.microbatches * (1 if self.loss_view == "global" else self.setup.num_batch_shards)
 
     @property
     def checked(self) -> bool:
         """Whether `shard_map` checks types: only if an axis other than the batch axes and `auto_axes` is larger than 1.
 
-        Over the batch axes our own code makes every sum, so it needs no type check.
+        Over the batch axes our own code makes every sum, so it needs no check. In the global view XLA makes all.
         """
+        if self.loss_view == "global":
+            return False
         ours = (*self.setup.batch_axes, *self.setup.config.auto_axes)
         return any(size > 1 for axis, size in self.setup.sizes.items() if axis not in ours)
 
@@ -42,6 +63,8 @@ def check_options(who: str, options: LossOptions) -> None:
         raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
     for name in ("has_aux", "weighted", "fold_keys"):
         check_flag(who, name, getattr(options, name))
+    if options.loss_view not in get_args(View):
+        raise ValueError(f'{who}: loss_view {options.loss_view!r:.80} must be "auto", "local" or "global"')
     if not is_whole(options.microbatches, 1):
         raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
 
@@ -136,3 +159,17 @@ def _check_argument(position: int, arg: Tree, num_rows: int) -> None:
 
 def _is_whole(x: object) -> bool:
     return isinstance(x, Whole)
+
+
+def folded(args: tuple[Tree, ...], roles: Sequence[str], by: jax.Array | int) -> tuple[Tree, ...]:
+    """The further arguments, with the number `by` folded into their keys, as `roles` has them."""
+
+    def fold(x: Tree, role: str) -> Tree:
+        if role == "other":
+            return x
+        keys = x if role == "key" else jax.random.wrap_key_data(x)
+        new = jax.vmap(lambda key: jax.random.fold_in(key, by))(keys.reshape(-1)).reshape(keys.shape)
+        return new if role == "key" else jax.random.key_data(new)
+
+    leaves, treedef = jax.tree.flatten(args)
+    return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])

@@ -65,7 +65,9 @@ def check(
       RowsError: a ValueError with the report as its message, if `raises`.
     """
     setup = setup_of(opt, "check")
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True)
+    options = LossOptions(
+        loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True, loss_view="local"
+    )
     check_options("check", options)
     report = _Comparison(options, params, batch, args).report()
     if raises and not report.ok:
@@ -78,8 +80,7 @@ class _Comparison:
 
     def __init__(self, options: LossOptions, params: Tree, batch: Tree, args: tuple[Tree, ...]):
         setup = options.setup
-        quiet = dataclasses.replace(setup, config=dataclasses.replace(setup.config, rows="mixed"))
-        self.options, self.params, self.args = dataclasses.replace(options, setup=quiet), params, args
+        self.options, self.params, self.args = options, params, args
         self.program = LossFunction(self.options).plan(params, batch, *args).program
         sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
         self.batch = jax.tree.map(lambda x: global_view.lying_at(x, sharding), batch)
@@ -190,7 +191,7 @@ class _NotCompared(Exception):
 def _on_one_device(setup: Setup) -> Setup:
     mesh = check_has_devices("check", setup.mesh)
     one = np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
-    config = Config("ddp", data_axes=setup.config.data_axes, reduce_dtype=setup.config.reduce_dtype, rows="mixed")
+    config = Config("ddp", data_axes=setup.config.data_axes, reduce_dtype=setup.config.reduce_dtype)
     config = dataclasses.replace(config, frozen=setup.config.frozen)
     return Setup(setup.inner, Mesh(one, mesh.axis_names, axis_types=mesh.axis_types), config)
 

@@ -1,5 +1,6 @@
 """The boundary of differentiation, and the loss over the whole mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import T, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import LossOptions, check_batch, checked_arguments
+from jaxshard.loss import global_loss
+from jaxshard.loss.arguments import LossOptions, PartsError, View, check_batch, checked_arguments
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
 from jaxshard.loss.loss_program import Program
 from jaxshard.loss.params.unshard import Scale
@@ -24,7 +26,6 @@ from jaxshard.optimizer.state import within_reach
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import StepKind, Value
 from jaxshard.programs.jaxprs import axes_named
-from jaxshard.programs.rows.verdict import RowsWarning
 from jaxshard.system.users_lines import warn
 
 PART = "the gradients"  # in a step, for `programs.source`
@@ -92,23 +93,63 @@ class LossFunction:
         found = self.setup.with_state(params, state)
         gathers = {leaf.names: str(each) for leaf, each in zip(found.params, plan.leaves, strict=True)}
         sums = _of_sums(self.options, plan.leaves)
-        return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan.program.verdict), sums=sums)
+        return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan), sums=sums)
 
     def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
         """The traced loss and the plan of each parameter; takes the arguments of `layout`."""
         check_batch(batch, self.options)
         return self._plan(params, batch, checked_arguments(args, batch, self.options), None)
 
-    def _plan(self, params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> LossPlan:
-        plans = before_the_trace(self.setup.layout(params).params, self.options)
+    def _plan(self, *inputs: Tree) -> LossPlan:
+        """The plan in the view that is asked for; by default in the global one where the local one would be wrong."""
+        view = self.options.loss_view
+        if view == "global":
+            return self._plan_globally(inputs)
+        try:
+            plan = self._plan_in("local", *inputs)
+        except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
+            may_be_global = view == "auto" and not self.options.checked and not isinstance(error, PartsError)
+            why = f"on one device's rows it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            plan = self._plan_if_global(why, inputs) if may_be_global else None
+            if plan is None:
+                raise
+            return plan
+        why = global_loss.why_global(plan) if view == "auto" else ""
+        return (self._plan_if_global(why, inputs) if why else None) or plan
 
-        def body(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> _Static:
-            return _Static(DeviceLoss(self.options, plans, params, batch, args, scale).plan())
+    def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:
+        """The plan in the global view; None for a loss that cannot be traced there: most often it names a mesh axis."""
+        with contextlib.suppress(Exception):
+            return dataclasses.replace(self._plan_in("global", *inputs), why_global=why)
+        return None
 
-        return jax.eval_shape(self._on_devices(body, P()), params, batch, args, scale).value
+    def _plan_globally(self, inputs: Sequence[Tree]) -> LossPlan:
+        """The plan in the global view; a ValueError for a loss that is written for the local one."""
+        try:
+            plan, error = self._plan_in("global", *inputs), None
+        except Exception as raised:
+            plan, error = None, raised
+        if plan is not None and not global_loss.has_pipeline(plan):
+            return plan
+        with contextlib.suppress(Exception):
+            plan = self._plan_in("local", *inputs)
+        why = "" if plan is None else global_loss.written_for_parts(plan.program.jaxpr)
+        if why:
+            raise ValueError(f'loss_fn: {why}, which loss_view="global" has no place for; give loss_view="local"')
+        assert error is not None
+        raise error
 
-    def _on_devices(self, body: Callable[..., Tree], out_specs: Tree) -> Callable[..., Tree]:
-        """`body(params, batch, args, scale)` on each device, with its shards of the params and the batch."""
+    def _plan_in(self, view: View, params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> LossPlan:
+        options = dataclasses.replace(self.options, loss_view=view)
+        plans = before_the_trace(self.setup.layout(params).params, options)
+        inputs = (params, batch, args, scale)
+        if view == "global":
+            return global_loss.plan(options, plans, *inputs)
+        body = self._on_devices(lambda *xs: DeviceLoss(options, plans, *xs).plan(), P(), options)
+        return jax.eval_shape(body, *inputs)
+
+    def _on_devices(self, body: Callable[..., Tree], out_specs: Tree, options: LossOptions) -> Callable[..., Tree]:
+        """`body(params, batch, args, scale)` on each device, with its parts of the params and the batch."""
         setup, auto = self.setup, self.setup.config.auto_axes
 
         def everywhere(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
@@ -122,7 +163,7 @@ class LossFunction:
                 in_specs=(jax.tree.map(lambda s: without(s, auto), param_specs), batch_spec, P(), P()),
                 out_specs=out_specs,
                 axis_names=set(setup.mesh.axis_names) - set(auto),
-                check_vma=self.options.checked,
+                check_vma=options.checked,
             )(params, batch, args, scale)
 
         return everywhere
@@ -144,9 +185,11 @@ class LossFunction:
 
         The scalar `scale` multiplies the loss for the backward pass, and divides the reduced gradients.
         """
-        setup, options = self.setup, self.options
-        found, auto = setup.layout(params), setup.config.auto_axes
-        plan = self._plan(params, batch, args, scale)
+        plan, setup = self._plan(params, batch, args, scale), self.setup
+        options, found, auto = plan.options, setup.layout(params), setup.config.auto_axes
+        _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
+        if options.loss_view == "global":
+            return self._measured(plan, params, *global_loss.run(plan, params, batch, args, scale))
         grad_specs = self._without_single(tuple(jax.tree.leaves(found.grad_specs)))
         of_grads = jax.tree.map(lambda s: without(s, auto), grad_specs) if options.differentiate else P()
 
@@ -154,22 +197,22 @@ class LossFunction:
             return DeviceLoss(options, plan.leaves, params, batch, args, scale).run(plan.program)
 
         out_specs = (P(), self._without_single(P(setup.batch_axes)), of_grads)
-        (loss, averaged, weight), rows, grads = self._on_devices(body, out_specs)(params, batch, args, scale)
-        _warn_if_mixed(plan.program, options)
-        _warn_of_aux(plan.program, options)
-        _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
+        values, rows, grads = self._on_devices(body, out_specs, options)(params, batch, args, scale)
+        if not self.options.is_meant:
+            global_loss.warn_if_mixed(plan.program, options)
+            global_loss.warn_of_aux(plan.program, options)
         if options.differentiate:
             grads = global_view.at(grads, setup.mesh, grad_specs) if auto else grads
-            grads = jax.tree.unflatten(jax.tree.structure(setup.trained(params)), grads)
+        return self._measured(plan, params, values, rows, grads)
+
+    def _measured(
+        self, plan: LossPlan, params: Tree, values: Tree, rows: Sequence[jax.Array], grads: Sequence[jax.Array]
+    ) -> "Measured":
+        """The loss's results, with aux and gradients as trees."""
+        loss, averaged, weight = values
+        if self.options.differentiate:
+            grads = jax.tree.unflatten(jax.tree.structure(self.setup.trained(params)), grads)
         return Measured(loss, _put_together(plan.program, averaged, rows), weight, grads)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
-    """A value that a trace returns besides arrays, as part of its results' structure."""
-
-    value: LossPlan
 
 
 class Measured(NamedTuple):
@@ -186,27 +229,6 @@ def _put_together(program: Program, averaged: Sequence[jax.Array], rows: Sequenc
     rest, with_rows = iter(averaged), iter(rows)
     leaves = [next(rest) if dim is None else jnp.moveaxis(next(with_rows), 0, dim) for dim in program.row_dims]
     return jax.tree.unflatten(program.out_tree, [None, None, *leaves])[2]
-
-
-def _warn_if_mixed(program: Program, options: LossOptions) -> None:
-    """Warns of a loss that is not a mean over rows, or of per-row outputs that depend on other rows."""
-    problem = program.verdict.problem
-    if problem and options.setup.config.rows != "mixed":
-        of_loss = "loss_fn: the loss is no mean over rows"
-        of_outputs = "predict: an output depends on more than its own row"
-        what = of_outputs if options.per_row else of_loss
-        warn(f"{what}: {problem}", RowsWarning)
-
-
-def _warn_of_aux(program: Program, options: LossOptions) -> None:
-    """Warns of leaves of aux whose average over devices and microbatches differs from one device's result."""
-    if options.per_row or options.setup.config.rows == "mixed" or program.verdict.alone:
-        return
-    outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
-        why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
-        if why:
-            warn(f"{f'aux leaf {path_of(names)}' if names else 'aux'} {why}", RowsWarning)
 
 
 def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:

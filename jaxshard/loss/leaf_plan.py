@@ -17,12 +17,12 @@ from jaxshard.base.axes import Dims, axes_of
 from jaxshard.base.tree import Names
 from jaxshard.base.types import DType, Equation, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
-from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.unshard import deferred, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
-from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr
+from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr
 from jaxshard.programs.primitives import CASTS, INLINED, REMAT, SCAN
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
@@ -151,7 +151,8 @@ def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) 
     for axis in sorted(axes_of(leaf.spec) & {*options.setup.split_axes}):
         wrt = [i == index for i in range(len(open_jaxpr(jaxpr).invars))]
         if varies_smoothly(jaxpr, wrt, but_along=axis)[0]:
-            raise ValueError(
+            kind = PartsError if axes_named(jaxpr) else ValueError
+            raise kind(
                 f"specs: {leaf.path} has {leaf.spec}, and {axis!r} splits the batch, too: what the loss makes "
                 "of it must go along that axis (jaxshard.tensor.expert_parallel sends it; a penalty needs "
                 f"jax.lax.psum(x, {axis!r})). Or leave {axis!r} out of specs: the strategy cuts over it itself"

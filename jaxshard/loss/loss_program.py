@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
+from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import unshard
@@ -91,14 +91,14 @@ class Program:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
             return jax.make_jaxpr(flat)(whole, batch_of_rows, args, scale)
 
-        read_as_keys = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
-        roles = [
-            "other" if role == "raw key" and not is_read else role
-            for role, is_read in zip(roles, read_as_keys, strict=True)
-        ]
+        read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
+        roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
         verdict = _verdict(jaxpr, of_rows, roles, batch, options)
         program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
-        _check_aux(program, shapes, options)
+        if options.num_parts > 1 or options.loss_view != "global":
+            _check_aux(program, shapes, options)
+        elif options.per_row:
+            _check_outputs(shapes, jax.tree.leaves(batch)[0].shape[0])
         return program
 
 
@@ -135,9 +135,9 @@ def _verdict(
     jaxpr: Jaxpr, trace: Callable[[int], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
 ) -> Verdict:
     """The verdict on the loss's rows."""
-    setup = options.setup
-    alone = setup.num_batch_shards * options.microbatches == 1
-    if alone and not options.has_aux:
+    setup, is_global = options.setup, options.loss_view == "global"
+    alone = options.num_parts == 1
+    if alone and (is_global or not options.has_aux):
         return Verdict(alone=True)
     question = Question(
         trace=trace,
@@ -146,11 +146,13 @@ def _verdict(
         folded=[role in ("key", "raw key") for role in roles],
         weighted=options.weighted,
         per_row=options.per_row,
-        split_axes=setup.split_axes,
-        num_shards=setup.num_batch_shards,
+        split_axes=() if is_global else setup.split_axes,
+        num_shards=1 if is_global else setup.num_batch_shards,
         microbatches=options.microbatches,
     )
     found = judge(question, jaxpr)
+    if is_global:
+        return dataclasses.replace(found, problem="", averaged=(), alone=True)
     return dataclasses.replace(found, problem="", folded=(), counted=(), alone=True) if alone else found
 
 
@@ -189,7 +191,7 @@ def _noted(
             "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
             "over those whose values it needs: functools.partial(loss_fn, training=True)."
         )
-    parts = options.setup.num_batch_shards * options.microbatches
+    parts = options.num_parts
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]
         error.add_note(
@@ -264,15 +266,26 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
                 f"other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean{cause}"
             )
         if options.per_row:
-            raise ValueError(
-                f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in "
-                "their order; return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
-            )
+            raise _no_rows(names, leaf)
         if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 "differs between devices and has no average; cast it to a floating dtype, to be averaged"
             )
+
+
+def _check_outputs(shapes: Tree, num_rows: int) -> None:
+    """Refuses outputs of `predict` without a dim of all rows."""
+    for names, leaf in named_leaves(shapes):
+        if names[0] == "2" and num_rows not in leaf.shape:
+            raise _no_rows(names, leaf)
+
+
+def _no_rows(names: Names, leaf: jax.ShapeDtypeStruct) -> ValueError:
+    return ValueError(
+        f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in their "
+        "order; return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
+    )
 
 
 def _refuse_counts(program: Program, shapes: Tree) -> None:

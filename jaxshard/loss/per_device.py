@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,13 @@ from jax import lax
 from jaxshard import collectives, platforms
 from jaxshard.base.axes import axes_of_dims, beyond
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
-from jaxshard.base.types import Tree
-from jaxshard.layout.cutting import Leaf
+from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.loss import ordered
-from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.arguments import LossOptions, folded
 from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
-from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value
+from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value, at_the_start, without_gradient
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward
 from jaxshard.programs.source import part
@@ -27,15 +26,37 @@ from jaxshard.programs.source import part
 Index: TypeAlias = jax.Array | int  # the index of a microbatch
 
 
-class LossPlan(NamedTuple):
-    """The traced loss, and the plan of each of its parameters."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossPlan:
+    """The traced loss and the plan of each parameter; a trace returns it as a part of its results' structure.
+
+    Attributes:
+      options: these say in which view it was traced.
+      why_global: why it was not traced on each device's rows; "" if it was, or if the global view was asked for.
+    """
 
     program: Program
     leaves: tuple[LeafPlan, ...]
+    options: LossOptions
+    why_global: str = ""
+
+    def __str__(self) -> str:
+        if self.options.loss_view != "global":
+            return str(self.program.verdict)
+        why = f": {self.why_global}" if self.why_global else ""
+        return f"the loss sees all of a microbatch, and XLA partitions it{why}"
 
 
 class DeviceLoss:
-    """One device's part of the loss, inside shard_map; `params` are its shards at rest."""
+    """One device's part of the loss, inside shard_map; `params` are its shards at rest.
+
+    Attributes:
+      axes: the mesh axes over which types vary and results are summed.
+      num_shards: the number of parts of the batch, over which results are averaged.
+    """
+
+    orders_backward = True
 
     def __init__(
         self,
@@ -47,25 +68,36 @@ class DeviceLoss:
         scale: Scale,
     ):
         self.options, self.setup, self.args, self.scale = options, options.setup, args, scale
+        self.axes, self.num_shards = self._parts()
         self.plans, self.treedef = plans, jax.tree.structure(params)
         self.shards = [self._at_the_start(x, plan) for x, plan in zip(jax.tree.leaves(params), plans, strict=True)]
-        m = options.microbatches
-        self.batch = jax.tree.map(lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch)
+        self.batch = jax.tree.map(self._in_microbatches, batch)
+
+    def _parts(self) -> tuple[tuple[str, ...], int]:
+        return self.setup.split_axes, self.setup.num_batch_shards
+
+    def _in_microbatches(self, x: jax.Array) -> jax.Array:
+        """(rows, ...) -> (microbatches, rows of each, ...)."""
+        m = self.options.microbatches
+        return x.reshape(m, x.shape[0] // m, *x.shape[1:])
 
     @part("params are gathered once per step")
     def _at_the_start(self, x: jax.Array, plan: LeafPlan) -> jax.Array:
-        x = collectives.vary(x, self.setup.split_axes) if self.options.checked else x
+        x = collectives.vary(x, self.axes) if self.options.checked else x
         return collectives.gather(x, plan.leaf.params.dims) if plan.gather == "start" else x
 
     def plan(self) -> LossPlan:
         """The loss, traced for whole parameters, and the plans that its uses of them give."""
         whole = collectives.shapes_of(
-            lambda: [_without_gradient(x) for x in self._values(self.shards, self._differentiated())]
+            lambda: [without_gradient(x) for x in self._values(self.shards, self._differentiated())]
         )
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
         frozen = [plan.leaf.frozen for plan in self.plans]
         program = Program.trace(self.options, self.treedef, whole, batch, args, self.scale, frozen)
-        return LossPlan(program, after_the_trace(self.plans, program.jaxpr, self.options))
+        return LossPlan(program, self._after_the_trace(program.jaxpr), self.options)
+
+    def _after_the_trace(self, jaxpr: Jaxpr) -> tuple[LeafPlan, ...]:
+        return after_the_trace(self.plans, jaxpr, self.options)
 
     def run(self, program: Program) -> Tree:
         """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
@@ -113,7 +145,7 @@ class DeviceLoss:
             d = None if plan.leaf.frozen else next(rest)
             if plan.reduce == "at use":
                 return Sharded(x, d, plan.scattered, plan.held, () if plan.scattered else plan.summed)
-            if plan.reduce == "after" and self.setup.split_axes:
+            if plan.reduce == "after" and self.axes:
                 return Sharded(None, d, (), ())
             return Sharded(x, None, plan.held, plan.held) if plan.held else x if d is None else d
 
@@ -122,18 +154,23 @@ class DeviceLoss:
     def _loss(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array], batch: Tree, index: Index) -> Tree:
         """(loss, weight, aux) of one microbatch."""
         pairs = zip(self._values(shards, diff), self.plans, strict=True)
-        values = [x if plan.reason is None else _at_first_use(x) for x, plan in pairs]
+        values = [x if plan.reason is None else self._at_first_use(x) for x, plan in pairs]
         return jax.tree.map(self._varied, self._evaluated(values, batch, self._folded(index)))
 
     def _evaluated(self, values: Sequence[Value], batch: Tree, args: Tree) -> Tree:
         """(loss, weight, aux) as the loss returns them."""
-        program, flat = self.program, [*values, *jax.tree.leaves((batch, args, self.scale))]
-        if self.options.differentiate:
-            smooth = [role == "param" for role in program.roles]
-            outs = ordered.run(program.jaxpr, flat, range(len(values)), smooth)
-        else:
-            outs = Evaluation.run(program.jaxpr, flat)
-        return jax.tree.unflatten(program.out_tree, [jnp.asarray(x) for x in outs])
+        outs = self._run_program([*values, *jax.tree.leaves((batch, args, self.scale))])
+        return jax.tree.unflatten(self.program.out_tree, [jnp.asarray(x) for x in outs])
+
+    def _run_program(self, flat: Sequence[Tree]) -> list[Value]:
+        if not (self.options.differentiate and self.orders_backward):
+            return Evaluation.run(self.program.jaxpr, flat)
+        smooth = [role == "param" for role in self.program.roles]
+        return ordered.run(self.program.jaxpr, flat, range(len(self.plans)), smooth)
+
+    def _at_first_use(self, x: Value) -> Value:
+        """The whole parameter, gathered where the loss first uses it; one that is not cut is whole at once."""
+        return AtFirstUse(x) if isinstance(x, Sharded) and x.local is not None else at_the_start(x)
 
     def _varied(self, x: jax.Array) -> jax.Array:
         """`x` with a type that varies over the batch axes.
@@ -141,7 +178,7 @@ class DeviceLoss:
         If the user has averaged it over devices, the sum over devices then counts it as one of N equal means.
         """
         averaged = self.options.checked and jnp.issubdtype(x.dtype, jnp.inexact)
-        return collectives.vary(x, self.setup.split_axes) if averaged else x
+        return collectives.vary(x, self.axes) if averaged else x
 
     def _microbatch(self, index: Index) -> Tree:
         return jax.tree.map(lambda x: x[index], self.batch)
@@ -150,25 +187,14 @@ class DeviceLoss:
         """The further arguments, with keys folded by data shard and microbatch."""
         if not self.options.fold_keys:
             return self.args
-        axes = self.setup.split_axes
-        shard = (lax.axis_index(axes) if axes else 0) * self.options.microbatches + index
-
-        def fold(x: Tree, role: str) -> Tree:
-            if role == "other":
-                return x
-            keys = x if role == "key" else jax.random.wrap_key_data(x)
-            folded = jax.vmap(lambda key: jax.random.fold_in(key, shard))(keys.reshape(-1)).reshape(keys.shape)
-            return folded if role == "key" else jax.random.key_data(folded)
-
-        leaves, treedef = jax.tree.flatten(self.args)
-        roles = self.program.roles_of_args
-        return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])
+        shard = (lax.axis_index(self.axes) if self.axes else 0) * self.options.microbatches + index
+        return folded(self.args, self.program.roles_of_args, shard)
 
     def _like_folded(self) -> Tree:
         """The further arguments with the types that they have after folding."""
 
         def varied(x: Tree) -> Tree:
-            return collectives.vary(x, self.setup.split_axes) if is_key(x) or is_like_raw_key(x) else x
+            return collectives.vary(x, self.axes) if is_key(x) or is_like_raw_key(x) else x
 
         return jax.tree.map(varied, self.args) if self.options.fold_keys and self.options.checked else self.args
 
@@ -199,7 +225,7 @@ class DeviceLoss:
             shards, sums = self._bound_to(index, sums)
             grads, outs = self._grad(shards, diff, batch, index)
             each = zip(sums, grads, self._trained, strict=True)
-            return [s + _scattered_here(g, plan.leaf) for s, g, plan in each], outs
+            return [s + self._scattered_here(g, plan) for s, g, plan in each], outs
 
         return lax.scan(step, collectives.zeros(shapes), (jnp.arange(m), self.batch))
 
@@ -220,23 +246,28 @@ class DeviceLoss:
 
     @part("the gradients' reduction, after the backward pass")
     def _finish(self, g: jax.Array, plan: LeafPlan, denominator: jax.Array | int) -> jax.Array:
-        """The gradient averaged over all devices, cut like the state, for the inner optimizer."""
-        leaf, is_reduced = plan.leaf, plan.reduce == "at use"
-        if not is_reduced or plan.scattered:
-            g = collectives.scatter_sum(g, beyond(leaf.dims, plan.scattered if is_reduced else ()))
-            g = collectives.total(g, [axis for axis in plan.summed if axis not in axes_of_dims(leaf.dims)])
+        """The gradient averaged over all devices, as the inner optimizer takes it: cut as the state is."""
+        g = self._total(g, plan)
         if self.scale is not None:
             g, denominator = g.astype(sum_dtype(g)), denominator * self.scale
-        return (g / denominator).astype(wide(self.setup.config, leaf.dtype))
+        return (g / denominator).astype(wide(self.setup.config, plan.leaf.dtype))
+
+    def _total(self, g: jax.Array, plan: LeafPlan) -> jax.Array:
+        """The sum over all devices, cut as the state is."""
+        leaf, is_reduced = plan.leaf, plan.reduce == "at use"
+        if is_reduced and not plan.scattered:
+            return g
+        g = collectives.scatter_sum(g, beyond(leaf.dims, plan.scattered if is_reduced else ()))
+        return collectives.total(g, [axis for axis in plan.summed if axis not in axes_of_dims(leaf.dims)])
 
     @part("the mean of the loss over devices")
     def _reduced(
         self, losses: jax.Array, weights: jax.Array, auxes: Tree
     ) -> tuple[Tree, list[jax.Array], jax.Array | int]:
-        """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the divisor of the
-        sums of gradients)."""
-        axes = self.setup.split_axes
-        denominator: jax.Array | int = self.options.microbatches * self.setup.num_batch_shards
+        """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the number that
+        divides the sums of gradients)."""
+        axes = self.axes
+        denominator: jax.Array | int = self.options.microbatches * self.num_shards
         weight = jnp.ones(())
         if self.options.weighted:
             weight = collectives.total(weights.sum(0), axes)
@@ -244,7 +275,7 @@ class DeviceLoss:
 
         def average(x):
             if is_key(x):
-                return _of_first_device(x[-1], axes)
+                return collectives.of_first_device(x[-1], axes)
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[-1]
             wide = x.astype(sum_dtype(x))
@@ -256,44 +287,13 @@ class DeviceLoss:
         loss = collectives.total(losses.sum(0), axes) / denominator
         pairs = list(zip(jax.tree.leaves(auxes), self.program.row_dims, strict=True))
         averaged = [average(x) for x, row_dim in pairs if row_dim is None]
-        rows = [_one_after_the_other(x, row_dim) for x, row_dim in pairs if row_dim is not None]
+        rows = [self._in_order(jnp.moveaxis(x, row_dim + 1, 1)) for x, row_dim in pairs if row_dim is not None]
         return (loss, averaged, weight), rows, denominator
 
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        """(microbatches, rows of each, ...) -> (rows, ...)."""
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-def _scattered_here(g: jax.Array, leaf: Leaf) -> jax.Array:
-    """`g` behind a barrier; without it, XLA for TPU sums unsharded gradients in the loop, then scatters the sum."""
-    return lax.optimization_barrier(g) if leaf.grads.dims else g
-
-
-def _one_after_the_other(x: jax.Array, row_dim: int) -> jax.Array:
-    """The rows of all microbatches, of shape (microbatches, ...), as the first dim."""
-    x = jnp.moveaxis(x, row_dim + 1, 1)
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The first device's keys, on all devices along these axes."""
-    if not axes:
-        return keys
-    data = jax.random.key_data(keys)
-    mine = jnp.where(lax.axis_index(axes) == 0, data, jnp.zeros_like(data))
-    return jax.random.wrap_key_data(collectives.total(mine, axes), impl=jax.random.key_impl(keys))
-
-
-def _at_the_start(x: Value) -> jax.Array:
-    """The whole parameter, gathered now, before the loss runs."""
-    if isinstance(x, jax.Array):
-        return x
-    return x.stand_in if isinstance(x, Sharded) and x.local is None and x.stand_in is not None else x.whole()
-
-
-def _without_gradient(x: Value) -> jax.Array:
-    """As `_at_the_start`, if no gradient is needed: less to trace."""
-    if isinstance(x, Sharded) and x.local is not None:
-        return dataclasses.replace(x, stand_in=None).whole()
-    return _at_the_start(x)
-
-
-def _at_first_use(x: Value) -> Value:
-    """A cut parameter, to be gathered at its first use; any other is whole at once."""
-    return AtFirstUse(x) if isinstance(x, Sharded) and x.local is not None else _at_the_start(x)
+    def _scattered_here(self, g: jax.Array, plan: LeafPlan) -> jax.Array:
+        """`g` behind a barrier; without it, XLA for TPU sums whole gradients in the loop and scatters the sum."""
+        return lax.optimization_barrier(g) if plan.leaf.grads.dims else g

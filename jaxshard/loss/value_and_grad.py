@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxshard.base.types import Params, Tree
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import LossOptions, check_options
+from jaxshard.loss.arguments import LossOptions, View, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 
@@ -64,6 +64,7 @@ def value_and_grad(
     microbatches: int = 1,
     weighted: bool = False,
     fold_keys: bool = True,
+    loss_view: View = "auto",
 ) -> ValueAndGrad[jax.Array]: ...
 @overload
 def value_and_grad(
@@ -74,6 +75,7 @@ def value_and_grad(
     microbatches: int = 1,
     weighted: bool = False,
     fold_keys: bool = True,
+    loss_view: View = "auto",
 ) -> ValueAndGrad[WithAux]: ...
 def value_and_grad(
     loss_fn: LossFn,
@@ -83,20 +85,24 @@ def value_and_grad(
     microbatches: int = 1,
     weighted: bool = False,
     fold_keys: bool = True,
+    loss_view: View = "auto",
 ) -> ValueAndGrad[Any]:
     """`jax.value_and_grad` over the mesh: the loss and gradients of the whole batch, reduced once, left sharded.
 
     Args:
-      loss_fn: `(params, batch, *args) -> loss`, pure, written for one device's share of the batch: params come whole,
-        the batch's leaves as (rows of this device and microbatch, ...). It returns the mean loss over those rows.
+      loss_fn: `(params, batch, *args) -> loss`, pure, any loss as it is written for one device; params come whole.
       opt: the optimizer; it decides how params, batch and gradients are sharded.
-      has_aux: `loss_fn` returns `(loss, aux)`. Floating leaves of aux are averaged over the batch, others must not
-        depend on it, nor on its number of rows.
+      has_aux: `loss_fn` returns `(loss, aux)`. With several microbatches floating leaves of aux are averaged over them,
+        leaves with the batch's rows come back whole, and others must not depend on the batch.
       microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
       weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
         and microbatches. The weight is not differentiated.
       fold_keys: fold the data shard's and the microbatch's index into the typed PRNG keys among `args`, so that each
-        microbatch has its own.
+        microbatch has its own. In the global view, several microbatches alone fold theirs.
+      loss_view: "local": each device computes the loss of its own rows of a microbatch, and results are averaged; right
+        for a mean over rows, and sends the least. "global": the loss sees all rows of a microbatch, and XLA partitions
+        it; right for any loss that names no axis of the mesh. "auto": global where the trace
+        shows that local would be wrong and the loss names no axes; else local. `f.layout(...)` says which, and why.
 
     Returns:
       `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are
@@ -108,20 +114,37 @@ def value_and_grad(
       ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
     """
     setup = setup_of(opt, "value_and_grad")
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
     check_options("value_and_grad", options)
     return LossFunction(options)
 
 
 @overload
 def evaluate(
-    loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: Literal[False] = False, weighted: bool = False
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: Literal[False] = False,
+    weighted: bool = False,
+    loss_view: View = "auto",
 ) -> Evaluate[jax.Array]: ...
 @overload
 def evaluate(
-    loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: Literal[True], weighted: bool = False
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: Literal[True],
+    weighted: bool = False,
+    loss_view: View = "auto",
 ) -> Evaluate[WithAux]: ...
-def evaluate(loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: bool = False, weighted: bool = False) -> Evaluate[Any]:
+def evaluate(
+    loss_fn: LossFn,
+    opt: ShardedOptimizer,
+    *,
+    has_aux: bool = False,
+    weighted: bool = False,
+    loss_view: View = "auto",
+) -> Evaluate[Any]:
     """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
 
     The arguments are those of `value_and_grad`, and so are the errors.
@@ -130,19 +153,21 @@ def evaluate(loss_fn: LossFn, opt: ShardedOptimizer, *, has_aux: bool = False, w
       The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
     """
     setup = setup_of(opt, "evaluate")
-    options = LossOptions(loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False)
+    options = LossOptions(
+        loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False, loss_view=loss_view
+    )
     check_options("evaluate", options)
     return LossFunction(options)
 
 
-def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
+def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View = "auto") -> "Predict":
     """Applies a function to a batch, each device to its own rows: logits, embeddings, per-row losses.
 
     Args:
-      fn: `(params, batch, *args) -> outputs`, pure, written for one device's share of the batch: params come whole
-        (as in `value_and_grad`, gathered at `unshard` or first use), the batch's leaves as (rows of this device, ...).
-        Its outputs are a tree of arrays of (rows of this device, ...), of any dtype.
+      fn: `(params, batch, *args) -> outputs`, pure, as it is written for one device: a tree of arrays of (rows, ...),
+        of any dtype. Params come whole (as in `value_and_grad`, gathered at `unshard` or first use).
       opt: the optimizer; it decides how params and batch are sharded.
+      loss_view: as for `value_and_grad`; "auto" is global where an output is known to depend on other rows.
 
     Returns:
       `f(params, batch, *args) -> outputs`: arrays of (rows of the batch, ...), in the batch's order, cut over the batch
@@ -153,7 +178,9 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer) -> "Predict":
       ValueError: an output has no dim of rows; the batch's rows do not divide; params were donated.
     """
     setup = setup_of(opt, "predict")
-    options = LossOptions(fn, setup, True, 1, False, fold_keys=True, differentiate=False, per_row=True)
+    options = LossOptions(
+        fn, setup, True, 1, False, fold_keys=True, differentiate=False, per_row=True, loss_view=loss_view
+    )
     check_options("predict", options)
     return Predict(LossFunction(dataclasses.replace(options, loss_fn=_Outputs(fn))))
 

@@ -225,6 +225,8 @@ SEVERAL = _with("several")
 """Make several numbers or keys from each key."""
 
 DEBUGGING = _with("debugging")
+UNPARTITIONED = _with("unpartitioned")
+"""What XLA cannot split over devices: it must run on each device's part, or be left whole."""
 """Show values to the host, on each device that computes them; no value depends on it."""
 
 # Costs of operations, for `jaxshard.plan`.

@@ -166,6 +166,7 @@ approx_top_k cholesky_update hessenberg ormqr platform_index pure_callback ragge
 reduce_window regularized_incomplete_beta select_and_gather_add select_and_scatter_add symmetric_product : - pure
 tridiagonal_solve : - pure
 debug_callback debug_print : - debugging
+ffi_call io_callback pallas_call : - unpartitioned
 free_ref : - only_reads
 precv unreduced_reduce_scatter unreduced_reduce_scatter_start : - differs
 rng_bit_generator threefry2x32 : - pure reads_keys draws
@@ -178,10 +179,10 @@ call_hi_primitive_linearized check core_map create_linear create_token cudnn_fus
 custom_partitioning custom_vmap_call dce_sink delay dim_as_value dimension_size dot_product_attention_bwd
 dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
 dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-dot_product_attention_fwd_wrapper empty empty2 empty_ref eval_jaxpr ffi_call from_edtype geqp3 get_global get_variable
-global_array_to_host_local_array host_local_array_to_global_array inspect_sharding io_callback iota_2x32_shape
+dot_product_attention_fwd_wrapper empty empty2 empty_ref eval_jaxpr from_edtype geqp3 get_global get_variable
+global_array_to_host_local_array host_local_array_to_global_array inspect_sharding iota_2x32_shape
 jaxpr_call layout_constraint linear_call log_extend log_read masked_load masked_swap mpmd_map multiple_of new_box
-new_log new_variable num_programs pallas_call philox2x32 philox4x32 pin polynomial preduced program_id psend reciprocal
+new_log new_variable num_programs philox2x32 philox4x32 pin polynomial preduced program_id psend reciprocal
 reduced_vary_cast reduced_vary_cast_p relayout remat_opt run_scoped run_state scaled_dot scaled_matmul
 scaled_matmul_wrapper select_and_scatter semaphore_read semaphore_signal semaphore_wait set_variable shape_assertion
 stage threefry4x32 tie to_edtype unpin unreachable unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start

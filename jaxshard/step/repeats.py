@@ -53,7 +53,7 @@ def _warn(names: Names) -> None:
         f"train_step: further argument {position}{': ' + '/'.join(rest) if rest else ''} is the same random key at "
         "every call, so that every step draws the same numbers (dropout masks). Pass another key at each step, such as "
         'jax.random.fold_in(key, i); or, if the loss returns its random state as aux, hand metrics["aux"] to the next '
-        'step. If the numbers are to stay, give the strategy rows="mixed"'
+        'step. If the numbers are to stay, give train_step loss_view="local"'
     )
 
 

@@ -15,7 +15,7 @@ from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import LossOptions, check_batch, check_options, checked_arguments
+from jaxshard.loss.arguments import LossOptions, View, check_batch, check_options, checked_arguments
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
 from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.inner.trace import Settled
@@ -27,10 +27,9 @@ from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
 from jaxshard.processes import agreement
-from jaxshard.step.program import Program, check_processes, kinds_of
+from jaxshard.step.program import Program, Returned, check_processes, kinds_of, placed, placed_leaf, run
 from jaxshard.step.repeats import KeyWatch
 from jaxshard.step.skips import Names, Verdicts, judged
-from jaxshard.step.step_arrays import Returned, placed, placed_leaf, run
 from jaxshard.system.interrupts import Interrupts
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
@@ -46,6 +45,7 @@ def train_step(
     microbatches: int = 1,
     weighted: bool = False,
     fold_keys: bool = True,
+    loss_view: View = "auto",
     donate: bool = True,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
@@ -54,7 +54,7 @@ def train_step(
     """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
     Args:
-      loss_fn, opt, has_aux, microbatches, weighted, fold_keys: as for `value_and_grad`.
+      loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are gone
         afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
@@ -88,7 +88,7 @@ def train_step(
     if max_skips is None and setup.config.loss_scale is not None:
         raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
     check_flag("train_step", "donate", donate)
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, differentiate=True)
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
     return TrainStep(LossFunction(options), donate, extra, max_skips, given)
@@ -160,7 +160,7 @@ class TrainStep:
         if jax.process_count() > 1 and program not in self._agreed:
             check_processes(program, params, state, batch, args)
             self._agreed.append(program)
-        if self._setup.config.rows != "mixed":
+        if not self._loss.options.is_meant:
             self._keys.look(given, args, lambda: program.draws_from(params, state, batch, args))
         self._interrupts.begin((params, state) if self.donate else ())
         try:

@@ -152,11 +152,11 @@ def test_boxed_params_train_as_unboxed_ones(strategy, kind):
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
 
 
-def test_a_constraint_inside_the_loss_is_refused_with_a_cure_that_works():
+def test_a_constraint_inside_the_loss_is_refused_in_the_local_view_with_a_cure_that_works():
     params, loss = of_model(Boxed(constrained=True))
     batch = {"x": BATCH["x"], "y": np.zeros((16, 8), "f")}
     opt = jaxshard.zero2(TX, jaxshard.make_mesh())
-    f = jaxshard.value_and_grad(loss, opt)
+    f = jaxshard.value_and_grad(loss, opt, loss_view="local")
     with nn.logical_axis_rules(RULES), pytest.raises(ValueError, match=r"loss_fn: it constrains.*logical_axis_rules"):
         f(params, batch)
     f(params, batch)  # the cure
@@ -165,7 +165,10 @@ def test_a_constraint_inside_the_loss_is_refused_with_a_cure_that_works():
         return jnp.mean(jax.lax.with_sharding_constraint(b["x"] @ p["w"], P("data")) ** 2)
 
     with pytest.raises(ValueError, match="Take the constraint out"), jax.set_mesh(opt.mesh):
-        jaxshard.value_and_grad(constrained, opt)(PARAMS, BATCH)
+        jaxshard.value_and_grad(constrained, opt, loss_view="local")(PARAMS, BATCH)
+    with jax.set_mesh(opt.mesh):
+        value, _ = jaxshard.value_and_grad(constrained, opt)(PARAMS, BATCH)  # all rows: XLA constrains them
+    assert float(value) == pytest.approx(float(jnp.mean((BATCH["x"] @ PARAMS["w"]) ** 2)))
 
     def over_tensor(p, b):
         return jnp.mean(jax.lax.with_sharding_constraint(b["x"] @ p["w"], P(None, "tensor")) ** 2)

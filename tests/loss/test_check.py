@@ -59,7 +59,7 @@ def test_a_loss_that_takes_no_half_of_its_rows():
         return jnp.mean((b["x"].reshape(2, weights()["w"].shape[0]) @ p["w"]) ** 2)
 
     params, batch = singles(weights()), singles(batch_of(16))
-    found = jaxshard.check(by_halves, opt_of(rows="mixed"), params, batch)
+    found = jaxshard.check(by_halves, opt_of(), params, batch)
     assert found.ok, found
     assert "each row twice, on two devices" in found.differences
     found = jaxshard.check(of_two_rows, opt_of(), params, batch)

@@ -149,11 +149,17 @@ def test_what_is_dropped_depends_on_the_row_alone():
 
 
 def test_specs_of_the_strategys_own_axis_are_refused_where_nothing_moves_along_it():
-    """As FSDP's specs elsewhere say it; each device would train on its columns alone."""
+    """As FSDP's specs elsewhere say it; each device would train on its columns alone, but not in the global view."""
     opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(), specs={"w": P(None, "data")})
     given, batch = {"w": np.ones((8, 64), "f")}, {"x": np.ones((16, 8), "f")}
+
+    def loss(p, b):
+        return jnp.mean((b["x"] @ p["w"]) ** 2)
+
     with pytest.raises(ValueError, match=r"specs: w has .*, and 'data' splits the batch"):
-        jaxshard.value_and_grad(lambda p, b: jnp.mean((b["x"] @ p["w"]) ** 2), opt)(given, batch)
+        jaxshard.value_and_grad(loss, opt, loss_view="local")(given, batch)
+    found = jaxshard.value_and_grad(loss, opt)(given, batch)
+    assert_close(found, jax.value_and_grad(loss)(given, batch), 1e-6)
 
 
 def test_a_penalty_of_experts_is_refused_until_it_is_summed(x64):

@@ -229,9 +229,19 @@ def test_a_number_of_rows_in_aux_is_refused(count, microbatches):
     def loss(p, b):
         return jnp.mean(b @ p["w"]), {"rows": COUNTS[count](p, b)}
 
-    f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True, microbatches=microbatches)
+    f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True, microbatches=microbatches, loss_view="local")
     with pytest.raises(TypeError, match=r"aux leaf rows .*number of rows that the loss sees.*outside of the loss"):
         f({"w": jnp.ones((4, 2))}, jnp.ones((32, 4)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_number_of_rows_in_aux_is_that_of_one_device(count):
+    def loss(p, b):
+        return jnp.mean(b @ p["w"]), {"rows": COUNTS[count](p, b)}
+
+    given = {"w": jnp.ones((4, 2))}, jnp.ones((32, 4))
+    (_, aux), _ = jaxshard.value_and_grad(loss, opt_of(), has_aux=True)(*given)
+    assert float(aux["rows"]) == float(loss(*given)[1]["rows"])
 
 
 def test_other_numbers_in_aux_stay_and_rows_are_counted_as_the_error_says():

@@ -76,8 +76,6 @@ def test_bad_input():
         jaxshard.predict(3, opt_of())
     with pytest.raises(TypeError, match="predict needs a ShardedOptimizer"):
         jaxshard.predict(outputs, optax.sgd(0.1))
-    with pytest.warns(jaxshard.RowsWarning, match="taken over the rows"):
-        jaxshard.predict(lambda w, b: jnp.tanh(b["x"] - b["x"].mean(0)), opt_of())(W, BATCH)
 
 
 def with_aux(w, batch):
@@ -128,15 +126,17 @@ def test_one_row_on_each_device():
         lambda z: jnp.argsort(z[:, 0]),
     ],
 )
-def test_rows_of_aux_that_are_none_are_refused(aux):
-    """They were averaged over unrelated rows."""
+def test_rows_of_aux_that_are_none_are_what_one_device_returns(aux):
+    """They were averaged over unrelated rows; the local view refuses them."""
 
     def loss(w, batch):
         z = batch["x"] @ w
         return jnp.mean(z**2), {"z": aux(z)}
 
     with pytest.raises(ValueError, match=r"aux leaf z has shape .* return it as \(rows, ...\), or its mean"):
-        jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+        jaxshard.evaluate(loss, opt_of(), has_aux=True, loss_view="local")(W, BATCH)
+    found = jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+    chex.assert_trees_all_close(found, loss(W, jax.tree.map(jnp.asarray, BATCH)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,18 @@ def test_rows_of_aux_that_are_none_are_refused(aux):
         (lambda z: z + np.log(len(z)), "other ones where there are more rows"),
     ],
 )
-def test_outputs_that_depend_on_more_than_their_row_are_told(of_rows, says):
-    with pytest.warns(jaxshard.RowsWarning, match=f"predict: an output depends on more than its own row: .*{says}"):
-        jaxshard.predict(lambda w, batch: of_rows(batch["x"] @ w), opt_of())(W, BATCH)
+def test_outputs_that_depend_on_more_than_their_row_are_those_of_one_device(of_rows, says, recwarn):
+    found = jaxshard.predict(lambda w, batch: of_rows(batch["x"] @ w), opt_of())(W, BATCH)
+    chex.assert_trees_all_close(found, of_rows(jnp.asarray(X @ W)), rtol=1e-4, atol=1e-5)
+    assert not recwarn.list
 
 
 def test_rows_in_another_order_are_refused():
-    """They came back turned round on each device."""
+    """They came back turned round on each device; the local view refuses them."""
     with pytest.raises(ValueError, match="no dim with the rows of the batch in their order"):
-        jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of())(W, BATCH)
+        jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of(), loss_view="local")(W, BATCH)
+    found = jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of())(W, BATCH)
+    chex.assert_trees_all_close(found, (X @ W)[::-1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,10 @@ def test_whole_numbers_without_rows_still_have_no_average():
         return jnp.mean((batch["x"] @ w) ** 2), jnp.sum(batch["id"])
 
     with pytest.raises(TypeError, match=r"aux leaf .* has no average; cast it"):
-        jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
+        jaxshard.evaluate(loss, opt_of(), has_aux=True, loss_view="local")(W, BATCH)
+    assert int(jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)[1]) == np.sum(BATCH["id"])
+    with pytest.raises(TypeError, match=r"aux leaf .* has no average; cast it"):
+        jaxshard.value_and_grad(loss, opt_of(), has_aux=True, microbatches=2)(W, BATCH)
 
 
 def test_a_model_with_layers(recwarn):

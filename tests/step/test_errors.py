@@ -357,10 +357,11 @@ def test_a_warning_is_of_the_line_that_called(mesh):
     """It was of a line of jaxshard's."""
 
     def mixing(params, batch):
-        return jnp.mean((batch["x"] - batch["x"].mean(0)) ** 2) + 0 * params["w"].sum()
+        all_x = jax.lax.all_gather(batch["x"], "data", tiled=True)
+        return jnp.mean((batch["x"] - batch["x"].mean(0)) ** 2) + 0 * params["w"].sum() * all_x.sum()
 
     with pytest.warns(jaxshard.RowsWarning) as caught:
-        jax.eval_shape(jaxshard.value_and_grad(mixing, zero2(mesh)), params_numpy(), batch_of(8))
+        jax.eval_shape(jaxshard.value_and_grad(mixing, zero2(mesh)), params_numpy(), batch_of(16))
     assert [each.filename for each in caught] == [__file__]
 
 
@@ -457,7 +458,7 @@ def test_a_loss_with_the_number_of_all_rows_in_it_is_told_how_many_it_gets(mesh)
     opt, params = zero2(mesh), params_numpy()
     rows = 8 * mesh.size
     with pytest.raises(TypeError, match="reshape") as error:
-        jaxshard.evaluate(lambda p, b: b["x"].reshape(rows, -1).mean(), opt)(params, batch_of(rows))
+        jaxshard.evaluate(lambda p, b: b["x"].reshape(rows, -1).mean(), opt, loss_view="local")(params, batch_of(rows))
     assert any(f"loss_fn sees 8 of the batch's {rows} rows" in note for note in error.value.__notes__)
 
 
@@ -486,7 +487,7 @@ def test_whole_number_aux_that_depends_on_the_batch(refused, mesh):
     def loss(params, batch):
         return loss_fn(params, batch), {"right": jnp.sum(batch["y"] > 0)}
 
-    fn = jaxshard.value_and_grad(loss, zero2(mesh), has_aux=True)
+    fn = jaxshard.value_and_grad(loss, zero2(mesh), has_aux=True, loss_view="local")
     refused(TypeError, lambda: jax.eval_shape(fn, params_numpy(), batch_of(8)), "right", "int32", "floating")
 
 

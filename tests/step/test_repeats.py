@@ -30,9 +30,9 @@ def quiet(p, x, key):
 
 def told(loss, args_at, batches=BATCHES, **options):
     """The warnings of four steps, with the line numbers that they name."""
-    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(devices=jax.devices()[:2]), **options)
+    opt = jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(devices=jax.devices()[:2]))
     params = opt.place({"w": np.ones((4, 3), "f")})
-    state, step = opt.init(params), jaxshard.train_step(loss, opt)
+    state, step = opt.init(params), jaxshard.train_step(loss, opt, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i, batch in enumerate(batches):
@@ -66,7 +66,7 @@ def test_a_key_that_repeats(loss, args_at):
         (folded, lambda i: (KEY, i), {}),
         (folded, lambda i: (KEY, jnp.int32(i)), {}),
         (quiet, lambda _: (KEY,), {}),
-        (noisy, lambda _: (KEY,), {"rows": "mixed"}),
+        (noisy, lambda _: (KEY,), {"loss_view": "local"}),
         (noisy, lambda _: (KEY,), {"batches": BATCHES[:1] * 4}),  # as where time is measured
         (noisy, lambda i: (jax.random.key(i // 2),), {}),  # a first step to warm up
     ],

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard
-from jaxshard.step import step_arrays
+from jaxshard.step import program as step_arrays
 
 PARAMS = {"a": np.ones((16, 4), "f"), "b": np.full((16, 4), 2.0, "f"), "c": np.ones(4, "f")}
 BATCH = np.arange(64.0, dtype="f").reshape(16, 4) / 64

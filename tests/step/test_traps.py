@@ -306,7 +306,7 @@ def test_aux_that_varies_and_has_no_average_is_refused(microbatches):
     def loss(params, batch):
         return fit(params, batch), {"hits": jnp.sum(batch["x"] > 0)}
 
-    f = jaxshard.value_and_grad(loss, opt_of("zero2"), has_aux=True, microbatches=microbatches)
+    f = jaxshard.value_and_grad(loss, opt_of("zero2"), has_aux=True, microbatches=microbatches, loss_view="local")
     with pytest.raises(TypeError, match=r"hits.*depends on the batch.*floating"):
         f(weights(), rows(1)[0])
 

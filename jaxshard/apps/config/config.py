@@ -32,6 +32,9 @@ class DataConfig:
     """Maximum number of held-out bytes or tokens per evaluation."""
 
 
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions; frequencies between are divided by less
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The byte-level decoder-only transformer."""
@@ -197,6 +200,9 @@ class ShardingConfig:
     per microbatch (less memory)."""
     microbatches: int = 1
     """Microbatches of each device's rows, computed one after the other."""
+    loss_view: Literal["auto", "local", "global"] = "auto"
+    """Whether the loss sees each device's rows (local), or all rows of a microbatch, partitioned by XLA (global); auto:
+    global where local is known to be wrong."""
     min_shard_size: int = 2**11
     """Arrays of fewer elements stay replicated."""
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.apps.config.checks import check
-from jaxshard.apps.config.config import Config, ModelConfig
-from jaxshard.apps.model.transformer import FAST_TURNS, SLOW_TURNS
+from jaxshard.apps.config.config import FAST_TURNS, SLOW_TURNS, Config, ModelConfig
 from jaxshard.system import small_files
 
 Json = dict[str, Any]

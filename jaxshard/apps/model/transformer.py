@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxshard
-from jaxshard.apps.config.config import NO_LORA, LoraConfig, ModelConfig
+from jaxshard.apps.config.config import FAST_TURNS, NO_LORA, SLOW_TURNS, LoraConfig, ModelConfig
 from jaxshard.apps.model.attention import attention, attention_to_cached
 from jaxshard.apps.model.linear import Linear
 
 Cache = tuple[jax.Array, jax.Array]  # keys and values, (B, T, G, K); of all layers (layers, B, T, G, K)
-SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # in `rotary_length` positions; frequencies between are divided by less
 
 
 class Transformer(nnx.Module):

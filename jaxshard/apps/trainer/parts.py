@@ -40,8 +40,14 @@ def make_parts(config: Config, mesh: AnyMesh) -> tuple[LanguageModel, optax.Sche
 
 def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> TrainStep:
     """`step(params, state, batch, *keys) -> (params, state, metrics)`."""
-    microbatches, max_skips = config.sharding.microbatches, config.train.max_skips
-    return jaxshard.train_step(model.loss, opt, microbatches=microbatches, max_skips=max_skips)
+    sharding = config.sharding
+    return jaxshard.train_step(
+        model.loss,
+        opt,
+        microbatches=sharding.microbatches,
+        loss_view=sharding.loss_view,
+        max_skips=config.train.max_skips,
+    )
 
 
 def make_model(config: Config) -> LanguageModel:

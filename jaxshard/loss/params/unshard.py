@@ -188,6 +188,20 @@ Environment: TypeAlias = dict[Var, Value]
 Scale: TypeAlias = jax.Array | None
 
 
+def at_the_start(x: Value) -> jax.Array:
+    """The whole parameter, gathered now, before the loss runs."""
+    if isinstance(x, jax.Array):
+        return x
+    return x.stand_in if isinstance(x, Sharded) and x.local is None and x.stand_in is not None else x.whole()
+
+
+def without_gradient(x: Value) -> jax.Array:
+    """As `at_the_start`, if no gradient is needed: less to trace."""
+    if isinstance(x, Sharded) and x.local is not None:
+        return dataclasses.replace(x, stand_in=None).whole()
+    return at_the_start(x)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
     """A sub-program with its own backward schedule (1F1B), which runs later, with `Sharded` as some of its inputs.

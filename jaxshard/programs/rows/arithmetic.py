@@ -22,7 +22,7 @@ from jaxshard.programs.primitives import (
     SUMS,
     power_of,
 )
-from jaxshard.programs.rows.growth import Growth
+from jaxshard.programs.rows.growth import Growth, Partners
 from jaxshard.programs.rows.labels import (
     FREE,
     Free,
@@ -41,7 +41,6 @@ from jaxshard.programs.rows.labels import (
     units,
     worst,
 )
-from jaxshard.programs.rows.partners import Partners
 
 
 class Arithmetic:

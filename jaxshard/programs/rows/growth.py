@@ -1,13 +1,20 @@
-"""The power of the number of rows by which a value grows: 1 for a sum over rows, 0 for a mean."""
+"""What grows with the number of rows: powers of it (1 for a sum over rows, 0 for a mean), and numbers made from it.
+
+`Partners` compares two traces of a loss, the second of twice the rows.
+"""
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxshard.base.types import Equation
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.programs.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, part_of, subprograms
+from jaxshard.programs.paired import paired
 from jaxshard.programs.primitives import (
     ADDS,
     COMPARES,
@@ -21,8 +28,61 @@ from jaxshard.programs.primitives import (
     SUMS,
     power_of,
 )
+from jaxshard.programs.questions import depends
 from jaxshard.programs.rows.labels import NO_POWER, Degree, Free, Label, Mixed, PerRow, Stat, Trail
-from jaxshard.programs.rows.partners import Partners
+
+
+class Partners:
+    """For each equation of a traced loss, its partner in a trace of `times` as many rows.
+
+    Raises:
+      ValueError: the two programs have different operations.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, larger: Jaxpr, times: int = 2):
+        self._of: dict[int, Equation] = {}
+        self._outputs: dict[int, list[Var]] = {}
+        self._log = math.log(times)
+        self._align(jaxpr, larger)
+
+    def _align(self, one: Jaxpr, two: Jaxpr) -> None:
+        self._outputs[id(open_jaxpr(one))] = open_jaxpr(two).outvars
+        for a, b in paired(one, two):
+            if self._of.setdefault(id(a), b) is b:
+                for mine, other in zip(subprograms(a), subprograms(b), strict=True):
+                    self._align(mine, other)
+
+    def degree_of_literal(self, eqn: Equation, position: int) -> Degree:
+        """The power of the number of rows by which a literal in the program grows."""
+        return self._of_pair(eqn.invars[position], self._of[id(eqn)].invars[position])
+
+    def degree_of_output(self, jaxpr: OpenJaxpr, position: int) -> Degree:
+        """As `degree_of_literal`, for a literal that a program returns."""
+        return self._of_pair(jaxpr.outvars[position], self._outputs[id(jaxpr)][position])
+
+    def _of_pair(self, one: Var, two: Var) -> Degree:
+        return self._degree(one.val, two.val) if is_literal(two) else None
+
+    def grows(self, eqn: Equation, position: int) -> bool:
+        """Whether an operand's shape changes with the number of rows."""
+        return eqn.invars[position].aval.shape != self._of[id(eqn)].invars[position].aval.shape
+
+    def degree_of_sum(self, eqn: Equation, dims: Sequence[int]) -> Degree:
+        """The power of the number of rows by which the number of elements in these dims grows."""
+        shapes = eqn.invars[0].aval.shape, self._of[id(eqn)].invars[0].aval.shape
+        return self._degree(*(math.prod(shape[d] for d in dims) for shape in shapes))
+
+    def _degree(self, one: float, two: float) -> Degree:
+        try:
+            one, two = float(one), float(two)
+        except TypeError:
+            return 0
+        if one == two or math.isnan(one):
+            return 0
+        if one * two <= 0:
+            return None
+        return round(math.log(two / one) / self._log, 3)
+
 
 _SCALES = MULTIPLIES & POINTWISE
 _SIMPLE = _SCALES | ADDS | {SUB}
@@ -191,3 +251,35 @@ def _degree_of(label: Label) -> Degree:
 def _is_total(label: Label) -> bool:
     """Whether it is a sum over rows, so that whole numbers are counts."""
     return isinstance(label, Stat) or (isinstance(label, Free) and bool(label.summed))
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def may_count(jaxpr: Jaxpr, batch: Sequence[bool], position: int) -> bool:
+    """Whether an output depends on no row's values, and is a whole number, a boolean, or a number made by Python."""
+    if depends(jaxpr, list(batch))[position]:
+        return False
+    out = open_jaxpr(jaxpr).outvars[position]
+    return not jnp.issubdtype(out.aval.dtype, jnp.inexact) or is_literal(out) or out in open_jaxpr(jaxpr).constvars
+
+
+def counts(jaxpr: Jaxpr, larger: Jaxpr, position: int) -> bool:
+    """Whether an output that `may_count` differs in the trace of more rows."""
+    (one, values), (two, others) = _made_by(jaxpr, position), _made_by(larger, position)
+    same_values = len(values) == len(others) and all(map(np.array_equal, values, others))
+    return one != two or not same_values
+
+
+def _made_by(jaxpr: Jaxpr, position: int) -> tuple[str, list[np.ndarray]]:
+    """(the program of one output, as text; the constants in it)."""
+    program = open_jaxpr(jaxpr)
+    out = program.outvars[position]
+    if is_literal(out):
+        return "", [np.asarray(out.val)]
+    eqns = makers_of(program.eqns, [out])
+    read = {out, *operands_of(eqns)}
+    inputs: list[Var] = [v for v in (*program.constvars, *program.invars) if v in read]
+    consts = dict(zip(program.constvars, getattr(jaxpr, "consts", ()), strict=False))
+    text = _ADDRESS.sub("", str(part_of(program, eqns, inputs, [out])))
+    return text, [np.asarray(consts[v]) for v in inputs if v in consts]

@@ -9,9 +9,8 @@ from jaxshard.base.types import Jaxpr
 from jaxshard.programs.jaxprs import open_jaxpr, sizes_of
 from jaxshard.programs.rows import words
 from jaxshard.programs.rows.arithmetic import Arithmetic
-from jaxshard.programs.rows.counts import counts, may_count
+from jaxshard.programs.rows.growth import Partners, counts, may_count
 from jaxshard.programs.rows.labels import NO_POWER, Free, Label, Mixed, Part, PerRow, Stat, Unknown
-from jaxshard.programs.rows.partners import Partners
 from jaxshard.programs.rows.walk import Walk, array_label
 
 _MANY_ROWS = 106  # hardly any other size, or inverse of a number, equals this
@@ -107,7 +106,8 @@ def _judged(question: Question, jaxpr: Jaxpr) -> Verdict:
     if found.problem and not question.per_row and (larger := _traced(question, 2 * rows)) is not None:
         again = _judged_at(question, larger, 2 * rows)  # all rows of a device may be one group of a fixed size
         if not again.problem and not again.unknown and question.num_rows % again.group == 0:
-            return dataclasses.replace(again, row_dims=found.row_dims, folded=found.folded, averaged=found.averaged)
+            kept = {name: getattr(found, name) for name in ("row_dims", "folded", "averaged")}
+            return dataclasses.replace(again, **kept)
     return found
 
 

@@ -6,7 +6,7 @@ from jaxshard.programs.primitives import ADDS_UP, OVER_DEVICES
 from jaxshard.programs.rows.labels import NO_POWER, Label, Mixed, Stat, Trail, is_guarded
 from jaxshard.programs.source import line_of
 
-INTENDED = 'If it is meant so, give the strategy rows="mixed".'
+INTENDED = 'If the rows of each device are meant, give loss_view="local".'
 
 
 def named(trail: Trail) -> str:

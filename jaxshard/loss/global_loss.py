@@ -1,0 +1,222 @@
+"""The loss in the global view: it sees all rows of a microbatch, as on one device, and XLA partitions it.
+
+Params stay cut until `unshard`, or else until the loss begins; there they are laid out whole. The gradients of each
+microbatch are laid out as the strategy cuts them, so that no device holds more of their sums.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.base.tree import Names, named_leaves, path_of
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
+from jaxshard.collectives import global_view
+from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.leaf_plan import LeafPlan
+from jaxshard.loss.loss_program import Program
+from jaxshard.loss.params import uses
+from jaxshard.loss.params.unshard import Sharded, Value, deferred
+from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
+from jaxshard.programs.jaxprs import axes_of_equation, equations
+from jaxshard.programs.primitives import UNPARTITIONED
+from jaxshard.programs.rows.verdict import RowsWarning
+from jaxshard.programs.source import line_of
+from jaxshard.system.users_lines import warn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Constrained(Sharded):
+    """A parameter, `stand_in`, that XLA lays out; `whole()` lays it out whole, and its gradient as it is to be summed.
+
+    Attributes:
+      mesh, spec, grad_spec: of the whole parameter and of its gradient. A scan over layers slices their first dims off.
+    """
+
+    mesh: AnyMesh | None = dataclasses.field(default=None, metadata={"static": True})
+    spec: P = dataclasses.field(default=P(), metadata={"static": True})
+    grad_spec: P = dataclasses.field(default=P(), metadata={"static": True})
+    ndim: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def whole(self) -> jax.Array:
+        """The parameter, laid out whole over the batch axes."""
+        assert self.stand_in is not None
+        assert self.mesh is not None
+        first = self.ndim - self.stand_in.ndim
+        specs = [P(*(*spec, *[None] * (self.ndim - len(spec)))[first:]) for spec in (self.spec, self.grad_spec)]
+        return _whole(self.stand_in, self.mesh, *specs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _whole(x: jax.Array, mesh: AnyMesh, spec: P, grad_spec: P) -> jax.Array:
+    del grad_spec
+    return global_view.constrained(x, mesh, spec)
+
+
+def _whole_forward(x, mesh, spec, grad_spec):
+    return _whole(x, mesh, spec, grad_spec), None
+
+
+def _whole_backward(mesh, spec, grad_spec, kept, cotangent):
+    del spec, kept
+    return (global_view.constrained(cotangent, mesh, grad_spec),)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+class GlobalLoss(DeviceLoss):
+    """The loss of all rows, and its gradients; `params` and `batch` are global arrays, and XLA partitions."""
+
+    orders_backward = False
+
+    def _parts(self) -> tuple[tuple[str, ...], int]:
+        return (), 1
+
+    def _in_microbatches(self, x: jax.Array) -> jax.Array:
+        """(rows, ...) -> (microbatches, rows of each, ...): the i-th is made of the i-th part of each device's rows."""
+        m, shards = self.options.microbatches, self.setup.num_batch_shards
+        x = x.reshape(shards, m, x.shape[0] // (shards * m), *x.shape[1:]).swapaxes(0, 1)
+        return self._constrained(x.reshape(m, -1, *x.shape[3:]), P(None, self.setup.batch_axes))
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        """Undoes `_in_microbatches`."""
+        m, shards = self.options.microbatches, self.setup.num_batch_shards
+        x = x.reshape(m, shards, x.shape[1] // shards, *x.shape[2:]).swapaxes(0, 1)
+        return self._constrained(x.reshape(-1, *x.shape[3:]), P(self.setup.batch_axes))
+
+    def _constrained(self, x: jax.Array, spec: P) -> jax.Array:
+        return global_view.constrained(x, self.setup.mesh, spec)
+
+    def _at_the_start(self, x: jax.Array, plan: LeafPlan) -> jax.Array:
+        return self._constrained(x, plan.leaf.spec) if plan.gather == "start" else x
+
+    def _after_the_trace(self, jaxpr: Jaxpr) -> tuple[LeafPlan, ...]:
+        reasons = (uses.why_not_lazy(jaxpr, i, plan.leaf.dims, looked_up_by=()) for i, plan in enumerate(self.plans))
+        return tuple(dataclasses.replace(plan, reason=why) for plan, why in zip(self.plans, reasons, strict=True))
+
+    def _differentiated(self) -> list[jax.Array]:
+        return [x for x, plan in zip(self.shards, self.plans, strict=True) if not plan.leaf.frozen]
+
+    def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
+        rest = iter(diff)
+
+        def value(x: jax.Array, plan: LeafPlan) -> Value:
+            x, leaf = x if plan.leaf.frozen else next(rest), plan.leaf
+            return Constrained(None, x, (), (), (), self.setup.mesh, leaf.spec, leaf.grads.spec, x.ndim)
+
+        return [value(x, plan) for x, plan in zip(shards, self.plans, strict=True)]
+
+    def _at_first_use(self, x: Value) -> Value:
+        assert isinstance(x, Constrained)
+        return x.whole()
+
+    def _folded(self, index: Index) -> Tree:
+        """The further arguments; each of several microbatches has keys of its own."""
+        return self.args if self.options.microbatches == 1 else super()._folded(index)
+
+    def _scattered_here(self, g: jax.Array, plan: LeafPlan) -> jax.Array:
+        return self._constrained(g, plan.leaf.grads.spec)
+
+    def _total(self, g: jax.Array, plan: LeafPlan) -> jax.Array:
+        return self._constrained(g, plan.leaf.cut)
+
+
+def plan(options: LossOptions, plans: Sequence[LeafPlan], *inputs: Tree) -> LossPlan:
+    """The loss of (params, batch, args, scale), traced in the global view."""
+    with global_view.auto_context(options.setup.mesh):
+        return jax.eval_shape(lambda *xs: GlobalLoss(options, plans, *xs).plan(), *map(_without_shardings, inputs))
+
+
+def run(plan: LossPlan, *inputs: Tree) -> Tree:
+    """As `DeviceLoss.run`, of (params, batch, args, scale), global arrays, inside a trace."""
+    options, program = plan.options, plan.program
+    params, batch, *_ = inputs
+    rows, num_rows = P(options.setup.batch_axes), jax.tree.leaves(batch)[0].shape[0]
+    aux = zip(program.jaxpr.out_avals[2:], program.row_dims, strict=True)
+    averaged = [rows if x.shape[:1] == (num_rows,) else P() for x, dim in aux if dim is None]
+    with_rows = [rows for dim in program.row_dims if dim is not None]
+    grads = tuple(jax.tree.leaves(options.setup.layout(params).grad_specs)) if options.differentiate else ()
+
+    def body(*inputs: Tree) -> Tree:
+        return GlobalLoss(options, plan.leaves, *inputs).run(program)
+
+    return global_view.globally(body, options.setup.mesh, ((P(), averaged, P()), with_rows, grads))(*inputs)
+
+
+def _without_shardings(tree: Tree) -> Tree:
+    shapes = jax.eval_shape(lambda: tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), shapes)
+
+
+# Whether a loss may run on each device's rows.
+
+
+def why_global(plan: LossPlan) -> str:
+    """Why averaging over devices would change the loss or a leaf of aux; "" if nothing is known against it.
+
+    Also "" for a loss that XLA cannot partition, or that names axes of the mesh: its author has the local view in mind.
+    """
+    verdict, program = plan.program.verdict, plan.program.jaxpr
+    if verdict.alone or plan.options.setup.config.rows == "mixed" or written_for_parts(program):
+        return ""
+    return verdict.problem or next(_wrong_aux(plan.program), "")
+
+
+def _wrong_aux(program: Program) -> Iterator[str]:
+    """The leaves of aux whose average over devices is not one device's result, with why."""
+    for names, number, dim in _leaves_of_aux(program):
+        why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
+        if why:
+            yield f"{f'aux leaf {path_of(names)}' if names else 'aux'} {why}"
+
+
+def _leaves_of_aux(program: Program) -> Iterator[tuple[Names, int, int | None]]:
+    """(Names, place among the program's outputs, dim of rows) of each."""
+    outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
+    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
+        yield names, number, dim
+
+
+def has_pipeline(plan: LossPlan) -> bool:
+    """Whether a part of the loss runs on the stages of a pipeline."""
+    return uses.defers(plan.program.jaxpr)
+
+
+def written_for_parts(jaxpr: Jaxpr) -> str:
+    """Why a traced loss has to run on each device's rows, with the user's line; "" if it need not."""
+    for eqn in equations(jaxpr):
+        axes = axes_of_equation(eqn)
+        if deferred(eqn) is not None:
+            return _at_line("it has a pipeline", eqn)
+        if axes:
+            return _at_line(f"it names the mesh axes {axes}", eqn)
+        if eqn.primitive.name in UNPARTITIONED:
+            return _at_line("it has an operation that XLA does not partition", eqn)
+    return ""
+
+
+def _at_line(what: str, eqn: Equation) -> str:
+    line = line_of([eqn])
+    return f"{what} ({line})" if line else what
+
+
+def warn_if_mixed(program: Program, options: LossOptions) -> None:
+    """Warns of a loss that is not a mean over rows, or of per-row outputs that depend on other rows."""
+    problem = program.verdict.problem
+    if problem:
+        of_loss = "loss_fn: the loss is no mean over rows"
+        of_outputs = "predict: an output depends on more than its own row"
+        what = of_outputs if options.per_row else of_loss
+        warn(f"{what}: {problem}", RowsWarning)
+
+
+def warn_of_aux(program: Program, options: LossOptions) -> None:
+    """Warns of leaves of aux whose average over devices and microbatches differs from one device's result."""
+    if options.per_row or program.verdict.alone:
+        return
+    for text in _wrong_aux(program):
+        warn(text, RowsWarning)
