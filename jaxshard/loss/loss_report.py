@@ -11,8 +11,8 @@ class LossDifference:
     """The distance of a loss and its gradients from those of the batch as given.
 
     Attributes:
-      loss: |difference| / |loss|.
-      gradients: path -> |difference| / |gradient| (norms), for each parameter.
+      loss: `|difference| / |loss|`.
+      gradients: path -> `|difference| / |gradient|` (norms), for each parameter.
       factor: the loss divided by that of the batch as given.
     """
 
