@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import Names, named_leaves, path_of
+from jaxshard.base.tree import named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
@@ -156,29 +156,23 @@ def _without_shardings(tree: Tree) -> Tree:
 
 
 def why_global(plan: LossPlan) -> str:
-    """Why averaging over devices would change the loss or a leaf of aux; "" if nothing is known against it.
+    """Why averaging over devices may change the loss or a leaf of aux; "" if it is proved that it does not.
 
     Also "" for a loss that XLA cannot partition, or that names axes of the mesh: its author has the local view in mind.
     """
     verdict, program = plan.program.verdict, plan.program.jaxpr
     if verdict.alone or plan.options.setup.config.rows == "mixed" or written_for_parts(program):
         return ""
-    return verdict.problem or next(_wrong_aux(plan.program), "")
+    return verdict.problem or verdict.unknown or next(_wrong_aux(plan.program), "")
 
 
 def _wrong_aux(program: Program) -> Iterator[str]:
     """The leaves of aux whose average over devices is not one device's result, with why."""
-    for names, number, dim in _leaves_of_aux(program):
+    outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
+    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
         why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
         if why:
             yield f"{f'aux leaf {path_of(names)}' if names else 'aux'} {why}"
-
-
-def _leaves_of_aux(program: Program) -> Iterator[tuple[Names, int, int | None]]:
-    """(Names, place among the program's outputs, dim of rows) of each."""
-    outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
-        yield names, number, dim
 
 
 def has_pipeline(plan: LossPlan) -> bool:
@@ -204,19 +198,19 @@ def _at_line(what: str, eqn: Equation) -> str:
     return f"{what} ({line})" if line else what
 
 
-def warn_if_mixed(program: Program, options: LossOptions) -> None:
-    """Warns of a loss that is not a mean over rows, or of per-row outputs that depend on other rows."""
-    problem = program.verdict.problem
-    if problem:
-        of_loss = "loss_fn: the loss is no mean over rows"
+def warn_if_wrong(plan: LossPlan) -> None:
+    """Warns of a loss on each device's rows that is no mean over rows, of such outputs, and of such leaves of aux."""
+    verdict, options = plan.program.verdict, plan.options
+    if verdict.problem:
         of_outputs = "predict: an output depends on more than its own row"
-        what = of_outputs if options.per_row else of_loss
-        warn(f"{what}: {problem}", RowsWarning)
-
-
-def warn_of_aux(program: Program, options: LossOptions) -> None:
-    """Warns of leaves of aux whose average over devices and microbatches differs from one device's result."""
-    if options.per_row or program.verdict.alone:
-        return
-    for text in _wrong_aux(program):
+        what = of_outputs if options.per_row else "loss_fn: the loss is no mean over rows"
+        warn(f"{what}: {verdict.problem}", RowsWarning)
+    elif plan.why_global:
+        warn(
+            f"loss_fn: the loss is not known to be a mean over rows: {plan.why_global}; and it cannot be traced with "
+            f"all rows at once, where any loss would be right. If the rows of each device are meant, give "
+            'loss_view="local".',
+            RowsWarning,
+        )
+    for text in () if options.per_row or verdict.alone else _wrong_aux(plan.program):
         warn(text, RowsWarning)

@@ -115,7 +115,8 @@ class LossFunction:
                 raise
             return plan
         why = global_loss.why_global(plan) if view == "auto" else ""
-        return (self._plan_if_global(why, inputs) if why else None) or plan
+        globally = self._plan_if_global(why, inputs) if why else None
+        return globally or dataclasses.replace(plan, why_global=why)
 
     def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:
         """The plan in the global view; None for a loss that cannot be traced there: most often it names a mesh axis."""
@@ -199,8 +200,7 @@ class LossFunction:
         out_specs = (P(), self._without_single(P(setup.batch_axes)), of_grads)
         values, rows, grads = self._on_devices(body, out_specs, options)(params, batch, args, scale)
         if not self.options.is_meant:
-            global_loss.warn_if_mixed(plan.program, options)
-            global_loss.warn_of_aux(plan.program, options)
+            global_loss.warn_if_wrong(plan)
         if options.differentiate:
             grads = global_view.at(grads, setup.mesh, grad_specs) if auto else grads
         return self._measured(plan, params, values, rows, grads)

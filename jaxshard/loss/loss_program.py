@@ -87,9 +87,10 @@ class Program:
                 f"{options.setup.split_axes!r}"
             )
 
-        def of_rows(num_rows: int) -> Jaxpr:
+        def of_rows(num_rows: int, alone: bool) -> Jaxpr:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
-            return jax.make_jaxpr(flat)(whole, batch_of_rows, args, scale)
+            axes = [(axis, 1) for axis in options.setup.split_axes] if alone else None
+            return jax.make_jaxpr(flat, axis_env=axes)(whole, batch_of_rows, args, scale)
 
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
@@ -132,28 +133,28 @@ def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
 
 
 def _verdict(
-    jaxpr: Jaxpr, trace: Callable[[int], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
+    jaxpr: Jaxpr, trace: Callable[[int, bool], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
 ) -> Verdict:
     """The verdict on the loss's rows."""
     setup, is_global = options.setup, options.loss_view == "global"
-    alone = options.num_parts == 1
-    if alone and (is_global or not options.has_aux):
+    if (alone := is_global or setup.num_batch_shards == 1) and not options.has_aux:
         return Verdict(alone=True)
     question = Question(
         trace=trace,
         num_rows=jax.tree.leaves(batch)[0].shape[0],
         batch=[role == "batch" for role in roles],
-        folded=[role in ("key", "raw key") for role in roles],
+        folded=[role in ("key", "raw key") or not options.fold_keys for role in roles],
         weighted=options.weighted,
         per_row=options.per_row,
-        split_axes=() if is_global else setup.split_axes,
-        num_shards=1 if is_global else setup.num_batch_shards,
-        microbatches=options.microbatches,
+        differentiated=options.differentiate,
+        split={} if is_global else {axis: setup.sizes[axis] for axis in setup.split_axes},
+        parts=2 if alone else setup.num_batch_shards,  # of two, aux shows where it has rows
     )
     found = judge(question, jaxpr)
-    if is_global:
-        return dataclasses.replace(found, problem="", averaged=(), alone=True)
-    return dataclasses.replace(found, problem="", folded=(), counted=(), alone=True) if alone else found
+    if not alone:
+        return found
+    found = dataclasses.replace(found, problem="", unknown="", averaged=(), alone=True)
+    return found if options.num_parts > 1 else dataclasses.replace(found, folded=(), counted=())
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -254,7 +255,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
     outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
     row_dims = (None, None, *program.row_dims)
     folded_rows = program.verdict.folded or (False,) * len(outs)
-    _refuse_counts(program, shapes)
+    _refuse_counts(program, shapes, depends(program.jaxpr, [role == "batch" for role in program.roles]))
     for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
         if names[0] != "2" or row_dim is not None:
             continue
@@ -288,10 +289,10 @@ def _no_rows(names: Names, leaf: jax.ShapeDtypeStruct) -> ValueError:
     )
 
 
-def _refuse_counts(program: Program, shapes: Tree) -> None:
+def _refuse_counts(program: Program, shapes: Tree, by_row: Sequence[bool]) -> None:
     """Refuses aux leaves that depend on the number of rows of one device's microbatch, such as `len(x)`."""
-    for (names, leaf), counted in zip(named_leaves(shapes), program.verdict.counted, strict=False):
-        if counted:
+    for (names, leaf), counted, varies in zip(named_leaves(shapes), program.verdict.counted, by_row, strict=False):
+        if names[0] == "2" and counted and not varies:
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} ({leaf.dtype}) is made from the number of rows that the loss "
                 "sees, as len(x) and x.shape[0] are: those of one device's microbatch, not of the batch. Take it from "

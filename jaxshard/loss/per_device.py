@@ -33,7 +33,7 @@ class LossPlan:
 
     Attributes:
       options: these say in which view it was traced.
-      why_global: why it was not traced on each device's rows; "" if it was, or if the global view was asked for.
+      why_global: why the loss needs to see all rows, as far as is known; "" if it does not, or if that was asked for.
     """
 
     program: Program

@@ -65,6 +65,7 @@ DIV = "div"
 DYNAMIC_SLICE = "dynamic_slice"
 DYNAMIC_UPDATE_SLICE = "dynamic_update_slice"
 GATHER = "gather"
+LT = "lt"
 MAX = "max"
 PLATFORM_INDEX = "platform_index"
 PRODUCT = "dot_general"
@@ -224,9 +225,10 @@ DRAWS = _with("draws")
 SEVERAL = _with("several")
 """Make several numbers or keys from each key."""
 
-DEBUGGING = _with("debugging")
 UNPARTITIONED = _with("unpartitioned")
 """What XLA cannot split over devices: it must run on each device's part, or be left whole."""
+
+DEBUGGING = _with("debugging")
 """Show values to the host, on each device that computes them; no value depends on it."""
 
 # Costs of operations, for `jaxshard.plan`.

@@ -19,6 +19,7 @@ Kind: TypeAlias = Literal[
     "triangular_solve",
     "pivots",
     "top_k",
+    "batched",  # works on each index of the first dim by itself
     "iota",
     "broadcast",
     "reshape",
@@ -109,6 +110,8 @@ geqrf : trailing matrices
 triangular_solve : triangular_solve pure matrices
 lu_pivots_to_permutation : pivots pure
 top_k : top_k moves homogeneous pure
+dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd : batched
+dot_product_attention_fwd_wrapper : batched
 iota : iota pure fused memoryless sizes=shape
 broadcast_in_dim : broadcast moves linear pure keeps_fill keeps_sign fused memoryless sizes=shape
 reshape : reshape same pure keeps_fill view sizes=new_sizes
@@ -176,17 +179,16 @@ rng_uniform : - draws
 _OTHERS = """
 accum_grad_in_ref addupdate after_all box_get box_set broadcast_to call call_exported call_hi_primitive
 call_hi_primitive_linearized check core_map create_linear create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin
-custom_partitioning custom_vmap_call dce_sink delay dim_as_value dimension_size dot_product_attention_bwd
-dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-dot_product_attention_fwd_wrapper empty empty2 empty_ref eval_jaxpr from_edtype geqp3 get_global get_variable
-global_array_to_host_local_array host_local_array_to_global_array inspect_sharding iota_2x32_shape
-jaxpr_call layout_constraint linear_call log_extend log_read masked_load masked_swap mpmd_map multiple_of new_box
-new_log new_variable num_programs philox2x32 philox4x32 pin polynomial preduced program_id psend reciprocal
-reduced_vary_cast reduced_vary_cast_p relayout remat_opt run_scoped run_state scaled_dot scaled_matmul
-scaled_matmul_wrapper select_and_scatter semaphore_read semaphore_signal semaphore_wait set_variable shape_assertion
-stage threefry4x32 tie to_edtype unpin unreachable unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
-vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint xla_metadata_call xla_metadata_value zeros_like
+custom_partitioning custom_vmap_call dce_sink delay dim_as_value dimension_size dot_product_attention_fp8_bwd
+dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper empty empty2
+empty_ref eval_jaxpr from_edtype geqp3 get_global get_variable global_array_to_host_local_array
+host_local_array_to_global_array inspect_sharding iota_2x32_shape jaxpr_call layout_constraint linear_call log_extend
+log_read masked_load masked_swap mpmd_map multiple_of new_box new_log new_variable num_programs philox2x32 philox4x32
+pin polynomial preduced program_id psend reciprocal reduced_vary_cast reduced_vary_cast_p relayout remat_opt
+run_scoped run_state scaled_dot scaled_matmul scaled_matmul_wrapper select_and_scatter semaphore_read semaphore_signal
+semaphore_wait set_variable shape_assertion stage threefry4x32 tie to_edtype unpin unreachable unreduced_pmax
+unreduced_pmin unreduced_psum unreduced_psum_start vary_unreduced_cast vary_unreduced_cast_p
+with_memory_space_constraint xla_metadata_call xla_metadata_value zeros_like
 """
 """Primitives with neither kind nor words."""
 

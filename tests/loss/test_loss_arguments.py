@@ -149,7 +149,8 @@ noisy.defvjp(
 
 def test_a_raw_key_of_the_backward_pass_alone_differs_between_devices():
     def grad_of(**options):
-        f = jaxshard.value_and_grad(lambda w, x, key: jnp.mean(noisy(x @ w, key)), opt_of(n=2), **options)
+        loss = lambda w, x, key: jnp.mean(noisy(x @ w, key))  # noqa: E731
+        f = jaxshard.value_and_grad(loss, opt_of(n=2), loss_view="local", **options)
         return np.asarray(f(W, X, jax.random.key_data(jax.random.key(3)))[1])
 
     assert not np.allclose(grad_of(), grad_of(fold_keys=False))

@@ -1,4 +1,4 @@
-"""A loss that is known not to be a mean over rows sees all rows, and XLA partitions it: its result is one device's."""
+"""A loss that is not proved to be a mean over rows sees all rows, and XLA partitions it: its result is one device's."""
 
 import warnings
 
@@ -63,12 +63,9 @@ def check_equal(name, strategy, microbatches, view="auto"):
     return f.layout(params, batch)
 
 
-UNCLEAR = "two_groups_of_any_size"  # of two rows: not known, so that it has to be asked for
-
-
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_any_loss_is_right(name):
-    layout = check_equal(name, "zero3", 2, view="global" if name == UNCLEAR else "auto")
+    layout = check_equal(name, "zero3", 2)
     assert "rows: the loss sees all of a microbatch, and XLA partitions it" in str(layout)
 
 
@@ -84,9 +81,8 @@ def test_any_strategy_is_right(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ANYBODYS)
 def test_any_loss_is_right_under_any_strategy(name, strategy, microbatches):
-    view = "global" if name == UNCLEAR and microbatches == 2 else "auto"
-    layout = str(check_equal(name, strategy, microbatches, view))
-    assert ("XLA partitions it" in layout) != CASES[name].right
+    layout = str(check_equal(name, strategy, microbatches))
+    assert ("XLA partitions it" in layout) != (CASES[name].right and CASES[name].proved)
 
 
 @pytest.mark.parametrize("view", ["auto", "global"])

@@ -35,8 +35,8 @@ def batch_of(rows, seed=1):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`says`: a word of the warning; `rows`: the fewest rows on a device; `own`: the loss has collectives; `nan`:
-    measure it with a NaN in one row."""
+    """`says`: a word of the warning; `proved`: the trace shows that it is right; `rows`: the fewest rows on a device;
+    `own`: the loss has collectives; `nan`: measure it with a NaN in one row."""
 
     loss: Callable[..., Any]
     right: bool
@@ -45,6 +45,7 @@ class Case:
     rows: int = 1
     own: bool = False
     nan: bool = False
+    proved: bool = True
 
 
 CASES: dict[str, Case] = {}
@@ -156,7 +157,7 @@ def recurrent(p, b):
     return jnp.mean(hidden**2)
 
 
-@case(True)
+@case(True, proved=False)
 def in_four_chunks(p, b):
     h = b["h"].reshape(-1, WIDTH)
 
@@ -377,7 +378,7 @@ def penalty_of_the_gradients_of_a_sum(p, b):
     return _squares(p, b["x"]) + jnp.mean(jnp.sum(slopes**2, -1))
 
 
-@case(True, weighted=True)
+@case(True, weighted=True, proved=False)
 def sum_and_count_guarded_against_0(p, b):
     return jnp.sum((b["x"] @ p["w"]) ** 2 * b["mask"]), jnp.sum(b["mask"]) + 1e-20
 
@@ -434,7 +435,7 @@ def sum_over_a_fixed_number_of_elements(p, b):
     return jnp.sum((b["x"] @ p["w"]) ** 2) / (32 * CLASSES)
 
 
-@case(False, "number of all rows", own=True)
+@case(False, "sum over rows", own=True)
 def sum_over_the_rows_of_all_devices(p, b):
     return jnp.sum((b["x"] @ p["w"]) ** 2) / lax.psum(b["x"].shape[0], "data")
 
@@ -577,7 +578,7 @@ def hardest_row(p, b):
     return jnp.max(jnp.sum((b["x"] @ p["w"]) ** 2, -1))
 
 
-@case(False, "places in the batch")
+@case(False, "places in the batch", rows=2)
 def first_row(p, b):
     return jnp.mean((b["x"][0] @ p["w"]) ** 2)
 
@@ -594,7 +595,7 @@ def rolled(p, b):
     return jnp.mean((h - jnp.roll(h, 1, 0)) ** 2)
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "further argument", rows=2)
 def mixed_up(p, b):
     other = b["x"][jax.random.permutation(jax.random.key(0), b["x"].shape[0])]
     return jnp.mean(((b["x"] + other) @ p["w"]) ** 2)
@@ -605,13 +606,13 @@ def weights_by_place(p, b):
     return jnp.mean(jnp.arange(b["x"].shape[0])[:, None] * (b["x"] @ p["w"]) ** 2)
 
 
-@case(False, "size depends on the number of rows", rows=4)
+@case(False, "not followed through `reshape`", rows=4)
 def two_groups_of_any_size(p, b):
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
     return jnp.mean((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1) * reward)
 
 
-@case(False, "all_gather", rows=2)
+@case(False, "takes some of the rows", rows=2)
 def rows_named_by_the_batch(p, b):
     return jnp.mean((b["x"] @ p["w"])[b["y"] % 2] ** 2)
 
@@ -659,7 +660,7 @@ def each_row_until_it_is_small(p, b):
     return jnp.mean((lax.stop_gradient(small) @ p["w"]) ** 2)
 
 
-@case(True)
+@case(True, proved=False)
 def a_statistic_added_again_and_again(p, b):
     return jnp.mean(lax.fori_loop(0, 3, lambda _, h: 2 * h - h.mean(0), b["x"] @ p["w"]))
 
@@ -756,13 +757,13 @@ def against_the_other_of_two(p, b):
     return jnp.mean((reward - reward[:, ::-1]) * jnp.tanh(reward) + jnp.roll(reward, 1, 1) ** 2)
 
 
-@case(True, rows=2)
+@case(True, rows=4)
 def the_best_of_two(p, b):
     reward, best = _pairs(p, b), b["y"].reshape(-1, 2).argmax(1)
     return jnp.take_along_axis(reward, best[:, None], 1).mean()
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "not followed through `reshape`", rows=2)
 def the_first_half_over_the_second(p, b):
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
     return -jax.nn.log_sigmoid(reward[0] - reward[1]).mean()
@@ -793,13 +794,13 @@ def the_first_set_to_zero(p, b):
     return _losses(p, b).at[0].set(0).mean()
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "not followed through", rows=2)
 def the_first_three_times(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.concatenate([jnp.full(1, 3.0), jnp.ones(len(losses) - 1)]))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "not followed through", rows=2)
 def the_last_not(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.pad(jnp.ones(len(losses) - 1), (0, 1)))
@@ -830,7 +831,7 @@ def mapped_with_its_own_constant_key(p, b):
     return lax.map(lambda each: each[0] * jax.random.uniform(each[1]), (losses, keys)).mean()
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "`scan`", rows=2)
 def a_weight_that_shrinks_with_each_row(p, b):
     losses = _losses(p, b)
 
@@ -869,7 +870,7 @@ def steps_counted_within_each_row(p, b):
 # Numbers derived from the number of rows.
 
 
-@case(False, "grow with the number of its rows", rows=4)
+@case(False, "shrink with it", rows=4)
 def divided_by_the_rows_before_it_is_bent(p, b):
     return labels_of(b["x"] @ p["w"] / jnp.sqrt(1.0 * len(b["x"])), b["y"]).mean()
 
@@ -885,13 +886,13 @@ def half_of_a_sum(p, b):
     return 0.5 * _losses(p, b).sum()
 
 
-@case(False, "it is a sum over rows")
+@case(False, "is taken over the rows")
 def a_sum_for_each_row(p, b):
     losses = _losses(p, b)
     return jnp.broadcast_to(losses.sum(), losses.shape).mean()
 
 
-@case(False, "the number of its rows", rows=4)
+@case(False, "shrink with it", rows=4)
 def a_penalty_for_each_row(p, b):
     losses = _losses(p, b)
     return losses.mean() + jnp.sum(p["scalar"] ** 2 * jnp.ones_like(losses))
@@ -915,7 +916,7 @@ def over_the_mean_of_sums(p, b):
     return (_losses(p, b) * mask).sum() / lax.pmean(mask.sum(), "data")
 
 
-@case(False, "take jax.lax.pmean for jax.lax.psum", own=True)
+@case(False, "all rows are repeated", own=True)
 def a_sum_of_all_over_the_rows_of_one(p, b):
     hidden = b["x"] @ p["w"]
     return jnp.sum((lax.psum(hidden.T @ hidden, "data") / len(hidden)) ** 2)
@@ -997,7 +998,7 @@ def two_answers_in_turn(p, b):
     return -jax.nn.log_sigmoid(scores[0::2] - scores[1::2]).mean()
 
 
-@case(False, "it is a sum over rows", rows=2)
+@case(False, "with different rows together", rows=2)
 def every_loss_for_each_row(p, b):
     losses = _losses(p, b)
     return jnp.broadcast_to(losses[:, None], (len(losses), len(losses))).sum() / len(losses)
@@ -1008,7 +1009,7 @@ def whole_numbers_with_places_as_weights(p, b):
     return jnp.mean(_losses(p, b) * ((b["y"] + jnp.arange(len(b["y"]))) % 3))
 
 
-@case(True)
+@case(True, proved=False)
 def a_norm_squared(p, b):
     return jnp.linalg.norm(b["x"] @ p["w"]) ** 2 / len(b["x"])
 

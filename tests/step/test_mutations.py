@@ -151,11 +151,11 @@ def test_a_repeated_key_is_seen(monkeypatch):
 
     def loss(params, batch, key):
         mask = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-        return jnp.mean(mask * params["c"]), jax.lax.all_gather(mask.astype(float), "data")
+        return jnp.mean(mask * params["c"]), jax.lax.all_gather(mask.astype(float), "data", tiled=True)
 
     def masks():
         f = jaxshard.value_and_grad(loss, opt_of("zero2"), has_aux=True)
-        return np.asarray(f(weights(), batch, jax.random.key(0))[0][1])
+        return np.split(np.asarray(f(weights(), batch, jax.random.key(0))[0][1]), 8)
 
     assert len({mask.tobytes() for mask in masks()}) == 8
     monkeypatch.setattr(per_device.DeviceLoss, "_folded", lambda self, index: self.args)

@@ -1,269 +1,300 @@
-"""Labels of the results of elementwise operations, of sums and of other reductions."""
+"""Labels of the results of elementwise operations, and of reductions over dims and over devices."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from jaxshard.base.types import Equation
+from jaxshard.programs.jaxprs import axes_of_equation
 from jaxshard.programs.primitives import (
     ADDS,
+    ADDS_UP,
     CHOOSES,
+    COMPARES,
     DIV,
-    KINDS,
+    HOMOGENEOUS,
+    LT,
     MULTIPLIES,
+    NUMBERS,
     OVER_DEVICES,
-    POWERS,
+    REDUCE_SUM,
     SAME_NUMBERS,
-    SELECT,
-    STOP_GRADIENT,
     SUB,
     SUMS,
+    kind_of,
     power_of,
 )
-from jaxshard.programs.rows.growth import Growth, Partners
-from jaxshard.programs.rows.labels import (
-    FREE,
-    Free,
-    Kind,
-    Label,
-    Mixed,
-    PerRow,
-    Stat,
-    Trail,
-    are_groups,
-    coarsest,
-    dims_of,
-    is_guarded,
-    is_running,
-    moved,
-    units,
-    worst,
-)
+from jaxshard.programs.rows.labels import ANY, Cause, Label, Ratio, Trail, joined, lost, near
+
+Shape: TypeAlias = tuple[int, ...]
 
 
-class Arithmetic:
-    """Labels of results, for a loss of `num_rows` rows.
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """An operation in the loss of each of `parts` devices' rows, and its partner in that of all rows."""
 
-    Args:
-      num_rows: the number of rows of the traced batch.
-      num_parts: the number of such batches that the whole batch is split into.
-      partners: tells which numbers grow with the rows; None: a divisor's value decides, which is a guess.
-      sizes: returns the sizes of all dims in the loss; called only if a number in it may be the number of rows.
-
-    Attributes:
-      groups: for each operation that treats neighbouring rows as one group, (rows in a group, the operation).
-      rules: operations on rows whose gradients come from a user's `jax.custom_vjp`.
-    """
-
-    def __init__(self, num_rows: int, num_parts: int, partners: Partners | None, sizes: Callable[[], frozenset[int]]):
-        self.num_rows, self.partners = num_rows, partners
-        self.groups: list[tuple[int, Trail]] = []
-        self.rules: list[Trail] = []
-        self._growth = Growth(num_rows, num_parts, partners, sizes)
+    one: Equation
+    two: Equation
+    parts: int
+    trail: Trail
 
     @property
-    def num_findings(self) -> int:
-        """The number of groups and rules found so far."""
-        return len(self.groups) + len(self.rules)
+    def name(self) -> str:
+        """The operation."""
+        return self.one.primitive.name
 
-    def pointwise(self, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-        """The label of an operation's result; each element depends on the operands' elements at its index."""
-        name = eqn.primitive.name
-        if (bad := worst(labels)) is not None:
-            if isinstance(bad, Mixed) and bad.root is not None and power_of(eqn) == 2:
-                return bad.root
-            if not isinstance(bad, Mixed) or name in SAME_NUMBERS or name == STOP_GRADIENT:
-                return bad
-            return dataclasses.replace(bad, extreme=False, root=None, quotient=self._are_quotients(name, labels))
-        if all(isinstance(label, Free) for label in labels):
-            return self._free(eqn, [label for label in labels if isinstance(label, Free)])
-        dependent = [label for label in labels if isinstance(label, PerRow | Stat)]
-        if not self._is_linear(name, labels):
-            settled = [self._settled(label, name, labels, trail) for label in dependent]
-            if (bad := worst(settled)) is not None:
-                return bad
-            dependent = [label for label in settled if isinstance(label, PerRow)]
-        return self._joined(eqn, labels, dependent, trail)
+    @property
+    def adds_up(self) -> bool:
+        """Whether it adds up many numbers."""
+        return self.name in ADDS_UP
 
-    def _are_quotients(self, name: str, labels: Sequence[Label]) -> bool:
-        """Whether the result of an operation on something mixed is a `quotient`."""
-        if name == DIV and isinstance(labels[0], Stat):
-            return isinstance(labels[1], Mixed) and is_guarded(labels[1])
-        mixed = [label for label in labels if isinstance(label, Mixed)]
-        if name == SELECT:
-            return any(label.quotient for label in mixed) and is_guarded(mixed[0])
-        return self._is_linear(name, labels) and all(label.quotient for label in mixed)
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is linear in its operands, for given indices and predicates."""
+        return self.name in SUMS
 
-    def _is_linear(self, name: str, labels: Sequence[Label]) -> bool:
-        depend = [not isinstance(label, Free) for label in labels]
-        if name in CHOOSES and all(map(is_running, labels[1:])):
-            return isinstance(labels[0], Free | PerRow)
-        if name == SELECT:
-            return not depend[0]
-        if name == DIV:
-            return not depend[1]
-        if name in MULTIPLIES:
-            return sum(depend) == 1
-        return name in SUMS and not (KINDS.get(name) == "scatter" and depend[1])
+    def shapes(self, position: int) -> tuple[Shape, Shape]:
+        """The shapes of an operand."""
+        return self.one.invars[position].aval.shape, self.two.invars[position].aval.shape
 
-    def _settled(self, label: PerRow | Stat, name: str, labels: Sequence[Label], trail: Trail) -> Label:
-        """The label of an operand that is used nonlinearly."""
-        if isinstance(label, Stat):
-            kind: Kind = "ratio" if name == DIV and isinstance(labels[1], Stat) else "statistic"
-            root = label if POWERS.get(name) == 0.5 else None
-            return Mixed(kind, trail, label.trail, root=root, quotient=kind == "ratio")
-        if label.plus:
-            return Mixed("statistic", trail, label.plus)
-        if not label.summed:
+    def out_shapes(self, position: int = 0) -> tuple[Shape, Shape]:
+        """The shapes of a result."""
+        return self.one.outvars[position].aval.shape, self.two.outvars[position].aval.shape
+
+    def grown(self, position: int = 0) -> list[int]:
+        """The dims of a result that have other sizes in the two programs."""
+        return [d for d, (x, y) in enumerate(zip(*self.out_shapes(position), strict=True)) if x != y]
+
+    def no(self, cause: Cause, of: Trail = (), *, extreme: bool = False) -> Label:
+        """The label of a result without a formula."""
+        return lost(cause, self.trail, of, extreme=extreme)
+
+
+Rule: TypeAlias = Callable[[Pair, Sequence[Label]], Label]
+
+
+def pointwise(pair: Pair, labels: Sequence[Label]) -> Label:
+    """Each element of the result depends on the operands' elements at its index. Operands without a formula are out."""
+    if any(x.place for x in labels):
+        return _of_places(pair, labels)
+    totals = [x for x in labels if x.kind == "total"]
+    if totals:
+        return _of_totals(pair, labels, totals)
+    rows = [x for x in labels if x.kind == "rows"]
+    if len({x.dim for x in rows}) > 1 or len({x.outer for x in rows} - {ANY}) > 1:
+        return pair.no("pairs")
+    ratio = _ratio(pair, labels)
+    if ratio is _NONE:
+        return pair.no("count" if _is_float(pair.one.outvars[0]) else "some")
+    value = labels[0].value if pair.name in SAME_NUMBERS else None
+    own = any(x.own for x in labels)
+    if not rows:
+        return Label("same", ratio, own=own, value=value, trail=next((x.trail for x in labels if x.trail), ()))
+    outer = max(x.outer for x in rows)
+    return Label("rows", ratio, rows[0].dim, outer, fixed=all(x.fixed for x in rows), own=own, value=value)
+
+
+_NONE = math.nan  # no ratio
+
+
+def _ratio(pair: Pair, labels: Sequence[Label]) -> Ratio:
+    """The ratio of a result from those of operands; `_NONE` if the result has none."""
+    name, is_float = pair.name, _is_float(pair.one.outvars[0])
+    if name in MULTIPLIES and len(labels) == 2 and (is_float or name != DIV):
+        return _product(name, *(x.ratio for x in labels))
+    power = power_of(pair.one)
+    if power is not None:
+        ratio = labels[0].ratio
+        return (1.0 if power <= 0 else None) if ratio is None else ratio**power
+    ratios = [x.ratio for x in labels[NUMBERS.get(name, slice(None))] if x.ratio is not None]
+    if not all(near(x, 1.0) for x in (y.ratio for y in labels) if x is not None):
+        is_cast = not is_float and _is_float(pair.one.invars[0])
+        scales = name in COMPARES or (name in HOMOGENEOUS and name != DIV and not is_cast)
+        if not scales or not all(near(x, ratios[0]) for x in ratios):
+            return _NONE
+        return 1.0 if name in COMPARES else ratios[0]
+    return None if not ratios and name in SUMS else 1.0
+
+
+def _product(name: str, one: Ratio, two: Ratio) -> Ratio:
+    if one is None:
+        return None
+    if two is None:
+        return _NONE if name == DIV else None
+    return one / two if name == DIV else one * two
+
+
+def _is_float(v: object) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _of_places(pair: Pair, labels: Sequence[Label]) -> Label:
+    """Of places in the batch: they stay what they are, and none is negative (what an index is asked for)."""
+    first, *rest = labels
+    if pair.name in SAME_NUMBERS and not _is_float(pair.one.outvars[0]):
+        return first
+    if pair.name == LT and first.place and all(x.value is not None and x.value <= 0 for x in rest):
+        return Label("rows", None, first.dim, ANY, fixed=True, value=0.0)
+    return pair.no("position")
+
+
+def with_index(pair: Pair, labels: Sequence[Label]) -> Label:
+    """Of a device's index: times the rows of a device, plus each row's place there, it is the place among all."""
+    index = next(x for x in labels if x.kind == "other")
+    rest = [x for x in labels if x is not index]
+    if not rest and pair.name in SAME_NUMBERS:
+        return index
+    if len(rest) == 1 and index.first is not None:
+        (term,) = rest
+        if pair.name in MULTIPLIES and pair.name != DIV and term.kind == "same" and term.first is not None:
+            return index.with_(first=index.first * term.first)
+        if pair.name in ADDS and term.place and index.first == pair.out_shapes()[0][term.dim]:
+            return term.with_(place=False, fixed=False)
+    return index.with_(first=None)
+
+
+def _of_totals(pair: Pair, labels: Sequence[Label], totals: Sequence[Label]) -> Label:
+    """Of totals: only what is linear in them has a formula."""
+    name, first = pair.name, totals[0]
+    if any(x.running for x in totals):
+        return _of_running(pair, labels)
+    if any(x.by != "sum" for x in totals):
+        same = len(totals) == len(labels) == 1 and name in SAME_NUMBERS
+        return first if same else pair.no("statistic", first.trail, extreme=True)
+    is_cast = not _is_float(pair.one.outvars[0]) and _is_float(pair.one.invars[0])
+    if any(x.kind == "rows" for x in labels) or is_cast:
+        return pair.no("statistic", first.trail)
+    if name in MULTIPLIES:
+        if len(totals) > 1 or (name == DIV and (labels[1].kind == "total" or not _is_float(pair.one.outvars[0]))):
+            return pair.no("ratio" if name == DIV and len(totals) > 1 else "statistic", first.trail)
+        ratio = _product(name, *(x.ratio for x in labels))
+        return pair.no("count") if ratio is _NONE else first.with_(ratio=ratio, value=None, fixed=False)
+    operands = labels[NUMBERS.get(name, slice(None))]
+    chosen = [x for x in labels if not any(x is y for y in operands)]
+    if name not in SUMS or any(x.kind != "same" or not near(x.ratio, 1.0) for x in chosen):
+        return pair.no("statistic", first.trail)
+    found = joined(operands, pair.parts)
+    return found.with_(value=None) if found else pair.no("count", first.trail)
+
+
+def _of_running(pair: Pair, labels: Sequence[Label]) -> Label:
+    """Of sums inside a scan over rows: more may be added to them, and nothing else done."""
+    name, running = pair.name, [x for x in labels if x.running]
+    trail = running[0].trail or pair.trail
+    terms = [x for x in labels if not x.running]
+    if any(x.kind == "total" for x in terms):
+        return pair.no("statistic", trail)
+    if name in SAME_NUMBERS and len(labels) == 1:
+        return running[0]
+    if name in CHOOSES and all(x.running for x in labels[1:]):
+        found = joined(labels[1:], pair.parts)
+        return found or pair.no("count", trail)
+    adds = (name in ADDS or (name == SUB and labels[0].running)) and len(running) == 1
+    if not adds or not all(near(x.ratio, running[0].ratio) for x in terms):
+        return pair.no("statistic", trail)
+    ratios = [x.ratio for x in labels if x.ratio is not None]
+    return running[0].with_(ratio=ratios[0] if ratios else None, trail=running[0].trail or pair.trail)
+
+
+# Reductions.
+
+
+def reduction(pair: Pair, labels: Sequence[Label]) -> Label:
+    """A sum, or another reduction over the dims `axes`."""
+    over = "sum" if pair.name == REDUCE_SUM else extreme_of(OVER_DEVICES.get(pair.name, ""))
+    return reduced(pair, labels[0], [int(d) for d in pair.one.params["axes"]], over)
+
+
+def extreme_of(collective: str) -> str:
+    """What a collective that is no sum takes of all devices' values; "" for any other."""
+    return "largest" if collective.endswith("max") else "smallest" if collective.endswith("min") else ""
+
+
+def reduced(pair: Pair, label: Label, dims: Sequence[int], over: str) -> Label:
+    """The label of a reduction over some dims to the "sum", "largest", "smallest", or anything else."""
+    if label.kind == "total":
+        return label.with_(value=None) if over == label.by == "sum" else pair.no("statistic", label.trail)
+    if label.kind != "rows" or label.dim not in dims:
+        if not over and not near(label.ratio, 1.0):
+            return pair.no("count")
+        return shifted(label.with_(ratio=label.ratio if over else 1.0, value=None), dims)
+    if label.place:
+        return pair.no("position")
+    if over == "sum":
+        return summed(pair, label)
+    if not over:
+        return pair.no("statistic", pair.trail)
+    return Label("same", label.ratio) if label.fixed else Label("total", label.ratio, by=over, trail=pair.trail)  # pyright: ignore[reportArgumentType]
+
+
+def summed(pair: Pair, *labels: Label) -> Label:
+    """The label of a sum over rows of products of these."""
+    ratios = [x.ratio for x in labels]
+    ratio = None if any(x is None for x in ratios) else math.prod(x for x in ratios if x is not None)
+    if all(x.fixed for x in labels):
+        return Label("same", None if ratio is None else ratio * pair.parts, own=any(x.own for x in labels))
+    return Label("total", ratio, trail=pair.trail)
+
+
+def shifted(label: Label, gone: Iterable[int]) -> Label:
+    """The label once some dims, of no rows, are gone, and the others have moved up."""
+    return label if label.kind != "rows" else label.with_(dim=label.dim - sum(0 <= d < label.dim for d in gone))
+
+
+# Collectives. In the loss of all rows, the axes that split them have size 1.
+
+
+def collective(pair: Pair, label: Label, split: Mapping[str, int]) -> Label:
+    """The label of one result; `split`: the sizes of the axes that split the rows."""
+    named = [axis for axis in axes_of_equation(pair.one) if axis in split]
+    kind, is_sum = kind_of(pair.one), pair.name in ADDS_UP
+    if axes_of_equation(pair.one) != axes_of_equation(pair.two):
+        return pair.no("unknown")
+    dims = [axis for axis in pair.one.params.get("axes", ()) if isinstance(axis, int)]
+    if dims:  # of a `vmap` with a named axis
+        over = "sum" if is_sum else extreme_of(pair.name)
+        label = reduced(pair, label, dims, over)
+        if label.kind == "other":
             return label
-        if not are_groups(label, self.num_rows):
-            return Mixed("statistic", trail, label.summed)
-        self.groups.append((units(label, self.num_rows), trail))
-        return dataclasses.replace(label, summed=(), size=1)
-
-    def _joined(
-        self, eqn: Equation, labels: Sequence[Label], dependent: Sequence[PerRow | Stat], trail: Trail
-    ) -> Label:
-        per_row = [label for label in dependent if isinstance(label, PerRow)]
-        stats = [label for label in dependent if isinstance(label, Stat)]
-        running = next((label for label in dependent if label.running), None)
-        if running is not None and not _adds_to_running(eqn.primitive.name, labels):
-            return _so_far(running, trail)
-        degree = self._growth.degree(eqn, labels)
-        if self.partners is None and any(self._growth.may_hide_a_count(eqn, x, per_row) for x in labels):
-            degree = None
-        if not per_row:
-            size = stats[0].size if all(stat.size == stats[0].size for stat in stats) else 0
-            guessed = any(stat.guessed for stat in stats)
-            total = Stat(degree, size, stats[0].trail, running is not None, guessed)
-            total = self._growth.over_devices(eqn.primitive.name, labels, total)
-            return self._growth.averaged(eqn.primitive.name, labels, total, trail)
-        found = coarsest(per_row)
-        if found is None:
-            return Mixed("pairs", trail)
-        if any(units(label, self.num_rows) != units(found, self.num_rows) for label in per_row):
-            if not are_groups(found, self.num_rows):
-                return Mixed("pairs", trail)
-            self.groups.append((units(found, self.num_rows), trail))
-        by_place, is_number = self._by_place(labels, found), jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-        shifted = by_place is not None or any(label.shifted for label in per_row)
-        if shifted and is_number:
-            return Mixed("drawn" if by_place is not None and by_place.drawn else "position", trail)
-        plus = next((label.trail if isinstance(label, Stat) else label.plus for label in dependent if _adds(label)), ())
-        summed = next((label.summed for label in per_row if label.summed), ())
-        added = found.added if eqn.primitive.name in SAME_NUMBERS else 0
-        state = {"degree": degree, "plus": plus, "summed": summed, "running": running is not None}
-        across = any(x.across if isinstance(x, PerRow) else isinstance(x, Free) and bool(x.summed) for x in labels)
-        joined = dataclasses.replace(found, **state, added=added, shifted=shifted, across=across)
-        return self._growth.over_devices(eqn.primitive.name, labels, joined)
-
-    def _by_place(self, labels: Sequence[Label], found: PerRow) -> Free | None:
-        """An operand that varies with the row's index alone."""
-        return next((x for x in labels if isinstance(x, Free) and x.varied & dims_of(found)), None)
-
-    def _free(self, eqn: Equation, labels: Sequence[Free]) -> Free:
-        if not labels:
-            return FREE
-        name = eqn.primitive.name
-        if len(labels) == 1 and name in SAME_NUMBERS:
-            return labels[0]
-        varied = frozenset[int]().union(*(label.varied for label in labels))
-        counts = next((x.counts for x in labels if x.counts is not None), None) if name == SELECT else None
-        placed, given, drawn = (any(getattr(x, name) for x in labels) for name in ("placed", "given", "drawn"))
-        scaled = self._growth.is_scaled(name, labels)
-        varied = frozenset() if placed else varied
-        summed = next((x.summed for x in labels if x.summed), ())
-        return Free(varied, counts, None, self._growth.degree(eqn, labels), placed, given, drawn, scaled, summed)
-
-    # Reductions.
-
-    def summed(self, eqn: Equation, label: Label, dims: Sequence[int], sizes: Sequence[int], trail: Trail) -> Label:
-        """The label of a sum over `dims`, of these sizes, before the remaining dims move up."""
-        count = math.prod(sizes)
-        if isinstance(label, Free):
-            degree = self._growth.plus_count(label, eqn, [d for d in dims if d not in label.varied or self.partners])
-            value = None if label.value is None else label.value * count
-            return dataclasses.replace(label, value=value, degree=degree)
-        if isinstance(label, Stat):
-            return dataclasses.replace(label, size=label.size * count, degree=self._growth.plus_count(label, eqn, dims))
-        if not isinstance(label, PerRow):
-            return label
-        if not dims_of(label) & set(dims):
-            return dataclasses.replace(label, size=label.size * count if label.summed else label.size, added=count)
-        if self.partners is not None and label.degree is not None:
-            others = self._growth.grown(eqn, [d for d in dims if d not in dims_of(label)], label.across)
-            label = dataclasses.replace(label, degree=None if others is None else label.degree + others)
-        return over_parts(label, dims, count, trail)
-
-    def reduced(self, label: Label, dims: Iterable[int], trail: Trail) -> Label:
-        """The label of another reduction over `dims` than a sum (a maximum), before the remaining dims move up."""
-        if isinstance(label, Stat):
-            return Mixed("statistic", trail, label.trail)
-        if not isinstance(label, PerRow):
-            return label
-        label = self._settled(label, "", [], trail)
-        if not isinstance(label, PerRow) or not dims_of(label) & set(dims):
-            return label
-        left = over_parts(label, dims, 1, trail)
-        if isinstance(left, PerRow) and are_groups(left, self.num_rows):
-            self.groups.append((units(left, self.num_rows), trail))
-            return dataclasses.replace(left, summed=(), size=1)
-        return Mixed("statistic", trail, trail, extreme=trail[-1].primitive.name in OVER_DEVICES)
-
-    def in_groups(self, label: Label, dims: set[int], trail: Trail) -> PerRow | None:
-        """The label of rows permuted along `dims` inside groups of neighbours; None if they leave their groups."""
-        if not isinstance(label, PerRow):
-            return None
-        coarse = dataclasses.replace(label, parts=tuple(part for part in label.parts if part.dim not in dims))
-        if not coarse.parts or label.order or not are_groups(coarse, self.num_rows):
-            return None
-        self.groups.append((units(coarse, self.num_rows), trail))
-        return coarse
+    if not named:
+        return _over_model_axes(pair, label) if axes_of_equation(pair.one) else label
+    size, whole = math.prod(split[axis] for axis in named), len(named) == len(split)
+    if kind == "all_reduce":
+        return _reduced(pair, label, size, is_sum=is_sum, whole=whole)
+    return _gathered(pair, label) if kind == "all_gather" and whole else pair.no("unknown")
 
 
-def over_parts(label: PerRow, dims: Iterable[int], count: int, trail: Trail) -> Label:
-    """The label of a sum of `count` elements over `dims`, some of which have rows."""
-    parts, gone = label.parts, set(dims)
-    left = tuple(part for part in parts if part.dim not in gone)
-    if label.running:
-        return _so_far(label, trail)  # the sum would count the carry several times
-    if left:
-        return dataclasses.replace(label, parts=left, size=label.size * count, summed=trail)
-    degree = None if label.degree is None else label.degree + 1
-    return Stat(degree, label.size * count, trail, by_devices=label.by_devices, by_sum=label.by_sum)
+def _reduced(pair: Pair, label: Label, size: int, *, is_sum: bool, whole: bool) -> Label:
+    if label.kind == "rows":
+        return pair.no("statistic", pair.trail) if whole else pair.no("unknown")
+    if label.kind == "same":
+        return label.with_(ratio=None if label.ratio is None else label.ratio / size) if is_sum else label
+    by = "sum" if is_sum else extreme_of(pair.name)
+    if label.by != by or label.running:
+        return pair.no("statistic", label.trail)
+    if whole:
+        return Label("same", label.ratio, trail=pair.trail)
+    return label.with_(ratio=None if label.ratio is None else label.ratio / size) if is_sum else label
 
 
-def differing(label: Label, dims: set[int], labels: Sequence[Label] = ()) -> Label:
-    """The label of a value whose elements may differ along `dims`, unless all `labels` have the same known value."""
-    values = {x.value if isinstance(x, Free) else None for x in labels}
-    if not isinstance(label, Free) or label.placed or (len(values) == 1 and None not in values):
-        return label
-    return dataclasses.replace(label, varied=label.varied | dims, value=None)
+def _gathered(pair: Pair, label: Label) -> Label:
+    """All rows, on each device."""
+    along = pair.one.params["all_gather_dimension"]
+    one_dim = label.kind == "rows" and label.dim == along and label.outer in (1, ANY) and not label.place
+    if not pair.one.params["tiled"] or not one_dim or pair.grown():
+        return pair.no("unknown")
+    return Label("same", label.ratio)
 
 
-def without_dims(label: Label, dims: Iterable[int], ndim: int) -> Label:
-    """The label of an array of `ndim` dims once `dims` are gone and the others have moved up."""
-    gone = set(dims)
-    left = [d for d in range(ndim) if d not in gone]
-    return moved(label, {d: i for i, d in enumerate(left)}.get)
-
-
-def _so_far(running: PerRow | Stat, trail: Trail) -> Mixed:
-    """The label of a scan's partial sum that is used (other than added to) before the scan ended."""
-    return Mixed("statistic", trail, running.plus if isinstance(running, PerRow) else running.trail)
-
-
-def _adds_to_running(name: str, labels: Sequence[Label]) -> bool:
-    """Whether the result is one partial sum of a scan, plus other terms."""
-    running = [is_running(label) for label in labels]
-    if name in ADDS:
-        return sum(running) == 1
-    if name in CHOOSES:
-        return all(running[1:])
-    return name in SAME_NUMBERS or (name == SUB and running == [True, False])
-
-
-def _adds(label: PerRow | Stat) -> bool:
-    return isinstance(label, Stat) or bool(label.plus)
+def _over_model_axes(pair: Pair, label: Label) -> Label:
+    """Over other axes than the rows': each device has the same rows there."""
+    (old, _), (new, _) = pair.shapes(0), pair.out_shapes()
+    if label.kind == "total":
+        is_sum = pair.name in ADDS_UP or kind_of(pair.one) != "all_reduce"
+        return label if is_sum and label.by == "sum" else pair.no("statistic", label.trail)
+    if label.kind == "rows" and (len(old) != len(new) or old[label.dim] != new[label.dim] or label.place):
+        return pair.no("unknown")
+    return label.with_(value=None)

@@ -1,145 +1,124 @@
 """Labels of the results of gathers and scatters: whether each row reads and writes its own elements."""
 
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from jaxshard.base.types import Equation
-from jaxshard.programs.primitives import ADDS_UP
-from jaxshard.programs.rows.arithmetic import Arithmetic, differing, over_parts
-from jaxshard.programs.rows.labels import Free, Label, Mixed, PerRow, Stat, Trail, Unknown, dims_of, moved, worst
-
-Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Sequence[Label], Trail], Label]
+from jaxshard.programs.rows.arithmetic import Pair, summed
+from jaxshard.programs.rows.labels import ANY, Label, joined, near
 
 
-def gather(
-    arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], columns: Sequence[Label], trail: Trail
-) -> Label:
-    """`columns`: the label of each column of the indices."""
-    operand, indices = labels[0], _as_index(labels[1])
-    if (bad := worst(labels)) is not None:
-        return bad
-    numbers, ndim = eqn.params["dimension_numbers"], len(eqn.outvars[0].aval.shape)
-    of_index = [d for d in range(ndim) if d not in numbers.offset_dims]
-    where: dict[int, int | None] = dict(
-        zip(numbers.operand_batching_dims, _batch_places(numbers, of_index), strict=True)
-    )
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
-    where |= dict(zip(kept, numbers.offset_dims, strict=True))
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    for dim in dims_of(operand):
-        if dim in numbers.start_index_map and sizes[dim] != shape[dim]:
-            column = columns[numbers.start_index_map.index(dim)]
-            place = _own_rows(column, eqn.invars[1].aval.shape, shape[dim])
-            if place is None and (grouped := arithmetic.in_groups(operand, {dim}, trail)) is not None:
-                operand = grouped
-                continue
-            if place is None:
-                return _taken(operand, dim, column, trail)
-            where[dim], indices = of_index[place], _plain(indices)
-    return arithmetic.pointwise(eqn, [_plain(moved(operand, where.get)), moved(indices, _place(of_index))], trail)
+def gather(pair: Pair, labels: Sequence[Label]) -> Label:
+    operand, indices = labels
+    numbers, (one, two) = pair.one.params["dimension_numbers"], pair.shapes(0)
+    of_index = [d for d in range(len(pair.out_shapes()[0])) if d not in numbers.offset_dims]
+    if operand.kind == "total":
+        return operand if indices.kind == "same" and not pair.grown() else pair.no("statistic", operand.trail)
+    if operand.kind != "rows":
+        return _looked_up(pair, operand, indices, of_index)
+    dim, sizes = operand.dim, (pair.one.params["slice_sizes"], pair.two.params["slice_sizes"])
+    if dim in numbers.operand_batching_dims:
+        place = numbers.start_indices_batching_dims[[*numbers.operand_batching_dims].index(dim)]
+        if indices.kind != "rows" or indices.dim != place or indices.place:
+            return pair.no("position" if indices.place else "unknown")
+        return _rows(pair, operand, indices, of_index[place])
+    if (sizes[0][dim], sizes[1][dim]) == (one[dim], two[dim]):
+        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        kept = [d for d in range(len(one)) if d not in gone]
+        if indices.kind != "same" or dim not in kept:
+            return pair.no("pairs")
+        return operand.with_(dim=numbers.offset_dims[kept.index(dim)], value=None)
+    columns = _columns(indices, len(numbers.start_index_map))
+    column = columns[[*numbers.start_index_map].index(dim)]
+    if column is None or column.kind == "other":
+        return pair.no(column.trouble.cause if column and column.trouble else "unknown")
+    if not column.place:
+        return pair.no("pairs" if column.kind == "rows" else "some")
+    others = [x for x in columns if x is not column]
+    apart = all(x and (x.kind == "same" or (x.kind == "rows" and x.dim == column.dim and not x.place)) for x in others)
+    if not apart or operand.outer > 1 or operand.place:
+        return pair.no("unknown")
+    return operand.with_(dim=of_index[column.dim], outer=1, fixed=False, value=None)
 
 
-def scatter(
-    arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], columns: Sequence[Label], trail: Trail
-) -> Label:
-    """`columns`: the label of each column of the indices."""
-    operand, indices, updates = labels[0], _as_index(labels[1]), labels[2]
-    if (bad := worst(labels)) is not None:
-        return bad
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
+def _looked_up(pair: Pair, operand: Label, indices: Label, of_index: Sequence[int]) -> Label:
+    """The label of elements of an array that has no rows."""
+    if indices.kind == "other":
+        return pair.no("position")
+    if indices.kind == "total" or indices.place or not near(indices.ratio, 1.0):
+        return pair.no("position" if indices.place else "statistic", indices.trail)
+    if indices.kind == "rows":
+        return indices.with_(ratio=operand.ratio, dim=of_index[indices.dim], value=None)
+    return pair.no("unknown") if pair.grown() else operand.with_(value=None)
+
+
+def _rows(pair: Pair, one: Label, two: Label, dim: int) -> Label:
+    """The label of rows that depend on both."""
+    if len({one.outer, two.outer} - {ANY}) > 1 or not near(two.ratio, 1.0):
+        return pair.no("unknown")
+    return one.with_(dim=dim, outer=max(one.outer, two.outer), fixed=one.fixed and two.fixed, value=None)
+
+
+def _columns(indices: Label, count: int) -> Sequence[Label | None]:
+    """The labels of the columns of indices; None: unknown."""
+    if indices.columns:
+        return [*indices.columns][:count]
+    return [indices] * count if indices.kind != "other" else [None] * count
+
+
+def scatter(pair: Pair, labels: Sequence[Label]) -> Label:
+    into, indices, updates = labels
+    numbers, is_sum = pair.one.params["dimension_numbers"], pair.adds_up
+    shape = pair.shapes(2)[0]
     of_index = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
-    zero, cut = Free(value=0.0), _cut_dims(eqn)
-    if all(isinstance(label, Free) for label in labels):
-        return differing(arithmetic.pointwise(eqn, [operand, zero, _plain(updates)], trail), cut)
-    if dims_of(operand) & _fixed(eqn, cut, columns):
-        return Mixed("position", trail)
-    joint = arithmetic.pointwise(eqn, [zero, moved(indices, _place(of_index)), _plain(updates)], trail)
-    if isinstance(joint, PerRow):
-        where = _scattered_dims(eqn, columns, of_index)
-        gone = [d for d in dims_of(joint) if d >= 0 and d not in where]
-        if gone:
-            if eqn.primitive.name not in ADDS_UP:
-                return Mixed("statistic", trail, trail)
-            into = [eqn.invars[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims]
-            index = labels[1]
-            own = any(size % arithmetic.num_rows == 0 for size in into) and isinstance(index, Free)
-            own |= isinstance(index, PerRow) and index.shifted
-            if own or (arithmetic.partners is not None and arithmetic.partners.grows(eqn, 0)):
-                return Unknown(trail)  # each row may add at indices of its own
-            joint = over_parts(joint, gone, math.prod(shape[d] for d in gone), trail)
-        joint = moved(joint, where.get)
-    return arithmetic.pointwise(eqn, [_plain(operand), Free(value=0.0), joint], trail)
+    if not pair.is_linear and any(x.kind == "total" or not near(x.ratio, 1.0) for x in labels):
+        return pair.no("statistic")
+    if into.kind == "rows":
+        return _into_rows(pair, labels, of_index)
+    if indices.kind == "other" or indices.place or not near(indices.ratio, 1.0):
+        return pair.no("unknown")
+    if indices.kind == "same" and updates.kind != "rows":
+        found = joined([into, updates], pair.parts)
+        return found.with_(value=None) if found else pair.no("statistic", updates.trail)
+    where = {of_index[x.dim] if x is indices else x.dim for x in (indices, updates) if x.kind == "rows"}
+    outers = {x.outer for x in (indices, updates) if x.kind == "rows"} - {ANY}
+    if len(where) > 1 or len(outers) > 1 or not where <= {*of_index} or updates.kind == "total":
+        return pair.no("unknown")
+    if not is_sum or pair.grown():
+        return pair.no("statistic", pair.trail)
+    rows = updates if updates.kind == "rows" else indices.with_(ratio=updates.ratio)
+    added = summed(pair, rows.with_(fixed=indices.fixed and updates.fixed if updates.kind == "rows" else False))
+    found = joined([into, added], pair.parts)
+    return found.with_(value=None) if found else pair.no("count", added.trail)
 
 
-def _window_dims(eqn: Equation) -> dict[int, int]:
-    """Dim of a scatter's updates -> dim of the operand, for window dims."""
-    numbers = eqn.params["dimension_numbers"]
+def _into_rows(pair: Pair, labels: Sequence[Label], of_index: Sequence[int]) -> Label:
+    """The label of rows into which each row writes."""
+    into, indices, updates = labels
+    numbers, (one, two) = pair.one.params["dimension_numbers"], pair.shapes(0)
+    parts, dim = pair.shapes(2), into.dim
+    if updates.kind != "rows" or updates.place:
+        return pair.no("position")
+    if not near(into.ratio, updates.ratio) or len({x.outer for x in labels if x.kind == "rows"} - {ANY}) > 1:
+        return pair.no("count")
+    found = into.with_(
+        ratio=updates.ratio if into.ratio is None else into.ratio,
+        outer=max(into.outer, updates.outer, indices.outer if indices.kind == "rows" else ANY),
+        fixed=into.fixed and updates.fixed and indices.fixed,
+        value=None,
+    )
+    if dim in numbers.operand_batching_dims:
+        place = numbers.scatter_indices_batching_dims[[*numbers.operand_batching_dims].index(dim)]
+        fits = indices.kind == "rows" and indices.dim == place and not indices.place and updates.dim == of_index[place]
+        return found if fits else pair.no("unknown")
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
-    return dict(zip(numbers.update_window_dims, kept, strict=True))
-
-
-def _cut_dims(eqn: Equation) -> set[int]:
-    """The operand dims along which a scatter writes only a part."""
-    shape, window = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-    whole = {into for d, into in _window_dims(eqn).items() if window[d] == shape[into]}
-    chosen = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    return {d for d in chosen if shape[d] > 1 and d not in whole}
-
-
-def _fixed(eqn: Equation, cut: set[int], columns: Sequence[Label]) -> set[int]:
-    """The dims among `cut` whose indices do not depend on the batch, and do not enumerate all its rows."""
-    (operand, indices), into = (v.aval.shape for v in eqn.invars[:2]), eqn.params["dimension_numbers"]
-    chosen = zip(into.scatter_dims_to_operand_dims, columns, strict=False)
-    frees = {dim: column for dim, column in chosen if isinstance(column, Free) and not column.placed}
-    return {dim for dim, column in frees.items() if _own_rows(column, indices, operand[dim]) is None} & cut
-
-
-def _scattered_dims(eqn: Equation, columns: Sequence[Label], of_index: Sequence[int]) -> dict[int, int]:
-    """Dim of the updates -> dim of the operand, for dims along which rows stay apart."""
-    numbers, shape, where = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, _window_dims(eqn)
-    places = [of_index[d] for d in numbers.scatter_indices_batching_dims]
-    where |= dict(zip(places, numbers.operand_batching_dims, strict=True))
-    for dim, column in zip(numbers.scatter_dims_to_operand_dims, columns, strict=False):
-        place = _own_rows(column, eqn.invars[1].aval.shape, shape[dim])
-        if place is not None:
-            where[of_index[place]] = dim
-    return where
-
-
-def _batch_places(numbers: object, of_index: Sequence[int]) -> list[int]:
-    return [of_index[d] for d in getattr(numbers, "start_indices_batching_dims", ())]
-
-
-def _place(of_index: Sequence[int]):
-    return lambda d: of_index[d] if d < len(of_index) else None
-
-
-def _own_rows(column: Label, shape: Sequence[int], size: int) -> int | None:
-    """The dim of the indices along which this column is 0, 1, ..., size - 1; None if there is none."""
-    if isinstance(column, Free) and column.counts is not None and shape[column.counts] == size:
-        return column.counts
-    return None
-
-
-def _taken(operand: Label, dim: int, column: Label, trail: Trail) -> Label:
-    """The label of elements gathered along a dim that holds rows."""
-    assert isinstance(operand, PerRow)
-    part = next(part for part in operand.parts if part.dim == dim)
-    if isinstance(column, PerRow | Stat):  # indices from the batch, perhaps into a flattened array
-        return Unknown(trail) if part.inner * part.outer > 1 else Mixed("pairs", trail)
-    return Mixed("some", trail)
-
-
-def _as_index(label: Label) -> Label:
-    """The label of indices, which are not terms of a sum."""
-    if isinstance(label, PerRow):
-        return dataclasses.replace(label, degree=0, shifted=False)
-    return dataclasses.replace(label, degree=0) if isinstance(label, Free) else label
-
-
-def _plain(label: Label) -> Label:
-    return dataclasses.replace(label, varied=frozenset(), counts=None) if isinstance(label, Free) else label
+    kept = [d for d in range(len(one)) if d not in gone]
+    if dim in kept:
+        at = numbers.update_window_dims[kept.index(dim)]
+        whole = (parts[0][at], parts[1][at]) == (one[dim], two[dim])
+        return found if whole and updates.dim == at and indices.kind == "same" else pair.no("unknown")
+    columns = _columns(indices, len(numbers.scatter_dims_to_operand_dims))
+    column = columns[[*numbers.scatter_dims_to_operand_dims].index(dim)]
+    if column is None or not column.place or updates.dim != of_index[column.dim] or found.outer > 1:
+        return pair.no("position")
+    others = [x for x in columns if x is not column]
+    apart = all(x and (x.kind == "same" or (x.kind == "rows" and x.dim == column.dim and not x.place)) for x in others)
+    return found.with_(outer=1, fixed=False) if apart else pair.no("unknown")

@@ -1,296 +1,135 @@
-"""Labels: how a value inside a loss depends on the rows of the batch; and how operands' labels give a result's.
+"""Labels: how a value of the loss of all rows follows from its partners in the losses of each device's rows.
 
-A loss may be split over devices if it is a mean over rows of terms that each depend on one row. Each value of the
-traced loss gets a label:
+Two traces are compared: one of the rows of each of k devices, and one of all rows together, where the mesh axes that
+split them have size 1. A label says by which formula a value of the second follows from its k partners of the first:
 
-  Free     it does not depend on the batch, or is the same on all devices (a sum over devices);
-  PerRow   along some dims, the element at an index depends on one row only (or on one group of neighbouring rows);
-  Stat     a sum over all rows of terms that each depend on one row, times `count ** (degree - 1)`: a sum has degree 1,
-           a mean degree 0;
-  Mixed    it depends on several rows in another way: `kind` and `trail` tell how and where;
-  Unknown  an operation that we cannot analyse had rows among its operands.
+  same   ratio * the partner, which is equal on all devices;
+  rows   ratio * the partners, concatenated along a dim: rows in the batch's order;
+  total  ratio * the sum of the partners (or their maximum, or minimum);
+  other  no such formula is known; `Trouble` says where it ended.
+
+A loss is proved to be a mean over rows if it is a total of ratio 1/k. Each formula holds for any values of the inputs,
+so that derivatives follow it too.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.primitives import GUARDS
 
-Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the calls around it
-Degree: TypeAlias = float | None  # the power of the number of rows that a value grows with; None: not known
-NO_POWER = math.inf  # a sum of terms that grow by different powers of the number of rows
-Kind: TypeAlias = Literal["statistic", "pairs", "some", "position", "drawn", "ratio", "count", "devices", "microbatch"]
+Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the equations whose programs hold it
+Ratio: TypeAlias = float | None  # None: the value is 0 in both programs, so that any ratio holds
+Cause: TypeAlias = Literal["statistic", "ratio", "pairs", "some", "position", "drawn", "count", "unknown"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Rows along one dim of an array: an index of the dim is a triple (index of `outer`, row, index of `inner`).
-
-    `stride` is the number of batch rows between neighbours. Dim -1 stands for the iterations of the innermost scan
-    over rows, -2 for those of the scan around it.
-    """
-
-    dim: int
-    outer: int
-    rows: int
-    inner: int
-    stride: int
+ROW = -1  # the dim of rows inside a scan over them
+ANY = 0  # the `outer` of equal rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Free:
-    """See above.
+class Trouble:
+    """Where a proof ended: the cause, the operation, and the sum over rows that it uses."""
 
-    Attributes:
-      varied: the dims along which elements may differ; negative ones as in `Part`.
-      counts: the dim whose index each element equals.
-      value: the number that all elements equal, if known.
-      placed: it depends on the device's index, so it may differ from row to row.
-      given: it depends on the loss's params or arguments; a constant does not.
-      drawn: it holds random numbers of a constant key.
-      scaled: it may be a multiple of the number of rows, or of its inverse.
-      summed: a sum over devices that it depends on, or (); its degree is 0 for sums over rows, -1 for means.
-      fresh: it is a sum over devices, unchanged.
-    """
-
-    varied: frozenset[int] = frozenset()
-    counts: int | None = None
-    value: float | None = None
-    degree: Degree = 0
-    placed: bool = False
-    given: bool = False
-    drawn: bool = False
-    scaled: bool = False
-    summed: Trail = ()
-    fresh: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class PerRow:
-    """See above.
-
-    Attributes:
-      parts: where rows lie, the slowest first; together they may index groups of rows.
-      order: 0 for the batch's order, else the id of the equation that changed it.
-      degree: as in `Stat`, before the sum over rows.
-      size: the number of elements already summed, if some rows are.
-      summed: the equation that summed some, but not all, of the rows; () if none did.
-      plus: a statistic of the rows that was added, or ().
-      running: the statistic is a partial sum of a scan over rows.
-      added: the number of elements along other dims, if it is exactly their sum; else 0.
-      shifted: it holds whole numbers that depend on each row's index, too: most often an index.
-      by_devices, by_sum: as in `Stat`.
-      across: it depends on a sum over devices, or on the rows of all.
-    """
-
-    parts: tuple[Part, ...]
-    order: int = 0
-    degree: Degree = 0
-    size: int = 1
-    summed: Trail = ()
-    plus: Trail = ()
-    running: bool = False
-    added: int = 0
-    shifted: bool = False
-    by_devices: bool = False
-    by_sum: bool = False
-    across: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Stat:
-    """See above.
-
-    Attributes:
-      size: the number of summed elements, 0 if unknown.
-      trail: the sum.
-      running: it is the carry of a scan over rows, which has added up only some of them so far.
-      guessed: it was divided by a small number that equals its size, perhaps by chance.
-      by_devices: it was multiplied by a number that may be the number of devices.
-      by_sum: it was divided by a sum over devices; with `by_devices` it is part of an average.
-    """
-
-    degree: Degree
-    size: int
-    trail: Trail
-    running: bool = False
-    guessed: bool = False
-    by_devices: bool = False
-    by_sum: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """See above.
-
-    Attributes:
-      of: the statistic that was used; () for a microbatch's mean over all devices, whose average is right.
-      extreme: it is exactly the maximum or minimum of the rows.
-      root: it is exactly the square root of this.
-      quotient: it is linear in ratios of sums over rows, whose divisors may be guarded against 0.
-    """
-
-    kind: Kind
+    cause: Cause
     trail: Trail
     of: Trail = ()
-    extreme: bool = False
-    root: Stat | None = None
-    quotient: bool = False
+    extreme: bool = False  # it is a maximum or minimum over rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Unknown:
-    """See above."""
+class Label:
+    """The formula of a value.
 
-    trail: Trail
+    Attributes:
+      dim, outer: of rows. Each dim of size outer * n splits into (outer, n); devices' parts join along its second half.
+      fixed: rows are equal on all devices: they depend on nothing in the batch.
+      place: each row is its place in the batch (from an iota).
+      own: it comes from a key that each device folds with its index; what is drawn from it is drawn for each row.
+      value: the number that all elements are, in both programs; None if unknown.
+      first: the number that all elements are in the first program; of a device's index: by what it is multiplied.
+      by: what a total is: the sum over devices, or their largest or smallest value.
+      running: a total inside a scan over rows, before its last iteration.
+      columns: labels of the parts of an index array along its last dim.
+    """
+
+    kind: Literal["same", "rows", "total", "other"]
+    ratio: Ratio = 1.0
+    dim: int = 0
+    outer: int = 1
+    fixed: bool = False
+    place: bool = False
+    own: bool = False
+    value: float | None = None
+    first: float | None = None
+    by: Literal["sum", "largest", "smallest"] = "sum"
+    running: bool = False
+    columns: tuple["Label", ...] = ()
+    trail: Trail = dataclasses.field(default=(), compare=False)
+    trouble: Trouble | None = dataclasses.field(default=None, compare=False)
+
+    def with_(self, **changes: object) -> "Label":
+        """The label with some attributes changed; one of other elements loses the number that they were."""
+        changes |= {"first": None} if changes.get("value", self) is None else {}
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
-Label: TypeAlias = Free | PerRow | Stat | Mixed | Unknown
-FREE = Free()
+SAME = Label("same")
 
 
-def worst(labels: Iterable[Label]) -> Mixed | Unknown | None:
-    """The first label that is Mixed, else the first Unknown one, else None."""
-    bad = [label for label in labels if isinstance(label, Mixed | Unknown)]
-    return next((label for label in bad if isinstance(label, Mixed)), bad[0] if bad else None)
+def lost(cause: Cause, trail: Trail, of: Trail = (), *, extreme: bool = False) -> Label:
+    """The label of a value without a formula."""
+    return Label("other", trouble=Trouble(cause, trail, of or (), extreme))
 
 
-def moved(label: Label, where: Callable[[int], int | None]) -> Label:
-    """The label of a value whose old dim d is now dim `where(d)`; None: the dim is gone, and held no rows."""
-    if isinstance(label, Free):
-        varied = frozenset(new for d in label.varied if (new := d if d < 0 else where(d)) is not None)
-        counts = None if label.counts is None else where(label.counts)
-        return dataclasses.replace(label, varied=varied, counts=counts)
-    if isinstance(label, PerRow):
-        parts = [(part, part.dim if part.dim < 0 else where(part.dim)) for part in label.parts]
-        kept = tuple(dataclasses.replace(part, dim=dim) for part, dim in parts if dim is not None)
-        return dataclasses.replace(label, parts=kept)
-    return label
+def number(one: float | None, two: float | None) -> Label | None:
+    """The label of a number in the two programs; None if it has other signs, or is none."""
+    if one is None or two is None:
+        return None
+    if one == two or (math.isnan(one) and math.isnan(two)):
+        return Label("same", None if one == 0 else 1.0, value=one, first=one)
+    return Label("same", two / one, first=one) if one * two > 0 and math.isfinite(two / one) else None
 
 
-def deeper(label: Label, by: int) -> Label:
-    """The label of a value that is not scanned over, inside one more scan (`by` = -1), or one scan further out (1)."""
-    if isinstance(label, Free):
-        inside = label.varied - {-by} if by > 0 else label.varied
-        return dataclasses.replace(label, varied=frozenset(d + by if d < 0 else d for d in inside))
-    if not isinstance(label, PerRow):
+def worst(labels: Sequence[Label]) -> Label | None:
+    """The first label without a formula, one that says why before one that does not; None if all have one."""
+    bad = [x for x in labels if x.kind == "other"]
+    return next((x for x in bad if x.trouble and x.trouble.cause != "unknown"), bad[0] if bad else None)
+
+
+def near(one: Ratio, two: Ratio) -> bool:
+    """Whether two ratios are equal, but for a rounding of float32 numbers in the program."""
+    return one is None or two is None or math.isclose(one, two, rel_tol=1e-6)
+
+
+def as_total(label: Label, parts: int) -> Label:
+    """The same value as a total: of k equal partners."""
+    if label.kind != "same":
         return label
-    parts = tuple(dataclasses.replace(part, dim=part.dim + by) if part.dim < 0 else part for part in label.parts)
-    return dataclasses.replace(label, parts=parts)
+    return Label("total", None if label.ratio is None else label.ratio / parts, fixed=True)
 
 
-def scanned(label: Label, by: int) -> Label:
-    """The label of one slice of a value that a scan runs over (`by` = -1), or of the stack of slices (1)."""
-    if isinstance(label, Free):
-        counts = None if label.counts is None or label.counts + by < 0 else label.counts + by
-        return dataclasses.replace(label, varied=frozenset(d + by for d in label.varied), counts=counts)
-    if not isinstance(label, PerRow):
-        return label
-    return dataclasses.replace(label, parts=tuple(dataclasses.replace(p, dim=p.dim + by) for p in label.parts))
-
-
-def is_guarded(label: Mixed) -> bool:
-    """Whether it is a sum over rows that is guarded against 0, as a divisor, or such a test."""
-    return label.kind == "statistic" and label.trail[-1].primitive.name in GUARDS
-
-
-def is_running(label: Label) -> bool:
-    """Whether the value is a partial sum of a scan over rows."""
-    return isinstance(label, PerRow | Stat) and label.running
-
-
-def stopped(label: Label) -> Label:
-    """The label of a scan's carry once the scan has ended."""
-    return dataclasses.replace(label, running=False) if isinstance(label, PerRow | Stat) else label
-
-
-def dims_of(label: Label) -> frozenset[int]:
-    """The dims along which rows lie."""
-    return frozenset(part.dim for part in label.parts) if isinstance(label, PerRow) else frozenset()
-
-
-def units(label: PerRow, num_rows: int) -> int:
-    """The number of rows that each element depends on."""
-    return num_rows // math.prod(part.rows for part in label.parts)
-
-
-def are_groups(label: PerRow, num_rows: int) -> bool:
-    """Whether the rows that an element depends on follow each other in the batch."""
-    size = units(label, num_rows)
-    return size == 1 or (bool(label.parts) and min(part.stride for part in label.parts) == size)
-
-
-def coarsest(labels: Sequence[PerRow]) -> PerRow | None:
-    """The label of an elementwise result of values with these labels; None: they pair different rows."""
-    found = min(labels, key=lambda label: math.prod(part.rows for part in label.parts))
-    fits = all(label.order == found.order and _refines(label.parts, found.parts) for label in labels)
-    return found if fits else None
-
-
-def _refines(fine: tuple[Part, ...], coarse: tuple[Part, ...]) -> bool:
-    """Whether every group of indices with the same rows in `fine` lies inside one of `coarse`."""
-    if fine == coarse:
-        return True
-    return all(any(_within(small, large) for small in fine) for large in coarse)
-
-
-def _within(small: Part, large: Part) -> bool:
-    times, rest = divmod(small.rows, large.rows)
-    return (
-        (small.dim, small.outer, small.rows * small.inner) == (large.dim, large.outer, large.rows * large.inner)
-        and rest == 0
-        and large.stride == small.stride * times
+def joined(labels: Sequence[Label], parts: int) -> Label | None:
+    """The label of an array whose elements come from several; None if no formula fits all."""
+    kinds = {x.kind for x in labels}
+    if "total" in kinds:
+        labels = [as_total(x, parts) for x in labels]
+    known = [x.ratio for x in labels if x.ratio is not None]
+    first = labels[0]
+    alike = {(x.kind, x.dim if x.kind == "rows" else 0, x.place, x.by, x.running) for x in labels}
+    outers = {x.outer for x in labels if x.kind == "rows"} - {ANY}
+    if len(alike) > 1 or len(outers) > 1 or not all(near(x, known[0]) for x in known):
+        return None
+    return Label(
+        first.kind,
+        known[0] if known else None,
+        first.dim,
+        outers.pop() if outers else first.outer,
+        fixed=all(x.fixed for x in labels),
+        place=first.place,
+        own=any(x.own for x in labels),
+        value=first.value if len({x.value for x in labels}) == 1 else None,
+        by=first.by,
+        running=first.running,
+        trail=next((x.trail for x in labels if x.trail), ()),
     )
-
-
-def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label | None:
-    """The label after a reshape from shape `old` to `new`; None: the new dims cut across rows."""
-    strides = [math.prod(new[j + 1 :]) for j in range(len(new))]
-    if isinstance(label, Free):
-        places = {(math.prod(old[d + 1 :]), old[d]): d for d in range(len(old)) if old[d] > 1}
-        kept = {places.get((strides[j], new[j])): j for j in range(len(new))}
-        return moved(label, kept.get)
-    if not isinstance(label, PerRow):
-        return label
-    parts: list[Part] = []
-    for part in label.parts:
-        found = [part] if part.dim < 0 else _cut(part, math.prod(old[part.dim + 1 :]), new, strides)
-        if found is None:
-            return None
-        parts += found
-    return dataclasses.replace(label, parts=_merged(parts))
-
-
-def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The same parts, with adjacent ones of one dim merged."""
-    found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if last and (last.dim, last.inner, last.outer * last.rows, last.stride) == (
-            part.dim,
-            part.rows * part.inner,
-            part.outer,
-            part.stride * part.rows,
-        ):
-            found[-1] = Part(part.dim, last.outer, last.rows * part.rows, part.inner, part.stride)
-        else:
-            found.append(part)
-    return tuple(found)
-
-
-def _cut(part: Part, behind: int, new: Sequence[int], strides: Sequence[int]) -> list[Part] | None:
-    """The parts of one part after a reshape; `behind` is the number of elements in the old dims after its own."""
-    low, high = part.inner * behind, part.inner * behind * part.rows
-    found: list[Part] = []
-    for dim, (size, step) in enumerate(zip(new, strides, strict=True)):
-        first, last = max(low, step), min(high, step * size)
-        if last <= first:
-            continue
-        if first % step or (step * size) % last or last % first or first % low:
-            return None
-        stride = part.stride * (first // low)
-        found.append(Part(dim, step * size // last, last // first, first // step, stride))
-    return found if math.prod(each.rows for each in found) == part.rows else None

@@ -1,283 +1,273 @@
-"""Labels of the results of operations that move elements: where the rows of the operands lie afterwards."""
+"""Labels of the results of operations that move elements, mix those along some dims, or draw random numbers."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
-import jax.numpy as jnp
-
-from jaxshard.base.types import Equation
-from jaxshard.programs.primitives import ADDS_UP, MOVES, SEVERAL, kind_of, mixed_dims
-from jaxshard.programs.rows.arithmetic import Arithmetic, differing, over_parts, without_dims
-from jaxshard.programs.rows.labels import (
-    Free,
-    Label,
-    Mixed,
-    Part,
-    PerRow,
-    Trail,
-    Unknown,
-    dims_of,
-    moved,
-    reshaped,
-    units,
-    worst,
-)
-
-Rule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], Label]
-PiecesRule: TypeAlias = Callable[[Arithmetic, Equation, Sequence[Label], Trail], list[Label]]  # for several results
-_CONTRACTED = 1000  # stand for a matrix product's contracted dims, from this number on
+from jaxshard.programs.primitives import DRAWS, MOVES, SEVERAL, SUMS, mixed_dims
+from jaxshard.programs.rows.arithmetic import Pair, shifted
+from jaxshard.programs.rows.labels import ANY, SAME, Label, joined, near
 
 
-def iota(_: Arithmetic, eqn: Equation, __: Sequence[Label], ___: Trail) -> Label:
-    dim = eqn.params["dimension"]
-    return Free(frozenset({dim}), dim)
+def iota(pair: Pair, _: Sequence[Label]) -> Label:
+    grown = pair.grown()
+    if not grown:
+        return SAME
+    if len(grown) > 1:
+        return pair.no("pairs")
+    own = grown[0] == pair.one.params["dimension"]
+    return Label("rows", dim=grown[0], place=own, fixed=not own, outer=1 if own else ANY)
 
 
-def broadcast_in_dim(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) -> Label:
-    dims, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
-    old = eqn.invars[0].aval.shape
-    return moved(labels[0], lambda d: dims[d] if shape[dims[d]] == old[d] else None)
-
-
-def reshape(_: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    found = reshaped(labels[0], eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
-    return Unknown(trail) if found is None else found
-
-
-def transpose(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) -> Label:
-    return moved(labels[0], eqn.params["permutation"].index)
-
-
-def squeeze(_: Arithmetic, eqn: Equation, labels: Sequence[Label], __: Trail) -> Label:
-    return without_dims(labels[0], eqn.params["dimensions"], len(eqn.invars[0].aval.shape))
-
-
-def rev(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    (label,), reversed_dims = labels, set(eqn.params["dimensions"])
-    if isinstance(label, Free) and label.counts in reversed_dims:
-        return dataclasses.replace(label, counts=None)
-    if not isinstance(label, PerRow) or not dims_of(label) & reversed_dims:
+def broadcast(pair: Pair, labels: Sequence[Label]) -> Label:
+    (label, *_), grown, dims = labels, pair.grown(), pair.one.params["broadcast_dimensions"]
+    if label.kind == "rows":
+        new = dims[label.dim]
+        return label.with_(dim=new) if grown in ([], [new]) else pair.no("pairs")
+    if not grown:
         return label
-    return arithmetic.in_groups(label, reversed_dims, trail) or dataclasses.replace(label, order=id(eqn))
+    if label.kind == "total":
+        return pair.no("statistic", label.trail)
+    if len(grown) > 1:
+        return pair.no("pairs")
+    return label.with_(kind="rows", dim=grown[0], outer=ANY, fixed=True)
 
 
-def slice_(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    shape, starts, limits = eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"]
-    steps = eqn.params["strides"] or (1,) * len(shape)
+def reshape(pair: Pair, labels: Sequence[Label]) -> Label:
+    """Rows come after `outer` elements of the dims before them, and still do."""
+    (label, *_), grown, (old, _) = labels, pair.grown(), pair.shapes(0)
+    if label.kind != "rows":
+        return pair.no("statistic", label.trail) if grown else label
+    if len(grown) != 1 or (pair.one.params.get("dimensions") is not None and pair.name == "reshape"):
+        return pair.no("unknown")
+    (dim,), new = grown, pair.out_shapes()[0]
+    before, now = math.prod(old[: label.dim]) * max(label.outer, 1), math.prod(new[:dim])
+    if old[label.dim] == new[dim] and math.prod(old[: label.dim]) == now:
+        return label.with_(dim=dim)
+    if before % now or new[dim] % (before // now) or label.place:
+        return pair.no("unknown")
+    return label.with_(dim=dim, outer=before // now)
+
+
+def transpose(pair: Pair, labels: Sequence[Label]) -> Label:
     (label,) = labels
-    for dim, cut in enumerate(zip(starts, limits, steps, strict=True)):
-        if cut != (0, shape[dim], 1):
-            label = _sliced(arithmetic, label, dim, cut, trail)
-    return label
+    return label.with_(dim=pair.one.params["permutation"].index(label.dim)) if label.kind == "rows" else label
 
 
-def split(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> list[Label]:
-    dim, start, found = eqn.params["axis"], 0, []
-    for size in eqn.params["sizes"]:
-        found.append(_sliced(arithmetic, labels[0], dim, (start, start + size, 1), trail))
-        start += size
+def rev(pair: Pair, labels: Sequence[Label]) -> Label:
+    (label,) = labels
+    inside = label.kind == "rows" and label.dim in pair.one.params["dimensions"]
+    return (pair.no("position") if label.place else pair.no("some")) if inside and label.outer != ANY else label
+
+
+def slice_(pair: Pair, labels: Sequence[Label]) -> Label:
+    (label,) = labels
+    cuts = [
+        [*zip(eqn.params["start_indices"], eqn.params["limit_indices"], eqn.params["strides"] or shape, strict=True)]
+        for eqn, shape in zip((pair.one, pair.two), ((1,) * len(s) for s in pair.shapes(0)), strict=True)
+    ]
+    if label.kind != "rows":
+        return label if cuts[0] == cuts[1] else pair.no("position" if label.kind == "same" else "statistic", ())
+    rest = [[cut for d, cut in enumerate(each) if d != label.dim] for each in cuts]
+    return _sliced(pair, label, *(each[label.dim] for each in cuts)) if rest[0] == rest[1] else pair.no("position")
+
+
+def _sliced(pair: Pair, label: Label, *cuts: tuple[int, int, int]) -> Label:
+    """The label of a slice (start, limit, step) of rows in each of the two programs."""
+    sizes = [shape[label.dim] for shape in pair.shapes(0)]
+    counts = [-(-(limit - start) // step) for start, limit, step in cuts]
+    (start, limit, step), (otherstart, otherlimit, otherstep) = cuts
+    if label.place and (start, counts[0]) != (0, sizes[0]):
+        return pair.no("position")
+    if label.outer == ANY and counts[0] * pair.parts == counts[1]:
+        return label
+    blocks = [size // max(label.outer, 1) for size in sizes]
+    if step == otherstep == 1:  # whole copies of the batch
+        ends = [[*map(divmod, (a, b), (block, block))] for (a, b, _), block in zip(cuts, blocks, strict=True)]
+        if ends[0] == ends[1] and not any(rest for _, rest in ends[0]):
+            return label.with_(outer=(limit - start) // blocks[0])
+    evenly = step == otherstep and start == otherstart < step and not blocks[0] % step
+    if evenly and all(count * step == size for count, size in zip(counts, sizes, strict=True)):
+        return label  # one of each group of neighbours
+    del otherlimit
+    return pair.no("some")
+
+
+def split(pair: Pair, labels: Sequence[Label]) -> list[Label]:
+    (label,), axis, start, found = labels, pair.one.params["axis"], [0, 0], list[Label]()
+    for sizes in zip(pair.one.params["sizes"], pair.two.params["sizes"], strict=True):
+        cuts = [(a, a + size, 1) for a, size in zip(start, sizes, strict=True)]
+        start = [end for _, end, _ in cuts]
+        if label.kind == "rows" and label.dim == axis:
+            found.append(_sliced(pair, label, *cuts))
+        else:
+            found.append(label if cuts[0] == cuts[1] else pair.no("position"))
     return found
 
 
-def _sliced(arithmetic: Arithmetic, label: Label, dim: int, cut: tuple[int, int, int], trail: Trail) -> Label:
-    """The label of a slice (start, limit, step) of a dim."""
-    if not isinstance(label, PerRow) or dim not in dims_of(label):
-        return dataclasses.replace(label, counts=None) if isinstance(label, Free) and label.counts == dim else label
-    part = next(part for part in label.parts if part.dim == dim)
-    start, limit, step = cut
-    block, length = part.rows * part.inner, -(-(limit - start) // step)
-    if step == 1 and start % block == 0 and length % block == 0:  # whole copies of the batch
-        return _with_part(label, dataclasses.replace(part, outer=length // block))
-    evenly = part.inner > 1 and part.inner % step == 0  # the same elements of each row
-    if evenly and start < step and length * step == part.outer * block:
-        return _with_part(label, dataclasses.replace(part, inner=part.inner // step))
-    if (part.outer, part.inner) == (1, 1) and start < step and part.rows == length * step:  # one of each group
-        grouped = _with_part(label, Part(dim, 1, length, 1, part.stride * step))
-        arithmetic.groups.append((units(grouped, arithmetic.num_rows), trail))
-        return grouped
-    return arithmetic.in_groups(label, {dim}, trail) or Mixed("some", trail)
+def concatenate(pair: Pair, labels: Sequence[Label]) -> Label:
+    dim, shapes = pair.one.params["dimension"], [v.aval.shape for v in pair.one.invars]
+    columns = tuple(x for x, shape in zip(labels, shapes, strict=True) for _ in range(shape[dim]))
+    if any(x.place for x in labels):
+        last = dim == len(shapes[0]) - 1 and not any(x.kind == "rows" and x.dim == dim for x in labels)
+        return pair.no("position") if not last else _with_columns(pair, columns)
+    found = joined(labels, pair.parts)
+    if found is None:
+        totals = [x for x in labels if x.kind == "total"]
+        return pair.no(
+            "count" if len({x.kind for x in labels}) == 1 else "statistic", totals[0].trail if totals else ()
+        )
+    if found.kind != "rows" or found.dim != dim:
+        return found.with_(value=None)
+    outers = [max(x.outer, 1) for x in labels]
+    blocks = {shape[dim] // outer for shape, outer in zip(shapes, outers, strict=True)}
+    if len(blocks) == 1 and len(labels) > 1:
+        return found.with_(outer=sum(outers), value=None)
+    return found if len(labels) == 1 else pair.no("unknown")
 
 
-def _with_part(label: PerRow, part: Part) -> PerRow:
-    return dataclasses.replace(label, parts=tuple(part if p.dim == part.dim else p for p in label.parts))
+def _with_columns(pair: Pair, columns: tuple[Label, ...]) -> Label:
+    """The label of indices of which a column is each row's place: nothing but an index."""
+    return pair.no("position").with_(columns=columns)
 
 
-def concatenate(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    dim = eqn.params["dimension"]
-    if not any(dim in dims_of(label) for label in labels):
-        joined, sizes = arithmetic.pointwise(eqn, labels, trail), [v.aval.shape[dim] for v in eqn.invars]
-        whole = all(size % arithmetic.num_rows == 0 for size in sizes)  # labels of real and generated rows, say
-        return joined if whole else differing(joined, {dim}, labels)
-    cut = [(x, part) for x in labels if isinstance(x, PerRow) for part in x.parts if part.dim == dim]
-    if len(cut) < len(labels) or len({dataclasses.replace(part, outer=1) for _, part in cut}) > 1:
-        return worst(labels) or Unknown(trail)
-    once = dataclasses.replace(cut[0][1], outer=1)
-    joined = arithmetic.pointwise(eqn, [_with_part(x, once) for x, _ in cut], trail)
-    outer = sum(part.outer for _, part in cut)
-    return _with_part(joined, dataclasses.replace(once, outer=outer)) if isinstance(joined, PerRow) else joined
+def stack(pair: Pair, labels: Sequence[Label]) -> Label:
+    new, found = pair.one.params["axis"], joined(labels, pair.parts)
+    if found is None:
+        return pair.no("statistic")
+    return found.with_(dim=found.dim + (found.dim >= new), value=None) if found.kind == "rows" else found
 
 
-def stack(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    new = eqn.params["axis"]
-    return arithmetic.pointwise(eqn, [moved(label, lambda d: d + (d >= new)) for label in labels], trail)
+def unstack(pair: Pair, labels: Sequence[Label]) -> list[Label]:
+    (label,), old = labels, pair.one.params["axis"]
+    found = pair.no("some") if label.kind == "rows" and label.dim == old else shifted(label, [old])
+    return [found] * len(pair.one.outvars)
 
 
-def unstack(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> list[Label]:
-    old, (label,) = eqn.params["axis"], labels
-    if isinstance(label, PerRow) and old in dims_of(label):
-        return [Mixed("some", trail)] * len(eqn.outvars)
-    return [moved(label, lambda d: None if d == old else d - (d > old))] * len(eqn.outvars)
-
-
-def tile(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def tile(pair: Pair, labels: Sequence[Label]) -> Label:
     """Repeats the whole array along each dim."""
-    (label,), times = labels, eqn.params["reps"]
-    if isinstance(label, Free) and label.counts is not None and times[label.counts] > 1:
-        return dataclasses.replace(label, counts=None)
-    if not isinstance(label, PerRow):
+    (label,), times = labels, pair.one.params["reps"]
+    if pair.two.params["reps"] != times:
+        return pair.no("pairs" if label.kind == "rows" else "statistic")
+    if label.kind != "rows" or times[label.dim] == 1 or label.outer == ANY:
         return label
-    copies = [dataclasses.replace(p, outer=p.outer * (1 if p.dim < 0 else times[p.dim])) for p in label.parts]
-    return dataclasses.replace(label, parts=tuple(copies))
+    return pair.no("position") if label.place else label.with_(outer=label.outer * times[label.dim])
 
 
-def pad(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    padded = {dim for dim, amounts in enumerate(eqn.params["padding_config"]) if any(amounts)}
-    if dims_of(labels[0]) & padded:
-        return Unknown(trail)
-    return differing(arithmetic.pointwise(eqn, labels, trail), padded, labels)
+def pad(pair: Pair, labels: Sequence[Label]) -> Label:
+    label, filling = labels
+    if label.kind == "rows":
+        if any(pair.one.params["padding_config"][label.dim]) or filling.kind != "same":
+            return pair.no("unknown")
+        return label.with_(value=None) if near(label.ratio, filling.ratio) else pair.no("count")
+    found = joined(labels, pair.parts)
+    return found.with_(value=None) if found else pair.no("statistic", label.trail)
 
 
-def dot_general(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """A product of elements over all dims of both operands, and a sum over the contracted ones."""
-    contracted, _ = eqn.params["dimension_numbers"]
-    sides = [_joint_dims(eqn, side) for side in (0, 1)]
-    joint = [moved(label, sides[i].get) for i, label in enumerate(labels[:2])]
-    sizes = [eqn.invars[0].aval.shape[d] for d in contracted[0]]
-    product = arithmetic.pointwise(eqn, joint, trail)
-    dims = [_CONTRACTED + i for i in range(len(sizes))]
-    if isinstance(product, Free):
-        return dataclasses.replace(product, varied=product.varied - set(dims))
-    if isinstance(product, PerRow) and dims_of(product) & set(dims):
-        return over_parts(product, dims, math.prod(sizes), trail)
-    return product
+def dynamic_slice(pair: Pair, labels: Sequence[Label]) -> Label:
+    label, *starts = labels
+    sizes, (one, two) = pair.one.params["slice_sizes"], pair.shapes(0)
+    if any(x.kind != "same" or not near(x.ratio, 1.0) for x in starts):
+        return pair.no("unknown")
+    if label.kind == "rows":
+        whole = sizes[label.dim] == one[label.dim] and pair.two.params["slice_sizes"][label.dim] == two[label.dim]
+        return label if whole else pair.no("some")
+    return label if tuple(sizes) == tuple(pair.two.params["slice_sizes"]) else pair.no("position")
 
 
-def _joint_dims(eqn: Equation, side: int) -> dict[int, int]:
-    """Operand dim -> result dim; `_CONTRACTED` + i for the i-th contracted dim."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    ndims = [len(v.aval.shape) for v in eqn.invars[:2]]
-    free = [d for d in range(ndims[side]) if d not in contracted[side] and d not in batch[side]]
-    first = len(batch[0]) + (ndims[0] - len(contracted[0]) - len(batch[0]) if side else 0)
-    return (
-        {d: i for i, d in enumerate(batch[side])}
-        | {d: first + i for i, d in enumerate(free)}
-        | {d: _CONTRACTED + i for i, d in enumerate(contracted[side])}
-    )
+def dynamic_update_slice(pair: Pair, labels: Sequence[Label]) -> Label:
+    into, part, *starts = labels
+    if any(x.kind != "same" or not near(x.ratio, 1.0) for x in starts):
+        return pair.no("unknown")
+    found = joined([into, part], pair.parts)
+    if found is None:
+        return pair.no("statistic")
+    if found.kind == "rows" and any(
+        x[found.dim] != y[found.dim] for x, y in zip(pair.shapes(0), pair.shapes(1), strict=True)
+    ):
+        return pair.no("unknown")
+    return found.with_(value=None)
 
 
-def conv_general_dilated(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    image, kernel = labels
-    numbers = eqn.params["dimension_numbers"]
-    if not isinstance(kernel, Free) or eqn.params["batch_group_count"] != 1:
-        return worst(labels) or Unknown(trail)
-    if isinstance(image, PerRow) and dims_of(image) - {numbers.lhs_spec[0]} - set(range(-9, 0)):
-        return Unknown(trail)
-    kernel = dataclasses.replace(kernel, varied=frozenset())
-    where = {numbers.lhs_spec[0]: numbers.out_spec[0]}
-    return arithmetic.pointwise(eqn, [moved(image, where.get), kernel], trail)
-
-
-def dynamic_slice(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-    cut = {d for d in range(len(shape)) if sizes[d] != shape[d]}
-    return _at_index(arithmetic, eqn, labels, cut, 1, trail)
-
-
-def dynamic_update_slice(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    part, shape = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
-    cut = {d for d in range(len(shape)) if part[d] != shape[d]}
-    return _at_index(arithmetic, eqn, labels, cut, 2, trail)
-
-
-def _at_index(
-    arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], cut: set[int], num_arrays: int, trail: Trail
-) -> Label:
-    """The label of a slice; the operands after the first `num_arrays` tell where it starts along `cut`."""
-    if (bad := worst(labels)) is not None:
-        return bad
-    if any(dims_of(label) & cut for label in labels):
-        return Unknown(trail)
-    arrays, places = labels[:num_arrays], labels[num_arrays:]
-    index = [dataclasses.replace(x, varied=frozenset(), degree=0) if isinstance(x, Free) else x for x in places]
-    joined = arithmetic.pointwise(eqn, [*arrays, *index], trail)
-    return differing(joined, cut, arrays) if num_arrays == 2 else joined
-
-
-def reduction(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """A sum, product, maximum or minimum, or the index of one."""
-    dims, shape = eqn.params["axes"], eqn.invars[0].aval.shape
-    if eqn.primitive.name in ADDS_UP:
-        found = arithmetic.summed(eqn, labels[0], dims, [shape[d] for d in dims], trail)
-    else:
-        found = arithmetic.reduced(arithmetic.pointwise(eqn, labels, trail), dims, trail)
-    return without_dims(found, dims, len(shape))
-
-
-def along(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def along(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """A sort or a cumulative sum: each element depends on all elements that share its other indices."""
-    ndim = len(eqn.invars[0].aval.shape)
-    dim = next((eqn.params[key] for key in ("axis", "dimension") if key in eqn.params), -1) % max(ndim, 1)
-    joined = arithmetic.pointwise(eqn, labels, trail)
-    if dim not in dims_of(joined):
-        so_far = kind_of(eqn) == "cumulative" and eqn.primitive.name not in MOVES
-        return differing(joined, {dim}) if so_far else joined
-    by_number = kind_of(eqn) == "sort" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
-    return Unknown(trail) if by_number else Mixed("statistic", trail, trail)  # rows sorted by expert, say, and back
+    ndim = len(pair.shapes(0)[0])
+    dim = next((pair.one.params[key] for key in ("axis", "dimension") if key in pair.one.params), -1) % max(ndim, 1)
+    return _mixing(pair, labels, [dim])
 
 
-def leading(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def leading(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """Linear algebra or a Fourier transform: it mixes the last dims, and none before."""
-    first = len(eqn.invars[0].aval.shape) - mixed_dims(eqn)
-    joined = arithmetic.pointwise(eqn, labels, trail)
-    if isinstance(joined, Free):
-        return _like_nothing(joined)
-    return Mixed("statistic", trail, trail) if any(d >= first for d in dims_of(joined)) else joined
+    ndim = len(pair.shapes(0)[0])
+    return _mixing(pair, labels, range(ndim - mixed_dims(pair.one), ndim))
 
 
-def triangular_solve(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def window(pair: Pair, labels: Sequence[Label]) -> list[Label]:
+    """Pooling."""
+    params = pair.one.params
+    whole = [("window_dimensions", 1), ("window_strides", 1), ("base_dilation", 1), ("padding", (0, 0))]
+    cut = {d for key, one in whole for d, x in enumerate(params.get(key) or ()) if x != one}
+    return _mixing(pair, labels, cut)
+
+
+def _mixing(pair: Pair, labels: Sequence[Label], dims: Iterable[int]) -> list[Label]:
+    """The labels of results that depend on all elements along some dims, and are apart along the others."""
+    mixed, count = {*dims}, len(pair.one.outvars)
+    rows = [x for x in labels if x.kind == "rows"]
+    is_linear = pair.name in SUMS
+    if total := next((x for x in labels if x.kind == "total"), None):
+        return [
+            total if is_linear and total.by == "sum" and len(labels) == 1 else pair.no("statistic", total.trail)
+        ] * count
+    if any(x.place for x in rows):
+        return [pair.no("position")] * count
+    keeps = is_linear or (pair.name in MOVES and len(labels) == 1)
+    if not keeps and not all(near(x.ratio, 1.0) for x in labels):
+        return [pair.no("count")] * count
+    own = any(x.own for x in labels)
+    ratio = labels[0].ratio if keeps else 1.0
+    if not rows:
+        return [Label("same", ratio, own=own)] * count
+    if any(x.dim in mixed for x in rows):
+        fixed = all(x.fixed for x in rows)
+        return [pair.no("position") if fixed else pair.no("statistic", pair.trail)] * count
+    if len({x.dim for x in rows}) > 1 or len({x.outer for x in rows} - {ANY}) > 1:
+        return [pair.no("pairs")] * count
+    outer, fixed = max(x.outer for x in rows), all(x.fixed for x in labels if x.kind == "rows")
+    return [Label("rows", ratio, rows[0].dim, outer, fixed=fixed, own=own)] * count
+
+
+def triangular_solve(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """Each right-hand side is solved by itself: a column of the right matrix, or a row if that comes first."""
     matrix, right = labels
-    if not isinstance(matrix, Free):
-        return leading(arithmetic, eqn, labels, trail)
-    matrix = dataclasses.replace(matrix, varied=frozenset(), counts=None)
-    joined = arithmetic.pointwise(eqn, [matrix, right], trail)
-    mixed = len(eqn.invars[1].aval.shape) - (2 if eqn.params["left_side"] else 1)
-    return Mixed("statistic", trail, trail) if mixed in dims_of(joined) else joined
+    if matrix.kind != "same" or right.kind != "rows" or not near(matrix.ratio, 1.0):
+        return leading(pair, labels)
+    ndim = len(pair.shapes(1)[0])
+    solved = ndim - (2 if pair.one.params["left_side"] else 1)
+    return [pair.no("statistic", pair.trail) if right.dim == solved else right.with_(value=None)]
 
 
-def random(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
+def random(pair: Pair, labels: Sequence[Label]) -> Label:
     """Random keys and numbers: for each key, they lie in dims after the keys' own."""
-    joined = arithmetic.pointwise(eqn, labels, trail)
-    if not isinstance(joined, Free):
-        return joined
-    if joined.placed or joined.given or eqn.primitive.name not in SEVERAL:
-        return dataclasses.replace(_like_nothing(joined), varied=frozenset(d for d in joined.varied if d < 0))
-    sizes = enumerate(eqn.outvars[0].aval.shape)
-    return Free(frozenset(d for d, size in sizes if size > 1) | {d for d in joined.varied if d < 0}, drawn=True)
+    found, grown = joined(labels, pair.parts) if len({x.kind for x in labels}) == 1 else None, pair.grown()
+    if any(x.kind == "total" or not near(x.ratio, 1.0) for x in labels):
+        return pair.no("unknown")
+    rows = [x for x in labels if x.kind == "rows"]
+    if rows:
+        found = rows[0] if len({(x.dim, x.outer) for x in rows}) == 1 and not rows[0].place else None
+        return found.with_(value=None, fixed=all(x.fixed for x in rows)) if found else pair.no("position")
+    own = any(x.own for x in labels)
+    if not grown:
+        return Label("same", own=own)
+    if len(grown) > 1 or pair.name not in SEVERAL | DRAWS:
+        return pair.no("unknown")
+    return Label("rows", dim=grown[0]) if own else pair.no("drawn")
 
 
-def _like_nothing(label: Free) -> Free:
-    """The label of values of which only the origin is known."""
-    return Free(placed=label.placed, given=label.given, drawn=label.drawn)
-
-
-def window(arithmetic: Arithmetic, eqn: Equation, labels: Sequence[Label], trail: Trail) -> Label:
-    """Pooling."""
-    sizes = eqn.params.get("window_dimensions", ())
-    wide = {d for d, size in enumerate(sizes) if size != 1}
-    joined = arithmetic.pointwise(eqn, labels, trail)
-    if isinstance(joined, Free):
-        return _like_nothing(joined)
-    return Mixed("statistic", trail, trail) if dims_of(joined) & wide else joined
+def batched(pair: Pair, labels: Sequence[Label]) -> list[Label]:
+    """A kernel that works on each index of the first dim by itself."""
+    rows = [x for x in labels if x.kind == "rows"]
+    fine = all(x.kind in ("same", "rows") and near(x.ratio, 1.0) for x in labels)
+    if not fine or any(x.dim or x.outer > 1 or x.place for x in rows):
+        return [pair.no("unknown")] * len(pair.one.outvars)
+    found = Label("rows") if rows else SAME
+    return [found if pair.grown(i) == [0] * bool(rows) else pair.no("unknown") for i in range(len(pair.one.outvars))]

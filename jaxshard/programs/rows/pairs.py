@@ -1,0 +1,183 @@
+"""A walk over two programs side by side: the loss of each device's rows, and the loss of all rows."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from jaxshard.base.types import Equation, Jaxpr, Var
+from jaxshard.programs.jaxprs import equations, is_literal, is_ref, number_of, open_jaxpr, subprograms
+from jaxshard.programs.paired import Partners, Unlike, paired, same
+from jaxshard.programs.primitives import BROADCAST, ONLY_READS, RESHAPES, Kind, kind_of, takes_whole_ref
+from jaxshard.programs.rows.arithmetic import Pair
+from jaxshard.programs.rows.labels import ROW, SAME, Label, Trail, lost, number
+from jaxshard.programs.walk import Walk
+
+Labels: TypeAlias = list[Label]
+
+_SIZED: dict[Kind, tuple[str, ...]] = {
+    "broadcast": ("shape",),
+    "dynamic_slice": ("slice_sizes",),
+    "gather": ("slice_sizes",),
+    "iota": ("shape",),
+    "random": ("shape",),
+    "reshape": ("new_sizes",),
+    "slice": ("start_indices", "limit_indices"),
+    "split": ("sizes",),
+    "tile": ("reps",),
+}
+"""Parameters that may differ between the two programs; the rules compare them."""
+
+_NOT_COMPARED = ("sharding", "out_sharding")
+
+
+class PairedWalk(Walk[Label]):
+    """Labels the values of a loss of each device's rows, with its partner in the loss of all rows beside each equation.
+
+    Args:
+      parts: the number of devices that the rows are split over.
+      num_rows: the rows of each.
+
+    Attributes:
+      group: the number of neighbouring rows that are computed with together, as far as shapes show.
+    """
+
+    nothing = SAME
+
+    def __init__(self, parts: int, num_rows: int):
+        self._parts, self._num_rows = parts, num_rows
+        self._twins: dict[int, Jaxpr] = {}
+        self._alive: list[Jaxpr] = []  # whose ids are keys
+        self._trail: Trail = ()
+        self._two: Equation | None = None
+        self.group = 1
+
+    @property
+    def _partner(self) -> Equation:
+        """The partner of the equation that is labelled."""
+        assert self._two is not None
+        return self._two
+
+    def outputs(self, one: Jaxpr, two: Jaxpr, labels: Sequence[Label]) -> Labels:
+        """The labels of the outputs of two programs, from those of their inputs.
+
+        Raises:
+          paired.Unlike: the two have different operations.
+        """
+        self._alive += [one, two]
+        with self._inside([(one, two)]):
+            return self.through(one, labels)
+
+    @contextlib.contextmanager
+    def _inside(self, pairs: Sequence[tuple[Jaxpr, Jaxpr]]) -> Iterator[None]:
+        """Within it, `through` finds the partners of these programs."""
+        before, self._twins = self._twins, {id(open_jaxpr(a)): b for a, b in pairs}
+        try:
+            yield
+        finally:
+            self._twins = before
+
+    def through(self, program: Jaxpr, values: Sequence[Label]) -> Labels:
+        """The labels of a program's outputs, from those of its inputs."""
+        twin = self._twins[id(open_jaxpr(program))]
+        one, two, partners = open_jaxpr(program), open_jaxpr(twin), Partners()
+        env: dict[Var, Label] = self._constants(program, twin) | dict(zip(one.invars, values, strict=True))
+        for a, b in paired(program, twin, partners):
+            _check_wired(a.invars, b.invars, partners, (a, b))
+            known = [_number(v, w) if is_literal(v) else env[v] for v, w in zip(a.invars, b.invars, strict=True)]
+            env |= dict(zip(a.outvars, self._pair(a, b, known), strict=True))
+            env |= self._written(a, known)
+        _check_wired(one.outvars, two.outvars, partners, (None, None))
+        outs = zip(one.outvars, two.outvars, strict=True)
+        return [_number(v, w) if is_literal(v) else env[v] for v, w in outs]
+
+    def _constants(self, one: Jaxpr, two: Jaxpr) -> dict[Var, Label]:
+        mine, others = (list(getattr(program, "consts", ())) for program in (one, two))
+        names = open_jaxpr(one).constvars
+        if len(mine) != len(others) or len(mine) != len(names):
+            return dict.fromkeys(names, lost("unknown", self._trail))
+        return {v: self._constant(x, y) for v, x, y in zip(names, mine, others, strict=True)}
+
+    def _constant(self, x: object, y: object) -> Label:
+        if same(x, y):
+            return SAME
+        if np.shape(x) == np.shape(y) == () and not isinstance(x, jax.core.Tracer):  # pyright: ignore
+            return number(float(np.asarray(x)), float(np.asarray(y))) or lost("count", self._trail)
+        return lost("position", self._trail)
+
+    def _pair(self, a: Equation, b: Equation, known: Labels) -> Sequence[Label]:
+        before = self._trail
+        self._trail = (*before, a)
+        try:
+            with self._inside([*zip(subprograms(a), subprograms(b), strict=True)]):
+                self._two = b
+                outs = self._equation(a, known)
+            return [self._checked(Pair(a, b, self._parts, self._trail), i, x) for i, x in enumerate(outs)]
+        finally:
+            self._trail = before
+
+    def _checked(self, pair: Pair, position: int, label: Label) -> Label:
+        """The label, if the shapes in the two programs agree with it."""
+        if label.kind == "other" or is_ref(pair.one.outvars[position]):
+            return label
+        if not hasattr(pair.one.outvars[position].aval, "shape"):
+            return label
+        rows = [label.dim] if label.kind == "rows" and label.dim != ROW else []
+        one, two = pair.out_shapes(position)
+        if len(one) != len(two) or pair.grown(position) != rows:
+            return pair.no("unknown")
+        for dim in rows:
+            if two[dim] != one[dim] * self._parts or one[dim] % max(label.outer, 1):
+                return pair.no("unknown")
+            block = one[dim] // max(label.outer, 1)
+            if label.outer and not label.fixed and self._num_rows % block == 0:
+                self.group = int(np.lcm(self.group, self._num_rows // block))
+        return label
+
+    def _written(self, a: Equation, known: Labels) -> dict[Var, Label]:
+        """The labels of mutable arrays after an equation: of a value that replaces all of one, else unknown."""
+        refs = [v for v in a.invars if is_ref(v)]
+        if not refs or a.primitive.name in ONLY_READS:
+            return {}
+        if takes_whole_ref(a):
+            return {refs[0]: known[1]}
+        return dict.fromkeys(refs, lost("unknown", (*self._trail, a)))
+
+
+def _number(one: Var, two: Var) -> Label:
+    """The label of a number that is written into the programs."""
+    a, b = number_of(one), number_of(two)
+    if a is None or b is None:
+        return SAME if same(one.val, two.val) else lost("count", ())
+    return number(a, b) or lost("count", ())
+
+
+def _check_wired(
+    vs: Sequence[Var], ws: Sequence[Var], partners: Partners, eqns: tuple[Equation | None, Equation | None]
+) -> None:
+    """Raises `Unlike` unless operands are partners, or both numbers."""
+    for v, w in zip(vs, ws, strict=True):
+        if is_literal(v) != is_literal(w) or (not is_literal(v) and not partners.are(v, w)):
+            raise Unlike(*eqns)
+
+
+def same_params(pair: Pair) -> bool:
+    """Whether both operations have the same parameters, programs and shardings aside."""
+    one, two, kind = pair.one.params, pair.two.params, kind_of(pair.one)
+    if one.keys() != two.keys():
+        return False
+    sized = (*_NOT_COMPARED, *(_SIZED.get(kind, ()) if kind else ()))
+    keys = [key for key in one if key not in sized]
+    return all(same(one[key], two[key]) for key in keys if not hasattr(open_jaxpr(one[key]), "eqns"))
+
+
+def alike(one: Jaxpr, two: Jaxpr) -> bool:
+    """Whether two programs have the same operations, but for those that give an array another shape."""
+    names = ([x.primitive.name for x in equations(program) if not _is_view(x)] for program in (one, two))
+    return next(names) == next(names)
+
+
+def _is_view(eqn: Equation) -> bool:
+    return eqn.primitive.name == BROADCAST or eqn.primitive.name in RESHAPES
