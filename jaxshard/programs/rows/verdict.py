@@ -83,24 +83,35 @@ def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     if rows == 1:  # a dim of one row is broadcast as one of several is not: two rows stand for one
         two = _traced(question, 2, alone=False)
         if two is None or not alike(jaxpr, two):
-            return _unknown(jaxpr, two, "with one row it does other operations than with two")
+            return _unknown(question, jaxpr, two, "with one row it does other operations than with two")
         jaxpr, rows = two, 2
     whole = _traced(question, rows * question.parts, alone=True)
     if whole is None:
-        return _unknown(jaxpr, None, "it cannot be traced with the rows of all devices")
+        return _unknown(question, jaxpr, None, "it cannot be traced with the rows of all devices")
     try:
         return _judged(question, rows, jaxpr, whole)
     except Unlike as error:
-        return _unknown(jaxpr, whole, words.of_other_programs(() if error.one is None else (error.one,)))
+        return _unknown(question, jaxpr, whole, words.of_other_programs(() if error.one is None else (error.one,)))
     except Exception as error:  # of any type: an unusual program must not keep a user from training
-        return _unknown(jaxpr, whole, f"{type(error).__name__}: {error}")
+        return _unknown(question, jaxpr, whole, f"{type(error).__name__}: {error}")
 
 
-def _unknown(jaxpr: Jaxpr, whole: Jaxpr | None, why: str) -> Verdict:
+def _unknown(question: Question, jaxpr: Jaxpr, whole: Jaxpr | None, why: str) -> Verdict:
     shapes, count = [v.aval.shape for v in open_jaxpr(jaxpr).outvars], len(open_jaxpr(jaxpr).outvars)
     folded = [bool(shape) for shape in shapes] if whole is None else _grown(jaxpr, whole)
     averaged = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2))
-    return Verdict(unknown=why, row_dims=(None,) * count, folded=tuple(folded), averaged=averaged)
+    found = Verdict(unknown=why, row_dims=(None,) * count, folded=tuple(folded), averaged=averaged)
+    return dataclasses.replace(found, row_dims=_by_shape(question, jaxpr, found.row_dims, folded))
+
+
+def _by_shape(
+    question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None], sized: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """Outputs of `predict` that depend on several rows have their rows in the first dim, if it has as many."""
+    rows = next(v.aval.shape[0] for v, yes in zip(open_jaxpr(jaxpr).invars, question.batch, strict=True) if yes)
+    each = zip(row_dims, sized, open_jaxpr(jaxpr).outvars, strict=True)
+    fits = question.per_row
+    return tuple(0 if fits and dim is None and yes and v.aval.shape[:1] == (rows,) else dim for dim, yes, v in each)
 
 
 def _grown(jaxpr: Jaxpr, whole: Jaxpr) -> list[bool]:
@@ -129,7 +140,12 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
         group=proof.group,
     )
     if question.per_row:
-        return dataclasses.replace(found, problem=_of_outputs(question, outs, row_dims), averaged=())
+        problem = _of_outputs(question, outs, row_dims)
+        moved = [x.trouble is not None and x.trouble.cause == "some" for x in outs]
+        sized = [yes and not elsewhere for yes, elsewhere in zip(found.folded, moved, strict=True)]
+        return dataclasses.replace(
+            found, row_dims=_by_shape(question, jaxpr, row_dims, sized), problem=problem, averaged=()
+        )
     return _of_loss(question, found, outs, proof)
 
 
