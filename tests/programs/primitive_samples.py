@@ -5,6 +5,7 @@ both signs. Primitives that this JAX lacks are skipped.
 """
 
 import jax
+import jax.ad_checkpoint
 import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
