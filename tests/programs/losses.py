@@ -400,6 +400,12 @@ def least_of_the_devices_maxima(p, b):
     return _squares(p, b["x"]) + lax.pmin(jnp.max(lax.stop_gradient(b["x"] @ p["w"])), "data")
 
 
+@case(False, "all_gather", own=True)
+def a_product_of_maxima_over_devices(p, b):
+    largest = lax.stop_gradient(jnp.sin(b["x"]).max(0) @ p["w"])
+    return lax.pmax(largest, "data").sum() + jnp.sum(p["q"] ** 2)
+
+
 @case(True, own=True)
 def hardest_row_of_all(p, b):
     return jnp.max(lax.all_gather(jnp.sum((b["x"] @ p["w"]) ** 2, -1), "data", tiled=True))

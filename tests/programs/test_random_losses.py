@@ -171,6 +171,17 @@ def test_each_operation_that_mixes_rows_is_seen(name):
     assert not is_proved(loss)
 
 
+@pytest.mark.parametrize("f", [lambda c, p: c @ p["w"], lambda c, p: jnp.cumsum(c), lambda c, p: 0.9 * c])
+def test_a_sum_over_rows_that_each_row_changes_is_none(f):
+    """The carry of a scan over rows: anything but adding to it makes a sequence of them."""
+
+    def loss(p, b):
+        return jax.lax.scan(lambda c, r: (f(c, p) + r, None), jnp.zeros(WIDTH), jnp.sin(b["x"]))[0].sum() / len(b["x"])
+
+    assert not is_mean(loss)
+    assert not is_proved(loss)
+
+
 @pytest.mark.parametrize("name", ROWWISE)
 def test_each_operation_on_rows_is_proved(name):
     loss = lambda p, b: jnp.mean(jnp.tanh(ROWWISE[name](jnp.sin(b["x"] @ p["w"]), p, b)))  # noqa: E731

@@ -13,7 +13,7 @@ def dot_general(pair: Pair, labels: Sequence[Label]) -> Label:
     rows = [i for i, x in enumerate((left, right)) if x.kind == "rows"]
     totals = [x for x in (left, right) if x.kind == "total"]
     if totals:
-        bad = rows or len(totals) > 1
+        bad = rows or len(totals) > 1 or totals[0].by != "sum"
         ratio = _times(left, right)
         return pair.no("statistic", totals[0].trail) if bad else totals[0].with_(ratio=ratio, value=None, fixed=False)
     if not rows:
@@ -64,8 +64,8 @@ def conv_general_dilated(pair: Pair, labels: Sequence[Label]) -> Label:
     in_batch = image.kind == "rows" and kernel.kind == "same" and image.dim == numbers.lhs_spec[0]
     if in_batch and pair.one.params["batch_group_count"] == 1:
         return image.with_(ratio=ratio, dim=numbers.out_spec[0], value=None)
-    if {image.kind, kernel.kind} == {"same", "total"}:
-        total = image if image.kind == "total" else kernel
+    total = image if image.kind == "total" else kernel
+    if {image.kind, kernel.kind} == {"same", "total"} and total.by == "sum":
         return total.with_(ratio=ratio, value=None, fixed=False)
     over_batch = (image.dim, kernel.dim, image.outer) == (numbers.lhs_spec[1], numbers.rhs_spec[1], kernel.outer)
     if image.kind == kernel.kind == "rows" and not grouped and over_batch:  # in a backward pass

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.jaxprs import inner_jaxpr, open_jaxpr, scan_split
+from jaxshard.programs.jaxprs import axes_of_equation, inner_jaxpr, open_jaxpr, scan_split
 from jaxshard.programs.primitives import OWN_GRADIENT, SELECT, Kind, kind_of, takes_whole_ref
 from jaxshard.programs.rows import arithmetic, indexing, moves, products
 from jaxshard.programs.rows.arithmetic import Pair
@@ -88,7 +88,7 @@ class Proof(PairedWalk):
             return [bad] * count
         if kind == "axis_index":
             found = pair.no("position").with_(first=1.0 if len(self._split) == 1 else None)
-            return [found if eqn.params["axis_name"] in self._split else SAME]
+            return [SAME if self._split.keys().isdisjoint(axes_of_equation(eqn)) else found]
         if kind in ("all_reduce", "all_gather", "exchange"):
             return [arithmetic.collective(pair, label, self._split) for label in known][:count]
         if kind is None or not same_params(pair):
@@ -96,6 +96,8 @@ class Proof(PairedWalk):
             plain = plain and same_params(pair)
             own = any(x.own for x in known)
             return [Label("same", own=own) if plain else pair.no("count" if kind == "pointwise" else "unknown")] * count
+        if kind != "pointwise" and any(x.running for x in known):  # only terms may be added to it
+            return [pair.no("statistic")] * count
         if any(x.kind == "rows" and x.dim == ROW for x in known):
             return self._in_each_row(pair, known)
         if kind not in _RULES:
@@ -106,7 +108,7 @@ class Proof(PairedWalk):
     def _in_each_row(self, pair: Pair, known: Sequence[Label]) -> Labels:
         """The labels inside a scan over rows: what is done to one row is done to all."""
         if any(x.running for x in known):
-            return [arithmetic.pointwise(pair, known) if kind_of(pair.one) == "pointwise" else pair.no("statistic")]
+            return [arithmetic.pointwise(pair, known)]
         if any(x.kind == "total" or (x.kind == "rows" and x.dim != ROW) for x in known):
             return [pair.no("pairs")] * len(pair.one.outvars)
         fixed = all(x.kind == "same" or x.fixed for x in known)
