@@ -1,9 +1,10 @@
 """Properties of JAX's primitives: lists and questions, all derived from the one `table`.
 
-A primitive that is not JAX's own may describe itself by two parameters of its equations (`bind`):
+A primitive that is not JAX's own may describe itself by three parameters of its equations (`bind`):
 
   mixed_dims         the number of last dims that it works on as a whole, for each index of the dims before;
-  flops_per_element  its multiplications and additions, per element of its first operand.
+  flops_per_element  its multiplications and additions, per element of its first operand;
+  linear_in_last     whether its results are linear in its last operand, as those of a backward pass are.
 """
 
 from fractions import Fraction
@@ -20,6 +21,11 @@ def kind_of(eqn: Equation) -> Kind | None:
 def mixed_dims(eqn: Equation) -> int:
     """The number of last dims that an operation of the kind "trailing" works on as a whole."""
     return len(eqn.params["fft_lengths"]) if "fft_lengths" in eqn.params else eqn.params.get("mixed_dims", 2)
+
+
+def is_linear_in_last(eqn: Equation) -> bool:
+    """Whether all results are linear in the last operand, for any values of the others."""
+    return eqn.primitive.name in LINEAR_IN_LAST or eqn.params.get("linear_in_last", False)
 
 
 def power_of(eqn: Equation) -> float | None:
@@ -147,6 +153,9 @@ FILL_IF_ANY = _with("fill_if_any")
 
 LINEAR = _with("linear")
 """Are linear in all operands together."""
+
+LINEAR_IN_LAST = _with("linear_in_last")
+"""Are linear in their last operand, a cotangent, alone."""
 
 SUMS = _with("sums")
 """Make sums of their operands' elements times constants, for given indices and predicates."""

@@ -110,8 +110,8 @@ geqrf : trailing matrices
 triangular_solve : triangular_solve pure matrices
 lu_pivots_to_permutation : pivots pure
 top_k : top_k moves homogeneous pure
-dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd : batched
-dot_product_attention_fwd_wrapper : batched
+dot_product_attention_bwd dot_product_attention_bwd_wrapper : batched linear_in_last
+dot_product_attention_fwd dot_product_attention_fwd_wrapper : batched
 iota : iota pure fused memoryless sizes=shape
 broadcast_in_dim : broadcast moves linear pure keeps_fill keeps_sign fused memoryless sizes=shape
 reshape : reshape same pure keeps_fill view sizes=new_sizes

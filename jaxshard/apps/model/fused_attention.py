@@ -70,8 +70,10 @@ weights; splash attention does so twice, for the queries' gradient and for that 
 
 def _bound(primitive: Primitive, kernel: str, *given: jax.Array) -> Any:
     """Binds a primitive, with the params that the plan and the check of rows need (`jaxshard.programs.primitives`)."""
-    products, length = _PRODUCTS[kernel][primitive is _backward], given[0].shape[1]
-    return primitive.bind(*given, kernel=kernel, mixed_dims=3, flops_per_element=products * length)  # half of the pairs
+    is_backward = primitive is _backward
+    flops = _PRODUCTS[kernel][is_backward] * given[0].shape[1]  # of half of the pairs
+    about = {"mixed_dims": 3, "flops_per_element": flops, "linear_in_last": is_backward}
+    return primitive.bind(*given, kernel=kernel, **about)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
