@@ -253,9 +253,9 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
     """
     differs = [role in ("batch", "key", "raw key") for role in program.roles]
     outs = depends(program.jaxpr, differs, frozenset(options.setup.batch_axes) if options.microbatches == 1 else None)
-    row_dims = (None, None, *program.row_dims)
-    folded_rows = program.verdict.folded or (False,) * len(outs)
-    _refuse_counts(program, shapes, depends(program.jaxpr, [role == "batch" for role in program.roles]))
+    row_dims, folded_rows = (None, None, *program.row_dims), program.verdict.folded or (False,) * len(outs)
+    if any(program.verdict.counted):
+        _refuse_counts(program, shapes, depends(program.jaxpr, [role == "batch" for role in program.roles]))
     for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
         if names[0] != "2" or row_dim is not None:
             continue

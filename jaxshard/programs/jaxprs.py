@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, T, Tree, Var
@@ -28,6 +29,11 @@ def number_of(literal: Var) -> float | None:
         return float(np.asarray(literal.val).item())
     except (TypeError, ValueError):
         return None
+
+
+def is_float(v: Var) -> bool:
+    """Whether a variable's numbers are floating or complex: those that gradients are taken of."""
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def is_ref(v: Var) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
-from jaxshard.programs.jaxprs import axes_of_equation, core, equations_inside, subprograms, unnamed
+from jaxshard.programs.jaxprs import axes_of_equation, core, equations_inside, is_float, subprograms, unnamed
 from jaxshard.programs.primitives import (
     ALL_REDUCES,
     CLIPS,
@@ -104,7 +104,7 @@ class _Smooth(_Marks):
         return [any(known)] * len(eqn.outvars)
 
     def kept(self, v: Var, value: bool) -> bool:
-        return value and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        return value and is_float(v)
 
     def _moves(self, eqn: Equation) -> bool:
         """Whether an equation is a collective along the axis."""

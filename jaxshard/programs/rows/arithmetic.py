@@ -1,14 +1,13 @@
 """Labels of the results of elementwise operations, and of reductions over dims and over devices."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import jax.numpy as jnp
-
 from jaxshard.base.types import Equation
-from jaxshard.programs.jaxprs import axes_of_equation
+from jaxshard.programs.jaxprs import axes_of_equation, is_float
 from jaxshard.programs.primitives import (
     ADDS,
     ADDS_UP,
@@ -27,7 +26,20 @@ from jaxshard.programs.primitives import (
     kind_of,
     power_of,
 )
-from jaxshard.programs.rows.labels import ANY, Cause, Label, Ratio, Trail, joined, lost, near
+from jaxshard.programs.rows.labels import (
+    ANY,
+    Cause,
+    Label,
+    Ratio,
+    Trail,
+    all_plain,
+    joined,
+    lie_apart,
+    lost,
+    near,
+    product,
+    shifted,
+)
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -84,11 +96,11 @@ def pointwise(pair: Pair, labels: Sequence[Label]) -> Label:
     if totals:
         return _of_totals(pair, labels, totals)
     rows = [x for x in labels if x.kind == "rows"]
-    if len({x.dim for x in rows}) > 1 or len({x.outer for x in rows} - {ANY}) > 1:
+    if lie_apart(rows):
         return pair.no("pairs")
     ratio = _ratio(pair, labels)
     if ratio is _NONE:
-        return pair.no("count" if _is_float(pair.one.outvars[0]) else "some")
+        return pair.no("count" if is_float(pair.one.outvars[0]) else "some")
     value = labels[0].value if pair.name in SAME_NUMBERS else None
     own = any(x.own for x in labels)
     if not rows:
@@ -102,16 +114,16 @@ _NONE = math.nan  # no ratio
 
 def _ratio(pair: Pair, labels: Sequence[Label]) -> Ratio:
     """The ratio of a result from those of operands; `_NONE` if the result has none."""
-    name, is_float = pair.name, _is_float(pair.one.outvars[0])
-    if name in MULTIPLIES and len(labels) == 2 and (is_float or name != DIV):
-        return _product(name, *(x.ratio for x in labels))
+    name, floats = pair.name, is_float(pair.one.outvars[0])
+    if name in MULTIPLIES and len(labels) == 2 and (floats or name != DIV):
+        return _scaled(name, *(x.ratio for x in labels))
     power = power_of(pair.one)
     if power is not None:
         ratio = labels[0].ratio
         return (1.0 if power <= 0 else None) if ratio is None else ratio**power
     ratios = [x.ratio for x in labels[NUMBERS.get(name, slice(None))] if x.ratio is not None]
-    if not all(near(x, 1.0) for x in (y.ratio for y in labels) if x is not None):
-        is_cast = not is_float and _is_float(pair.one.invars[0])
+    if not all_plain(labels):
+        is_cast = not floats and is_float(pair.one.invars[0])
         scales = name in COMPARES or (name in HOMOGENEOUS and name != DIV and not is_cast)
         if not scales or not all(near(x, ratios[0]) for x in ratios):
             return _NONE
@@ -119,22 +131,17 @@ def _ratio(pair: Pair, labels: Sequence[Label]) -> Ratio:
     return None if not ratios and name in SUMS else 1.0
 
 
-def _product(name: str, one: Ratio, two: Ratio) -> Ratio:
-    if one is None:
-        return None
-    if two is None:
-        return _NONE if name == DIV else None
-    return one / two if name == DIV else one * two
-
-
-def _is_float(v: object) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)  # pyright: ignore[reportAttributeAccessIssue]
+def _scaled(name: str, one: Ratio, two: Ratio) -> Ratio:
+    """The ratio of a product or a quotient."""
+    if name != DIV or one is None:
+        return product(one, two)
+    return _NONE if two is None else one / two
 
 
 def _of_places(pair: Pair, labels: Sequence[Label]) -> Label:
     """Of places in the batch: they stay what they are, and none is negative (what an index is asked for)."""
     first, *rest = labels
-    if pair.name in SAME_NUMBERS and not _is_float(pair.one.outvars[0]):
+    if pair.name in SAME_NUMBERS and not is_float(pair.one.outvars[0]):
         return first
     if pair.name == LT and first.place and all(x.value is not None and x.value <= 0 for x in rest):
         return Label("rows", None, first.dim, ANY, fixed=True, value=0.0)
@@ -164,13 +171,13 @@ def _of_totals(pair: Pair, labels: Sequence[Label], totals: Sequence[Label]) -> 
     if any(x.by != "sum" for x in totals):
         same = len(totals) == len(labels) == 1 and name in SAME_NUMBERS
         return first if same else pair.no("statistic", first.trail, extreme=True)
-    is_cast = not _is_float(pair.one.outvars[0]) and _is_float(pair.one.invars[0])
+    is_cast = not is_float(pair.one.outvars[0]) and is_float(pair.one.invars[0])
     if any(x.kind == "rows" for x in labels) or is_cast:
         return pair.no("statistic", first.trail)
     if name in MULTIPLIES:
-        if len(totals) > 1 or (name == DIV and (labels[1].kind == "total" or not _is_float(pair.one.outvars[0]))):
+        if len(totals) > 1 or (name == DIV and (labels[1].kind == "total" or not is_float(pair.one.outvars[0]))):
             return pair.no("ratio" if name == DIV and len(totals) > 1 else "statistic", first.trail)
-        ratio = _product(name, *(x.ratio for x in labels))
+        ratio = _scaled(name, *(x.ratio for x in labels))
         return pair.no("count") if ratio is _NONE else first.with_(ratio=ratio, value=None, fixed=False)
     operands = labels[NUMBERS.get(name, slice(None))]
     chosen = [x for x in labels if not any(x is y for y in operands)]
@@ -196,10 +203,7 @@ def _of_running(pair: Pair, labels: Sequence[Label]) -> Label:
     if not adds or not all(near(x.ratio, running[0].ratio) for x in terms):
         return pair.no("statistic", trail)
     ratios = [x.ratio for x in labels if x.ratio is not None]
-    return running[0].with_(ratio=ratios[0] if ratios else None, trail=running[0].trail or pair.trail)
-
-
-# Reductions.
+    return running[0].with_(ratio=ratios[0] if ratios else None, trail=trail)
 
 
 def reduction(pair: Pair, labels: Sequence[Label]) -> Label:
@@ -232,16 +236,10 @@ def reduced(pair: Pair, label: Label, dims: Sequence[int], over: str) -> Label:
 
 def summed(pair: Pair, *labels: Label) -> Label:
     """The label of a sum over rows of products of these."""
-    ratios = [x.ratio for x in labels]
-    ratio = None if any(x is None for x in ratios) else math.prod(x for x in ratios if x is not None)
+    ratio = functools.reduce(product, [x.ratio for x in labels])
     if all(x.fixed for x in labels):
-        return Label("same", None if ratio is None else ratio * pair.parts, own=any(x.own for x in labels))
+        return Label("same", product(ratio, pair.parts), own=any(x.own for x in labels))
     return Label("total", ratio, trail=pair.trail)
-
-
-def shifted(label: Label, gone: Iterable[int]) -> Label:
-    """The label once some dims, of no rows, are gone, and the others have moved up."""
-    return label if label.kind != "rows" else label.with_(dim=label.dim - sum(0 <= d < label.dim for d in gone))
 
 
 # Collectives. In the loss of all rows, the axes that split them have size 1.
@@ -250,7 +248,7 @@ def shifted(label: Label, gone: Iterable[int]) -> Label:
 def collective(pair: Pair, label: Label, split: Mapping[str, int]) -> Label:
     """The label of one result; `split`: the sizes of the axes that split the rows."""
     named = [axis for axis in axes_of_equation(pair.one) if axis in split]
-    kind, is_sum = kind_of(pair.one), pair.name in ADDS_UP
+    kind, is_sum = kind_of(pair.one), pair.adds_up
     if axes_of_equation(pair.one) != axes_of_equation(pair.two):
         return pair.no("unknown")
     dims = [axis for axis in pair.one.params.get("axes", ()) if isinstance(axis, int)]
@@ -271,13 +269,13 @@ def _reduced(pair: Pair, label: Label, size: int, *, is_sum: bool, whole: bool) 
     if label.kind == "rows":
         return pair.no("statistic", pair.trail) if whole else pair.no("unknown")
     if label.kind == "same":
-        return label.with_(ratio=None if label.ratio is None else label.ratio / size) if is_sum else label
+        return label.with_(ratio=product(label.ratio, 1 / size)) if is_sum else label
     by = "sum" if is_sum else extreme_of(pair.name)
     if label.by != by or label.running:
         return pair.no("statistic", label.trail)
     if whole:
         return Label("same", label.ratio, trail=pair.trail)
-    return label.with_(ratio=None if label.ratio is None else label.ratio / size) if is_sum else label
+    return label.with_(ratio=product(label.ratio, 1 / size)) if is_sum else label
 
 
 def _gathered(pair: Pair, label: Label) -> Label:
@@ -293,7 +291,7 @@ def _over_model_axes(pair: Pair, label: Label) -> Label:
     """Over other axes than the rows': each device has the same rows there."""
     (old, _), (new, _) = pair.shapes(0), pair.out_shapes()
     if label.kind == "total":
-        is_sum = pair.name in ADDS_UP or kind_of(pair.one) != "all_reduce"
+        is_sum = pair.adds_up or kind_of(pair.one) != "all_reduce"
         return label if is_sum and label.by == "sum" else pair.no("statistic", label.trail)
     if label.kind == "rows" and (len(old) != len(new) or old[label.dim] != new[label.dim] or label.place):
         return pair.no("unknown")

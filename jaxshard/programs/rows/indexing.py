@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxshard.programs.rows.arithmetic import Pair, summed
-from jaxshard.programs.rows.labels import ANY, Label, joined, near
+from jaxshard.programs.rows.labels import ANY, Label, all_plain, joined, near, outers
 
 
 def gather(pair: Pair, labels: Sequence[Label]) -> Label:
@@ -52,7 +52,7 @@ def _looked_up(pair: Pair, operand: Label, indices: Label, of_index: Sequence[in
 
 def _rows(pair: Pair, one: Label, two: Label, dim: int) -> Label:
     """The label of rows that depend on both."""
-    if len({one.outer, two.outer} - {ANY}) > 1 or not near(two.ratio, 1.0):
+    if len(outers((one, two))) > 1 or not near(two.ratio, 1.0):
         return pair.no("unknown")
     return one.with_(dim=dim, outer=max(one.outer, two.outer), fixed=one.fixed and two.fixed, value=None)
 
@@ -69,7 +69,7 @@ def scatter(pair: Pair, labels: Sequence[Label]) -> Label:
     numbers, is_sum = pair.one.params["dimension_numbers"], pair.adds_up
     shape = pair.shapes(2)[0]
     of_index = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
-    if not pair.is_linear and any(x.kind == "total" or not near(x.ratio, 1.0) for x in labels):
+    if not pair.is_linear and (any(x.kind == "total" for x in labels) or not all_plain(labels)):
         return pair.no("statistic")
     if into.kind == "rows":
         return _into_rows(pair, labels, of_index)
@@ -79,8 +79,7 @@ def scatter(pair: Pair, labels: Sequence[Label]) -> Label:
         found = joined([into, updates], pair.parts)
         return found.with_(value=None) if found else pair.no("statistic", updates.trail)
     where = {of_index[x.dim] if x is indices else x.dim for x in (indices, updates) if x.kind == "rows"}
-    outers = {x.outer for x in (indices, updates) if x.kind == "rows"} - {ANY}
-    if len(where) > 1 or len(outers) > 1 or not where <= {*of_index} or updates.kind == "total":
+    if len(where) > 1 or len(outers((indices, updates))) > 1 or not where <= {*of_index} or updates.kind == "total":
         return pair.no("unknown")
     if not is_sum or pair.grown():
         return pair.no("statistic", pair.trail)
@@ -97,7 +96,7 @@ def _into_rows(pair: Pair, labels: Sequence[Label], of_index: Sequence[int]) -> 
     parts, dim = pair.shapes(2), into.dim
     if updates.kind != "rows" or updates.place:
         return pair.no("position")
-    if not near(into.ratio, updates.ratio) or len({x.outer for x in labels if x.kind == "rows"} - {ANY}) > 1:
+    if not near(into.ratio, updates.ratio) or len(outers(labels)) > 1:
         return pair.no("count")
     found = into.with_(
         ratio=updates.ratio if into.ratio is None else into.ratio,

@@ -14,7 +14,7 @@ so that derivatives follow it too.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from jaxshard.base.types import Equation
@@ -79,7 +79,7 @@ SAME = Label("same")
 
 def lost(cause: Cause, trail: Trail, of: Trail = (), *, extreme: bool = False) -> Label:
     """The label of a value without a formula."""
-    return Label("other", trouble=Trouble(cause, trail, of or (), extreme))
+    return Label("other", trouble=Trouble(cause, trail, of, extreme))
 
 
 def number(one: float | None, two: float | None) -> Label | None:
@@ -102,6 +102,31 @@ def near(one: Ratio, two: Ratio) -> bool:
     return one is None or two is None or math.isclose(one, two, rel_tol=1e-6)
 
 
+def shifted(label: Label, gone: Iterable[int]) -> Label:
+    """The label once some dims, of no rows, are gone, and the others have moved up."""
+    return label if label.kind != "rows" else label.with_(dim=label.dim - sum(0 <= d < label.dim for d in gone))
+
+
+def all_plain(labels: Iterable[Label]) -> bool:
+    """Whether all values are their partners themselves: their ratios are 1."""
+    return all(near(x.ratio, 1.0) for x in labels)
+
+
+def product(one: Ratio, two: Ratio) -> Ratio:
+    """The ratio of a product."""
+    return None if one is None or two is None else one * two
+
+
+def lie_apart(rows: Sequence[Label]) -> bool:
+    """Whether rows of several arrays lie in different places, so that their elements do not match."""
+    return len({x.dim for x in rows}) > 1 or len(outers(rows)) > 1
+
+
+def outers(labels: Iterable[Label]) -> set[int]:
+    """In how many ways dims of rows split, those of equal rows aside."""
+    return {x.outer for x in labels if x.kind == "rows"} - {ANY}
+
+
 def as_total(label: Label, parts: int) -> Label:
     """The same value as a total: of k equal partners."""
     if label.kind != "same":
@@ -117,14 +142,14 @@ def joined(labels: Sequence[Label], parts: int) -> Label | None:
     known = [x.ratio for x in labels if x.ratio is not None]
     first = labels[0]
     alike = {(x.kind, x.dim if x.kind == "rows" else 0, x.place, x.by, x.running) for x in labels}
-    outers = {x.outer for x in labels if x.kind == "rows"} - {ANY}
-    if len(alike) > 1 or len(outers) > 1 or not all(near(x, known[0]) for x in known):
+    split = outers(labels)
+    if len(alike) > 1 or len(split) > 1 or not all(near(x, known[0]) for x in known):
         return None
     return Label(
         first.kind,
         known[0] if known else None,
         first.dim,
-        outers.pop() if outers else first.outer,
+        split.pop() if split else first.outer,
         fixed=all(x.fixed for x in labels),
         place=first.place,
         own=any(x.own for x in labels),

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxshard.programs.primitives import DRAWS, MOVES, SEVERAL, SUMS, mixed_dims
-from jaxshard.programs.rows.arithmetic import Pair, shifted
-from jaxshard.programs.rows.labels import ANY, SAME, Label, joined, near
+from jaxshard.programs.primitives import DRAWS, MOVES, SEVERAL, is_linear_in_last, mixed_dims
+from jaxshard.programs.rows.arithmetic import Pair
+from jaxshard.programs.rows.labels import ANY, SAME, Label, all_plain, joined, lie_apart, near, shifted
 
 
 def iota(pair: Pair, _: Sequence[Label]) -> Label:
@@ -75,20 +75,19 @@ def _sliced(pair: Pair, label: Label, *cuts: tuple[int, int, int]) -> Label:
     """The label of a slice (start, limit, step) of rows in each of the two programs."""
     sizes = [shape[label.dim] for shape in pair.shapes(0)]
     counts = [-(-(limit - start) // step) for start, limit, step in cuts]
-    (start, limit, step), (otherstart, otherlimit, otherstep) = cuts
+    (start, limit, step), (start_of_all, _, step_of_all) = cuts
     if label.place and (start, counts[0]) != (0, sizes[0]):
         return pair.no("position")
     if label.outer == ANY and counts[0] * pair.parts == counts[1]:
         return label
     blocks = [size // max(label.outer, 1) for size in sizes]
-    if step == otherstep == 1:  # whole copies of the batch
+    if step == step_of_all == 1:  # whole copies of the batch
         ends = [[*map(divmod, (a, b), (block, block))] for (a, b, _), block in zip(cuts, blocks, strict=True)]
         if ends[0] == ends[1] and not any(rest for _, rest in ends[0]):
             return label.with_(outer=(limit - start) // blocks[0])
-    evenly = step == otherstep and start == otherstart < step and not blocks[0] % step
+    evenly = step == step_of_all and start == start_of_all < step and not blocks[0] % step
     if evenly and all(count * step == size for count, size in zip(counts, sizes, strict=True)):
         return label  # one of each group of neighbours
-    del otherlimit
     return pair.no("some")
 
 
@@ -166,7 +165,7 @@ def pad(pair: Pair, labels: Sequence[Label]) -> Label:
 def dynamic_slice(pair: Pair, labels: Sequence[Label]) -> Label:
     label, *starts = labels
     sizes, (one, two) = pair.one.params["slice_sizes"], pair.shapes(0)
-    if any(x.kind != "same" or not near(x.ratio, 1.0) for x in starts):
+    if any(x.kind != "same" for x in starts) or not all_plain(starts):
         return pair.no("unknown")
     if label.kind == "rows":
         whole = sizes[label.dim] == one[label.dim] and pair.two.params["slice_sizes"][label.dim] == two[label.dim]
@@ -176,7 +175,7 @@ def dynamic_slice(pair: Pair, labels: Sequence[Label]) -> Label:
 
 def dynamic_update_slice(pair: Pair, labels: Sequence[Label]) -> Label:
     into, part, *starts = labels
-    if any(x.kind != "same" or not near(x.ratio, 1.0) for x in starts):
+    if any(x.kind != "same" for x in starts) or not all_plain(starts):
         return pair.no("unknown")
     found = joined([into, part], pair.parts)
     if found is None:
@@ -213,27 +212,33 @@ def _mixing(pair: Pair, labels: Sequence[Label], dims: Iterable[int]) -> list[La
     """The labels of results that depend on all elements along some dims, and are apart along the others."""
     mixed, count = {*dims}, len(pair.one.outvars)
     rows = [x for x in labels if x.kind == "rows"]
-    is_linear = pair.name in SUMS
     if total := next((x for x in labels if x.kind == "total"), None):
         return [
-            total if is_linear and total.by == "sum" and len(labels) == 1 else pair.no("statistic", total.trail)
+            total if pair.is_linear and total.by == "sum" and len(labels) == 1 else pair.no("statistic", total.trail)
         ] * count
     if any(x.place for x in rows):
         return [pair.no("position")] * count
-    keeps = is_linear or (pair.name in MOVES and len(labels) == 1)
-    if not keeps and not all(near(x.ratio, 1.0) for x in labels):
+    linear = _linear(pair, labels)
+    if not all_plain(labels[: len(labels) - len(linear)]) or not all(near(x.ratio, linear[0].ratio) for x in linear):
         return [pair.no("count")] * count
     own = any(x.own for x in labels)
-    ratio = labels[0].ratio if keeps else 1.0
+    ratio = linear[0].ratio if linear else 1.0
     if not rows:
         return [Label("same", ratio, own=own)] * count
     if any(x.dim in mixed for x in rows):
         fixed = all(x.fixed for x in rows)
         return [pair.no("position") if fixed else pair.no("statistic", pair.trail)] * count
-    if len({x.dim for x in rows}) > 1 or len({x.outer for x in rows} - {ANY}) > 1:
+    if lie_apart(rows):
         return [pair.no("pairs")] * count
     outer, fixed = max(x.outer for x in rows), all(x.fixed for x in labels if x.kind == "rows")
     return [Label("rows", ratio, rows[0].dim, outer, fixed=fixed, own=own)] * count
+
+
+def _linear(pair: Pair, labels: Sequence[Label]) -> Sequence[Label]:
+    """The last of an operation's operands, in which it is linear together."""
+    if pair.is_linear or (pair.name in MOVES and len(labels) == 1):
+        return labels
+    return labels[-1:] if is_linear_in_last(pair.one) else ()
 
 
 def triangular_solve(pair: Pair, labels: Sequence[Label]) -> list[Label]:
@@ -249,7 +254,7 @@ def triangular_solve(pair: Pair, labels: Sequence[Label]) -> list[Label]:
 def random(pair: Pair, labels: Sequence[Label]) -> Label:
     """Random keys and numbers: for each key, they lie in dims after the keys' own."""
     found, grown = joined(labels, pair.parts) if len({x.kind for x in labels}) == 1 else None, pair.grown()
-    if any(x.kind == "total" or not near(x.ratio, 1.0) for x in labels):
+    if any(x.kind == "total" for x in labels) or not all_plain(labels):
         return pair.no("unknown")
     rows = [x for x in labels if x.kind == "rows"]
     if rows:
@@ -266,8 +271,11 @@ def random(pair: Pair, labels: Sequence[Label]) -> Label:
 def batched(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """A kernel that works on each index of the first dim by itself."""
     rows = [x for x in labels if x.kind == "rows"]
-    fine = all(x.kind in ("same", "rows") and near(x.ratio, 1.0) for x in labels)
+    linear = _linear(pair, labels)
+    fine = all(x.kind in ("same", "rows") for x in labels) and all_plain(labels[: len(labels) - len(linear)])
+    fine = fine and not pair.one.params.get("dropout_rate")  # its numbers are drawn by place
     if not fine or any(x.dim or x.outer > 1 or x.place for x in rows):
         return [pair.no("unknown")] * len(pair.one.outvars)
-    found = Label("rows") if rows else SAME
+    ratio = linear[0].ratio if linear else 1.0
+    found = Label("rows", ratio) if rows else SAME.with_(ratio=ratio)
     return [found if pair.grown(i) == [0] * bool(rows) else pair.no("unknown") for i in range(len(pair.one.outvars))]

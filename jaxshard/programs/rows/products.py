@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxshard.programs.rows.arithmetic import Pair, summed
-from jaxshard.programs.rows.labels import ANY, Label
+from jaxshard.programs.rows.labels import Label, outers, product
 
 
 def dot_general(pair: Pair, labels: Sequence[Label]) -> Label:
@@ -14,23 +14,22 @@ def dot_general(pair: Pair, labels: Sequence[Label]) -> Label:
     totals = [x for x in (left, right) if x.kind == "total"]
     if totals:
         bad = rows or len(totals) > 1 or totals[0].by != "sum"
-        ratio = _times(left, right)
+        ratio = product(left.ratio, right.ratio)
         return pair.no("statistic", totals[0].trail) if bad else totals[0].with_(ratio=ratio, value=None, fixed=False)
     if not rows:
-        return Label("same", _times(left, right), own=left.own or right.own)
+        return Label("same", product(left.ratio, right.ratio), own=left.own or right.own)
     if len(rows) == 1:
         (side,) = rows
-        return _of_product(pair, labels[side], side, _times(left, right))
+        return _of_product(pair, labels[side], side, product(left.ratio, right.ratio))
     places = [_place(x.dim, contracted[i], batch[i]) for i, x in enumerate((left, right))]
-    outers = {left.outer, right.outer} - {ANY}
     if places[0] != places[1] or places[0] is None:
         return pair.no("pairs")
-    if len(outers) > 1:
+    if len(outers((left, right))) > 1:
         return pair.no("unknown")
     if places[0][0] == "contracted":
         return summed(pair, left, right)
     fixed, outer = left.fixed and right.fixed, max(left.outer, right.outer)
-    return Label("rows", _times(left, right), places[0][1], outer, fixed=fixed)
+    return Label("rows", product(left.ratio, right.ratio), places[0][1], outer, fixed=fixed)
 
 
 def _place(dim: int, contracted: Sequence[int], batch: Sequence[int]) -> tuple[str, int] | None:
@@ -38,10 +37,6 @@ def _place(dim: int, contracted: Sequence[int], batch: Sequence[int]) -> tuple[s
     if dim in contracted:
         return "contracted", [*contracted].index(dim)
     return ("batch", [*batch].index(dim)) if dim in batch else None
-
-
-def _times(one: Label, two: Label) -> float | None:
-    return None if one.ratio is None or two.ratio is None else one.ratio * two.ratio
 
 
 def _of_product(pair: Pair, label: Label, side: int, ratio: float | None) -> Label:
@@ -52,12 +47,12 @@ def _of_product(pair: Pair, label: Label, side: int, ratio: float | None) -> Lab
     ndims = [len(pair.shapes(i)[0]) for i in (0, 1)]
     free = [d for d in range(ndims[side]) if d not in contracted[side] and d not in batch[side]]
     first = len(batch[0]) + (ndims[0] - len(contracted[0]) - len(batch[0]) if side else 0)
-    return label.with_(ratio=ratio, dim=first + free.index(label.dim), value=None, fixed=label.fixed)
+    return label.with_(ratio=ratio, dim=first + free.index(label.dim), value=None)
 
 
 def conv_general_dilated(pair: Pair, labels: Sequence[Label]) -> Label:
     image, kernel = labels
-    numbers, ratio = pair.one.params["dimension_numbers"], _times(image, kernel)
+    numbers, ratio = pair.one.params["dimension_numbers"], product(image.ratio, kernel.ratio)
     grouped = pair.one.params["batch_group_count"] != 1 or pair.one.params["feature_group_count"] != 1
     if image.kind == "same" and kernel.kind == "same":
         return Label("same", ratio)

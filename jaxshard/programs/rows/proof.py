@@ -7,7 +7,7 @@ from jaxshard.programs.jaxprs import axes_of_equation, inner_jaxpr, open_jaxpr, 
 from jaxshard.programs.primitives import OWN_GRADIENT, SELECT, Kind, kind_of, takes_whole_ref
 from jaxshard.programs.rows import arithmetic, indexing, moves, products
 from jaxshard.programs.rows.arithmetic import Pair
-from jaxshard.programs.rows.labels import ANY, ROW, SAME, Label, Trail, joined, lost, near, worst
+from jaxshard.programs.rows.labels import ANY, ROW, SAME, Label, Trail, all_plain, joined, lost, near, worst
 from jaxshard.programs.rows.pairs import Labels, PairedWalk, same_params
 from jaxshard.programs.rows.rules import Rule
 
@@ -91,11 +91,10 @@ class Proof(PairedWalk):
             return [SAME if self._split.keys().isdisjoint(axes_of_equation(eqn)) else found]
         if kind in ("all_reduce", "all_gather", "exchange"):
             return [arithmetic.collective(pair, label, self._split) for label in known][:count]
-        if kind is None or not same_params(pair):
-            plain = kind is None and all(x.kind == "same" and near(x.ratio, 1.0) for x in known) and not eqn.effects
-            plain = plain and same_params(pair)
-            own = any(x.own for x in known)
-            return [Label("same", own=own) if plain else pair.no("count" if kind == "pointwise" else "unknown")] * count
+        if not same_params(pair):
+            return [pair.no("count" if kind == "pointwise" else "unknown")] * count
+        if kind is None:
+            return [self.unknown(eqn, known)] * count
         if kind != "pointwise" and any(x.running for x in known):  # only terms may be added to it
             return [pair.no("statistic")] * count
         if any(x.kind == "rows" and x.dim == ROW for x in known):
@@ -125,8 +124,9 @@ class Proof(PairedWalk):
         return joined([one, other], self._parts) or lost("statistic", self._trail, one.trail or other.trail)
 
     def unknown(self, eqn: Equation, known: Sequence[Label]) -> Label:
-        plain = all(x.kind == "same" and near(x.ratio, 1.0) for x in known) and not eqn.effects
-        return SAME if plain else worst(known) or lost("unknown", self._trail)
+        plain = all(x.kind == "same" for x in known) and all_plain(known) and not eqn.effects
+        own = any(x.own for x in known)
+        return Label("same", own=own) if plain else worst(known) or lost("unknown", self._trail)
 
     def chosen(self, by: Label, values: Labels) -> Labels:
         if by.kind == "same" and near(by.ratio, 1.0):

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.types import Equation, Jaxpr, Var
-from jaxshard.programs.jaxprs import core, is_literal, open_jaxpr, operands_of, part_of
+from jaxshard.base.types import Equation, Jaxpr
+from jaxshard.programs.jaxprs import core, is_float, is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.programs.rows.labels import Label, Trail, joined
 
 Outputs: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[Label]], Sequence[Label]]
@@ -36,25 +36,21 @@ class Rule:
             return False
 
     def _is_dual(self, ratio: float, parts: int, outputs: Outputs) -> bool:
-        by_var = dict(zip([v for v in self.one.invars if not is_literal(v)], self._inputs(), strict=True))
-        names = operands_of([self.one])
-        given = [by_var[v] for v in names]
+        by_var = {v: x for v, x in zip(self.one.invars, self.operands, strict=True) if not is_literal(v)}
+        names, given = [*by_var], [*by_var.values()]
         results = zip(self.results, self.one.outvars, strict=True)
-        cotangents = [_dual(x, ratio) for x, v in results if _is_float(v)]
+        cotangents = [_dual(x, ratio) for x, v in results if is_float(v)]
         found = outputs(_backward(self.one), _backward(self.two), [*given, *cotangents])
-        wanted = [_dual(x, ratio) for x, v in zip(given, names, strict=True) if _is_float(v)]
+        wanted = [_dual(x, ratio) for x, v in zip(given, names, strict=True) if is_float(v)]
         pairs = zip(found, [*self.results, *wanted], strict=True)
         return all(x.kind != "other" and joined([x, y], parts) is not None for x, y in pairs)
-
-    def _inputs(self) -> list[Label]:
-        return [x for x, v in zip(self.operands, self.one.invars, strict=True) if not is_literal(v)]
 
 
 def _backward(eqn: Equation) -> Jaxpr:
     """The program of a call and of its backward pass: (operands, cotangents) to (results, gradients)."""
     ins = operands_of([eqn])
     call = core().jaxpr_as_fun(part_of(open_jaxpr(jax.make_jaxpr(lambda: ())()), [eqn], ins, eqn.outvars))
-    smooth = [_is_float(v) for v in ins]
+    smooth = [is_float(v) for v in ins]
 
     def run(*values: jax.Array) -> list[jax.Array]:
         operands, cotangents = values[: len(ins)], values[len(ins) :]
@@ -68,7 +64,7 @@ def _backward(eqn: Equation) -> Jaxpr:
         _, pull, outs = jax.vjp(of, *moving, has_aux=True)
         return [*outs, *pull(list(cotangents))]
 
-    shapes = [v.aval for v in ins] + [v.aval for v in eqn.outvars if _is_float(v)]
+    shapes = [v.aval for v in ins] + [v.aval for v in eqn.outvars if is_float(v)]
     return jax.make_jaxpr(run)(*shapes)
 
 
@@ -80,7 +76,3 @@ def _dual(label: Label, ratio: float) -> Label:
     if label.kind == "total":
         return Label("same", ratio / mine)
     return Label("total", ratio / mine)
-
-
-def _is_float(v: Var) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
