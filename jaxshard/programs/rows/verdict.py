@@ -79,12 +79,17 @@ class Question:
 
 def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     """The verdict on a loss whose trace of `question.num_rows` rows is `jaxpr`."""
-    rows = question.num_rows
-    if rows == 1:  # a dim of one row is broadcast as one of several is not: two rows stand for one
-        two = _traced(question, 2, alone=False)
-        if two is None or not alike(jaxpr, two):
-            return _unknown(question, jaxpr, two, "with one row it does other operations than with two")
-        jaxpr, rows = two, 2
+    found = _compared(question, question.num_rows, jaxpr)
+    if question.num_rows > 1 or not (found.problem or found.unknown):
+        return found
+    two = _traced(question, 2, alone=False)  # a dim of one row may be broadcast as one of several is not
+    if two is None or not alike(jaxpr, two):
+        return found
+    return _compared(question, 2, two)
+
+
+def _compared(question: Question, rows: int, jaxpr: Jaxpr) -> Verdict:
+    """The verdict on a loss whose trace of `rows` rows is `jaxpr`, from its trace with the rows of all devices."""
     whole = _traced(question, rows * question.parts, alone=True)
     if whole is None:
         return _unknown(question, jaxpr, None, "it cannot be traced with the rows of all devices")
