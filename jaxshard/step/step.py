@@ -27,7 +27,16 @@ from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
 from jaxshard.processes import agreement
-from jaxshard.step.program import Program, Returned, check_processes, kinds_of, placed, placed_leaf, run
+from jaxshard.step.program import (
+    Program,
+    Returned,
+    check_processes,
+    collector_at_rest,
+    kinds_of,
+    placed,
+    placed_leaf,
+    run,
+)
 from jaxshard.step.repeats import KeyWatch
 from jaxshard.step.skips import Names, Verdicts, judged
 from jaxshard.system.interrupts import Interrupts
@@ -215,6 +224,7 @@ class TrainStep:
             self._programs[key] = self._build(params, state)
         return self._programs[key]
 
+    @collector_at_rest()
     def _build(self, params: Tree, state: Tree) -> "Program":
         setup = self._setup
         setup.strictly(params)
@@ -248,6 +258,7 @@ class TrainStep:
                 "nothing (max_skips=None, and no weighted=True)"
             )
 
+    @collector_at_rest()
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:
         setup, scaling = self._setup, self._setup.config.loss_scale
         scale = None if scaling is None else state.extra["loss_scale"]["scale"]
