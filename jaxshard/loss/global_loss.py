@@ -163,6 +163,8 @@ def why_global(plan: LossPlan) -> str:
     verdict, program = plan.program.verdict, plan.program.jaxpr
     if verdict.alone or plan.options.setup.config.rows == "mixed" or written_for_parts(program):
         return ""
+    if verdict.in_microbatches:  # which are the same in the global view
+        return ""
     return verdict.problem or verdict.unknown or next(_wrong_aux(plan.program), "")
 
 

@@ -1,6 +1,7 @@
 """The loss function as a traced program, checked before anything runs."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import core, equations, open_jaxpr
 from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
+from jaxshard.programs.rows.microbatches import Found, recording
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
@@ -63,8 +65,10 @@ class Program:
           TypeError: `loss_fn` does not return what the options say, or returns values that cannot be averaged.
         """
 
-        def flat(leaves, batch, args, scale):
-            with unshard.scaled_by(scale):
+        found: Found = []
+
+        def flat(leaves, batch, args, scale, parts=None):
+            with unshard.scaled_by(scale), recording(found, parts):
                 params = without_boxes(jax.tree.unflatten(treedef, leaves))  # which would constrain shardings
                 return _normal_form(options.loss_fn(params, batch, *args), options)
 
@@ -90,11 +94,12 @@ class Program:
         def of_rows(num_rows: int, alone: bool) -> Jaxpr:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
             axes = [(axis, 1) for axis in options.setup.split_axes] if alone else None
-            return jax.make_jaxpr(flat, axis_env=axes)(whole, batch_of_rows, args, scale)
+            run = functools.partial(flat, parts=_num_compared(options) if alone else None)
+            return jax.make_jaxpr(run, axis_env=axes)(whole, batch_of_rows, args, scale)
 
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
-        verdict = _verdict(jaxpr, of_rows, roles, batch, options)
+        verdict = _verdict(jaxpr, of_rows, roles, batch, options, has_parts=bool(found))
         program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
         if options.num_parts > 1 or options.loss_view != "global":
             _check_aux(program, shapes, options)
@@ -133,11 +138,17 @@ def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
 
 
 def _verdict(
-    jaxpr: Jaxpr, trace: Callable[[int, bool], Jaxpr], roles: list[str], batch: Tree, options: LossOptions
+    jaxpr: Jaxpr,
+    trace: Callable[[int, bool], Jaxpr],
+    roles: list[str],
+    batch: Tree,
+    options: LossOptions,
+    *,
+    has_parts: bool,
 ) -> Verdict:
-    """The verdict on the loss's rows."""
+    """The verdict on the loss's rows; `has_parts`: parts of it run in microbatches of their own."""
     setup, is_global = options.setup, options.loss_view == "global"
-    if (alone := is_global or setup.num_batch_shards == 1) and not options.has_aux:
+    if (alone := is_global or setup.num_batch_shards == 1) and not (options.has_aux or has_parts):
         return Verdict(alone=True)
     question = Question(
         trace=trace,
@@ -148,13 +159,20 @@ def _verdict(
         per_row=options.per_row,
         differentiated=options.differentiate,
         split={} if is_global else {axis: setup.sizes[axis] for axis in setup.split_axes},
-        parts=2 if alone else setup.num_batch_shards,  # of two, aux shows where it has rows
+        parts=_num_compared(options),
     )
     found = judge(question, jaxpr)
     if not alone:
         return found
-    found = dataclasses.replace(found, problem="", unknown="", averaged=(), alone=True)
+    problem = found.problem if found.in_microbatches else ""
+    found = dataclasses.replace(found, problem=problem, unknown="", averaged=(), alone=True)
     return found if options.num_parts > 1 else dataclasses.replace(found, folded=(), counted=())
+
+
+def _num_compared(options: LossOptions) -> int:
+    """The number of devices that the rows are split over, in a proof; of two, aux shows where it has rows."""
+    shards = options.setup.num_batch_shards
+    return 2 if options.loss_view == "global" or shards == 1 else shards
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:

@@ -56,8 +56,9 @@ class Pipe:
         self.first = _Function.trace(parts.first_fn, shared, microbatch, info)
         self.kind = stages.settled(parts, axis, chunk, shared, microbatch, info)
         self.stage = _Function.trace(parts.stage, chunk, self.kind, info)
-        self.last = _Function.trace(parts.last_fn, shared, self.kind, microbatch, info)
-        stages.check_loss(self.last.outs, self.cast)
+        self.last = _Function.trace(
+            lambda *xs: stages.losses(parts.last_fn(*xs), self.cast), shared, self.kind, microbatch, info
+        )
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
         # Held here: the traced program keeps this pipe alive, so `deferred` can find the part by its equation.
         self.part = unshard.Deferred(self.run, self.why_not_lazy)
@@ -75,15 +76,15 @@ class Pipe:
         return next(filter(None, reasons), None)
 
     def run(self, values: Sequence[Tree]) -> list[Tree]:
-        """Returns [the mean loss over microbatches], a scalar; `values` are the flat inputs."""
+        """Returns [the mean loss over microbatches], or the sums [loss, weight]; `values` are the flat inputs."""
         num_params = self.num_blocks + self.num_shared
         params, scale, data = values[:num_params], values[num_params], list(values[num_params + 1 :])
         params = stages.cast(list(params), self.cast)
         diff, held = map(list, zip(*map(_apart, params), strict=True))
 
         @jax.custom_vjp
-        def loss_of(diff, held, data, scale):
-            return _Device(self, params, held, data).loss(diff)
+        def losses_of(diff, held, data, scale):
+            return _Device(self, params, held, data).losses(diff)
 
         def forward(diff, held, data, scale):
             if any(x.perturbed for x in jax.tree.leaves(data, is_leaf=_is_primal)):
@@ -93,28 +94,29 @@ class Pipe:
                 )
             given = (diff, held, data, scale)
             diff, held, data, scale = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
-            loss, grads = _Device(self, params, held, data).loss_and_grads(diff, scale)
-            return loss, (grads, scale)
+            losses, grads = _Device(self, params, held, data).losses_and_grads(diff, scale)
+            return losses, (grads, scale)
 
-        def backward(residuals, cotangent):
+        def backward(residuals, cotangents):
             grads, scale = residuals  # gradients and cotangent both contain the scale: divide by it once
+            cotangent = cotangents[0]  # the weight has no gradient
             ratio = cotangent.astype(sum_dtype(cotangent)) / scale
             return jax.tree.map(lambda g: (g * ratio).astype(g.dtype), grads), None, None, None
 
-        loss_of.defvjp(forward, backward, symbolic_zeros=True)
-        return [loss_of(diff, held, data, scale)]
+        losses_of.defvjp(forward, backward, symbolic_zeros=True)
+        return losses_of(diff, held, data, scale)
 
 
 class _Carry(NamedTuple):
     """The scan carry of a device, from tick to tick.
 
-    `x` and `dx` are the received activation and gradient, `kept` holds stage inputs for the backward pass, `loss` and
-    `grads` are sums so far.
+    `x` and `dx` are the received activation and gradient, `kept` holds stage inputs for the backward pass, `losses`
+    and `grads` are sums so far.
     """
 
     x: Tree
     kept: Tree
-    loss: Tree
+    losses: list[Tree]
     dx: Tree
     grads: Tree
 
@@ -153,9 +155,9 @@ class _Device:
         kind = self.pipe.kind
         return jax.tree.map(collectives.vary_as, jax.tree.unflatten(jax.tree.structure(kind), leaves), kind)
 
-    def _last(self, shared: list[Tree], x: Tree, work: Work) -> Tree:
+    def _last(self, shared: list[Tree], x: Tree, work: Work) -> list[Tree]:
         values = [*self._shared(shared), *jax.tree.leaves(x), *stages.at(self.microbatches, work.microbatch)]
-        return self._call(self.pipe.last, values, work, self.consts[2])[0]
+        return self._call(self.pipe.last, values, work, self.consts[2])
 
     def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
         chunk: Tree = work.round * self.plan.num_stages + self.index
@@ -163,20 +165,23 @@ class _Device:
 
     # Forward alone.
 
-    def loss(self, diff: list[Tree]) -> Tree:
-        """The mean loss over microbatches, from forward ticks alone."""
+    def losses(self, diff: list[Tree]) -> list[Tree]:
+        """The results, from forward ticks alone."""
 
         def tick(at, t):
-            x, total = at
+            x, totals = at
             device, work = self._at(t), self.plan.forward(t, self.index)
             y = device._stage(self._blocks(diff, work.round), device._entering(diff, x, work), work)
-            loss = device._last(self._shared_diff(diff), y, work)
-            return (self._passed(y, 1), total + self._counted(loss, work)), None
+            losses = device._last(self._shared_diff(diff), y, work)
+            return (self._passed(y, 1), self._counted(totals, losses, work)), None
 
-        (_, total), _ = lax.scan(
-            tick, (collectives.zeros(self.pipe.kind), self._no_loss()), jnp.arange(self.plan.num_ticks, dtype=jnp.int32)
-        )
-        return lax.psum(total, self.pipe.axis) / self.plan.num_microbatches
+        start, ticks = (collectives.zeros(self.pipe.kind), self._no_losses()), jnp.arange(self.plan.num_ticks)
+        (_, totals), _ = lax.scan(tick, start, ticks.astype(jnp.int32))
+        return self._results(totals)
+
+    def _results(self, totals: list[Tree]) -> list[Tree]:
+        found = stages.combined([lax.psum(x, self.pipe.axis) for x in totals], self.plan)
+        return jax.tree.leaves(found)
 
     def _shared_diff(self, diff: list[Tree]) -> list[Tree]:
         return diff[self.pipe.num_blocks :]
@@ -189,26 +194,27 @@ class _Device:
         """Whether the work is in the last chunk, which computes the loss."""
         return self.is_last & (work.round == self.plan.virtual - 1)
 
-    def _counted(self, loss: Tree, work: Work) -> Tree:
-        return jnp.where(work.busy & self._in_last_chunk(work), loss, 0)
+    def _counted(self, totals: list[Tree], losses: list[Tree], work: Work) -> list[Tree]:
+        counts = work.busy & self._in_last_chunk(work)
+        return [total + jnp.where(counts, x, 0) for total, x in zip(totals, losses, strict=True)]
 
-    def _no_loss(self) -> Tree:
-        return collectives.vary(jnp.zeros((), sum_dtype(self.pipe.last.outs)), self.pipe.cast)
+    def _no_losses(self) -> list[Tree]:
+        return [collectives.vary(jnp.zeros((), sum_dtype(x)), self.pipe.cast) for x in self.pipe.last.outs]
 
     def _passed(self, tree: Tree, step: int) -> Tree:
         return stages.passed(tree, self.pipe.axis, self.plan, step)
 
     # Forward and backward.
 
-    def loss_and_grads(self, diff: list[Tree], scale: Tree) -> tuple[Tree, list[Tree]]:
-        """(the mean loss, the gradients of `scale` times the mean loss)."""
+    def losses_and_grads(self, diff: list[Tree], scale: Tree) -> tuple[list[Tree], list[Tree]]:
+        """(the results, the gradients of `scale` times the first)."""
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
         at = _Carry(
             collectives.zeros(self.pipe.kind),
             kept,
-            self._no_loss(),
+            self._no_losses(),
             stages.floats(collectives.zeros(self.pipe.kind)),
             sums,
         )
@@ -217,7 +223,7 @@ class _Device:
         at = self._scan(lambda device, at, t: device._both(diff, scale, at, t), at, first, both)
         at = self._scan(lambda device, at, t: device._backward(diff, at, t, at.dx), at, both, both + plan.delay)
         grads = [g.astype(d.dtype) for g, d in zip(at.grads, diff, strict=True)]
-        return lax.psum(at.loss, self.pipe.axis) / plan.num_microbatches, grads
+        return self._results(at.losses), grads
 
     def _scan(self, tick: Callable[["_Device", _Carry, Scalar], _Carry], at: _Carry, start: int, stop: int) -> _Carry:
         ticks = jnp.arange(start, stop, dtype=jnp.int32)
@@ -243,14 +249,15 @@ class _Device:
         """One tick in both directions: a forward pass, its loss and the loss's gradient, a backward pass."""
         at, y, work = self._forward(diff, at, t)
 
-        def head(shared: list[Tree], floats: list[Tree]) -> Tree:
-            return self._last(shared, stages.with_floats(y, floats), work)
+        def head(shared: list[Tree], floats: list[Tree]) -> tuple[Tree, list[Tree]]:
+            losses = self._last(shared, stages.with_floats(y, floats), work)
+            return losses[0], losses
 
-        loss, pull = jax.vjp(head, self._shared_diff(diff), stages.floats(y))
-        seed = scale.astype(sum_dtype(loss)) / self.plan.num_microbatches
+        loss, pull, losses = jax.vjp(head, self._shared_diff(diff), stages.floats(y), has_aux=True)
+        seed = scale.astype(sum_dtype(loss)) / (1 if len(losses) > 1 else self.plan.num_microbatches)
         d_shared, dy = pull(jnp.ones_like(loss) * seed.astype(loss.dtype))
         grads = self._added(at.grads, self.pipe.num_blocks, d_shared, work.busy & self._in_last_chunk(work))
-        return self._backward(diff, at._replace(loss=at.loss + self._counted(loss, work), grads=grads), t, dy)
+        return self._backward(diff, at._replace(losses=self._counted(at.losses, losses, work), grads=grads), t, dy)
 
     def _backward(self, diff: list[Tree], at: _Carry, t: Scalar, dy_of_loss: Tree) -> _Carry:
         """One backward tick; `dy_of_loss` is the gradient that enters the last chunk."""

@@ -7,7 +7,7 @@ to the next stage. Forward and backward take v M + S - 1 ticks each, so (S - 1) 
 """
 
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,13 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
-from jaxshard.base.types import Tree
+from jaxshard.base.types import Scalar, Tree
 from jaxshard.loss.params import unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.one_f_one_b import Pipe
 from jaxshard.pipelining.stages import Parts
 from jaxshard.pipelining.timetable import SCHEDULES, Info, Plan, Schedule
+from jaxshard.programs.rows.microbatches import record
 
 
 def pipeline(
@@ -38,7 +39,7 @@ def pipeline(
     const: Tree = None,
     remat: Literal["tick", "stage"] = "tick",
     axis: str = "pipeline",
-) -> jax.Array:
+) -> Any:
     """Inside a loss function: the mean loss over microbatches, with the layers cut into stages over `axis`.
 
     The schedules `1f1b` and `interleaved` compute their own gradients, so they can be differentiated only once, in
@@ -48,7 +49,8 @@ def pipeline(
       stage_fn: `(blocks, x, info) -> x`, or `(blocks, x, info, const)` if `const` is given: one chunk of layers.
         `blocks` are its params; x must keep its shape and dtype. It may close over values that need no gradient.
       first_fn: `(shared, microbatch, info) -> x`: the embedding.
-      last_fn: `(shared, x, microbatch, info) -> loss`, a scalar: head and loss.
+      last_fn: `(shared, x, microbatch, info) -> loss`, a scalar: head and loss, a mean over the microbatch's rows. Or
+        (the sum of the loss, its weight), two scalars, for a loss with masks or weights and `weighted=True`.
       blocks: the stacked layers' parameters, of (L, ...) cut over `axis` on their first dim; with virtual stages
         (v, L/v, ...), a reshape of that, cut on the second.
       shared: the parameters of `first_fn` and `last_fn`, whole on every stage; summed over stages once.
@@ -64,7 +66,8 @@ def pipeline(
       axis: the mesh axis of the stages.
 
     Returns:
-      A scalar, the same on every stage.
+      A scalar, the same on every stage; of a `last_fn` with weights, the sums over all microbatches of (the loss, its
+      weight), which `loss_fn` returns under `weighted=True`.
 
     Raises:
       TypeError: blocks are not cut over the axis, or shared params are; a gradient is needed of a value that a function
@@ -74,55 +77,91 @@ def pipeline(
     _check_schedule(schedule, virtual, num_microbatches, remat)
     num_stages = collectives.axis_size(axis)
     _check_sizes(blocks, batch, num_stages, num_microbatches, virtual)
-    microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-    parts = Parts(stage_fn, first_fn, last_fn, lax.stop_gradient(const))
+    parts = Parts(stage_fn, first_fn, last_fn, None)
     plan = Plan(num_stages, num_microbatches, virtual)
-    if num_stages == 1:
-        return _loop(parts, plan, blocks, shared, microbatches, axis)
-    _check_types(blocks, shared, axis)
-    if schedule == "gpipe":
-        return _gpipe(parts, plan, blocks, shared, microbatches, axis, remat)
-    pipe = Pipe(parts, plan, blocks, shared, microbatches, axis)
-    scale = unshard.loss_scale()
-    scale = jnp.float32(1) if scale is None else scale
-    (loss,) = pipe.part.bind(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))
-    return cast(jax.Array, loss)
+    if num_stages > 1:
+        _check_types(blocks, shared, axis)
+
+    def run(given: tuple[Tree, Tree, Tree], batch: Tree) -> Tree:
+        blocks, shared, const = given
+        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+        here = parts._replace(const=lax.stop_gradient(const))
+        if num_stages == 1:
+            return _loop(here, plan, blocks, shared, microbatches, axis)
+        if schedule == "gpipe":
+            return _gpipe(here, plan, blocks, shared, microbatches, axis, remat)
+        pipe = Pipe(here, plan, blocks, shared, microbatches, axis)
+        scale = unshard.loss_scale()
+        scale = jnp.float32(1) if scale is None else scale
+        loss, *weight = pipe.part.bind(jax.tree.leaves((blocks, shared, scale, microbatches, pipe.consts)))
+        return (loss, *map(lax.stop_gradient, weight)) if weight else loss
+
+    def of_rows(given: tuple[Tree, Tree, Tree], rows: Tree, chunk: Scalar, microbatch: Scalar) -> list[Tree]:
+        blocks, shared, const = given
+        return _at_once(parts._replace(const=const), plan, blocks, shared, rows, Info(chunk, microbatch), axis)
+
+    return record(run, of_rows, (blocks, shared, const), batch, num_microbatches)
+
+
+def _at_once(
+    parts: Parts, plan: Plan, blocks: Tree, shared: Tree, rows: Tree, info: Info, axis: str
+) -> list[jax.Array]:
+    """The losses of some rows at once, with this device's layers in place of all: to judge what is done with rows."""
+    if plan.num_stages == 1:
+        return _one(parts, plan, blocks, shared, rows, info.microbatch, axis)
+    info = stages.cast(info, (axis,))
+    blocks, shared = stages.cast((blocks, shared), stages.axes_of_sums(rows, axis))
+    chunk = stages.of_round(blocks, info.chunk, plan)
+    kind = stages.settled(parts, axis, chunk, shared, rows, info)
+
+    def stage(x: Tree, _: None) -> tuple[Tree, None]:
+        return jax.tree.map(collectives.vary_as, parts.stage(chunk, x, info), kind), None
+
+    x = jax.tree.map(collectives.vary_as, parts.first_fn(shared, rows, info), kind)
+    x, _ = lax.scan(stage, x, None, plan.num_stages * plan.virtual)
+    return stages.losses(parts.last_fn(shared, x, rows, info))
 
 
 # One stage: a loop over the microbatches.
 
 
-def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str) -> jax.Array:
+def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str) -> Tree:
     """Runs the microbatches one after another, and recomputes them in the backward pass."""
     differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
     @jax.checkpoint
     def one(blocks, shared, microbatch, index):
-        x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
-        x = stages.cast(x, (axis,)) if differs else x
-        for chunk in range(plan.virtual):
-            x = parts.stage(stages.of_round(blocks, chunk, plan), x, Info(jnp.int32(chunk), index))
-        return parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index))
+        return _one(parts, plan, blocks, shared, microbatch, index, axis)
 
-    def step(total, at):
+    def step(totals, at):
         index, microbatch = at
-        return total + one(blocks, shared, microbatch, index), None
+        return jax.tree.map(jnp.add, totals, one(blocks, shared, microbatch, index)), None
 
     indices = jnp.arange(plan.num_microbatches, dtype=jnp.int32)
     first = jax.tree.map(lambda x: x[0], microbatches)
-    loss = collectives.shapes_of(one, blocks, shared, first, indices[0])
-    stages.check_loss(loss)
-    total, _ = lax.scan(step, collectives.vary_as(jnp.zeros((), sum_dtype(loss)), loss), (indices, microbatches))
-    total = lax.psum(total, axis) if differs else total
-    return total / plan.num_microbatches
+    shapes = collectives.shapes_of(one, blocks, shared, first, indices[0])
+    start = [collectives.vary_as(jnp.zeros((), sum_dtype(x)), x) for x in shapes]
+    totals, _ = lax.scan(step, start, (indices, microbatches))
+    totals = [lax.psum(x, axis) if differs else x for x in totals]
+    return stages.combined(totals, plan)
+
+
+def _one(
+    parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatch: Tree, index: Scalar, axis: str
+) -> list[jax.Array]:
+    """The losses of one microbatch, by all layers."""
+    x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
+    differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
+    x = stages.cast(x, (axis,)) if differs else x
+    for chunk in range(plan.virtual):
+        x = parts.stage(stages.of_round(blocks, chunk, plan), x, Info(jnp.int32(chunk), index))
+    return stages.losses(parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index)))
 
 
 # GPipe: all forward, then all backward, by autodiff through the scan of ticks.
 
 
-def _gpipe(
-    parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str, remat: str
-) -> jax.Array:
+def _gpipe(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str, remat: str) -> Tree:
     stage = lax.axis_index(axis)
     is_first, is_last = stage == 0, stage == plan.num_stages - 1
     blocks, shared = stages.cast((blocks, shared), stages.axes_of_sums(microbatches, axis))
@@ -133,17 +172,17 @@ def _gpipe(
         info, microbatch = Info(stage, work.microbatch), stages.at(microbatches, work.microbatch)
         x = stages.select(is_first, parts.first_fn(shared, microbatch, info), x)
         y = run_stage(blocks, x, info)
-        loss = parts.last_fn(shared, y, microbatch, info)
-        stages.check_loss(loss)
-        return stages.passed(y, axis, plan, 1), jnp.where(work.busy & is_last, loss, 0).astype(sum_dtype(loss))
+        found = stages.losses(parts.last_fn(shared, y, microbatch, info))
+        counted = [jnp.where(work.busy & is_last, x, 0).astype(sum_dtype(x)) for x in found]
+        return stages.passed(y, axis, plan, 1), counted
 
     # Real data fills the pipeline at first: the results are dropped, but their gradients must be finite, too.
     filling = stages.at(microbatches, 0), Info(stage, collectives.vary(jnp.int32(0), (axis,)))
     kind = stages.settled(parts, axis, blocks, shared, *filling)
     x = jax.tree.map(collectives.vary_as, parts.first_fn(shared, *filling), kind)
     run_tick = jax.checkpoint(tick) if remat == "tick" else tick
-    _, losses = lax.scan(run_tick, x, jnp.arange(plan.num_ticks, dtype=jnp.int32))
-    return lax.psum(jnp.sum(losses), axis) / plan.num_microbatches
+    _, found = lax.scan(run_tick, x, jnp.arange(plan.num_ticks, dtype=jnp.int32))
+    return stages.combined([lax.psum(jnp.sum(x), axis) for x in found], plan)
 
 
 # Checks.

@@ -103,16 +103,38 @@ def _check_activation(x: Tree, y: Tree) -> None:
             )
 
 
-def check_loss(loss: Tree, axes: tuple[str, ...] | None = None) -> None:
-    """Raises a TypeError unless `last_fn` returned a floating scalar that varies only over `axes`, if given."""
+def losses(out: Tree, axes: tuple[str, ...] | None = None) -> list[jax.Array]:
+    """What `last_fn` returned: [the loss], or [its sum, its weight, which needs no gradient].
+
+    Raises:
+      TypeError: it is neither a floating scalar that varies only over `axes`, if given, nor such a pair of scalars.
+    """
+    pair = isinstance(out, tuple) and len(out) == 2
+    loss, *weight = out if pair else (out,)
     if not hasattr(loss, "shape"):
-        raise TypeError(f"pipeline: last_fn must return the loss, a floating scalar, got a {type(loss).__name__}")
+        raise TypeError(
+            f"pipeline: last_fn must return the loss, a floating scalar, or (its sum, its weight), got a "
+            f"{type(out).__name__}"
+        )
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
             f"pipeline: last_fn must return a floating scalar, got {loss.dtype}{list(loss.shape)}; take its mean"
         )
-    if axes is not None and (others := sorted(collectives.varying_of_shape(loss) - set(axes))):
+    weight = [lax.stop_gradient(jnp.asarray(x, jnp.result_type(float))) for x in weight]
+    if any(x.shape for x in weight):
         raise TypeError(
-            f"pipeline: the loss of last_fn differs over {others}; sum or average it over these (jax.lax.psum, "
-            "jax.lax.pmean, or jaxshard.tensor's blocks)"
+            f"pipeline: the weight that last_fn returns must be a scalar, got shape {weight[0].shape}; sum it over the "
+            "microbatch's rows"
         )
+    for x in (loss, *weight):
+        if axes is not None and (others := sorted(collectives.varying(x) - set(axes))):
+            raise TypeError(
+                f"pipeline: the loss of last_fn differs over {others}; sum or average it over these (jax.lax.psum, "
+                "jax.lax.pmean, or jaxshard.tensor's blocks)"
+            )
+    return [loss, *weight]
+
+
+def combined(totals: list[jax.Array], plan: Plan) -> Tree:
+    """What a pipeline returns, from sums over microbatches: the mean loss, or (the sum, the weight)."""
+    return totals[0] / plan.num_microbatches if len(totals) == 1 else tuple(totals)

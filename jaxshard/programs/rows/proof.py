@@ -5,9 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxshard.base.types import Equation
 from jaxshard.programs.jaxprs import axes_of_equation, inner_jaxpr, open_jaxpr, scan_split
 from jaxshard.programs.primitives import OWN_GRADIENT, SELECT, Kind, kind_of, takes_whole_ref
-from jaxshard.programs.rows import arithmetic, indexing, moves, products
+from jaxshard.programs.rows import arithmetic, indexing, microbatches, moves, products
 from jaxshard.programs.rows.arithmetic import Pair
-from jaxshard.programs.rows.labels import ANY, ROW, SAME, Label, Trail, all_plain, joined, lost, near, worst
+from jaxshard.programs.rows.labels import (
+    ANY,
+    ROW,
+    SAME,
+    Label,
+    Trail,
+    all_plain,
+    as_total,
+    joined,
+    lost,
+    near,
+    worst,
+)
+from jaxshard.programs.rows.microbatches import Microbatched
 from jaxshard.programs.rows.pairs import Labels, PairedWalk, same_params
 from jaxshard.programs.rows.rules import Rule
 
@@ -52,6 +65,9 @@ class Proof(PairedWalk):
     Args:
       split: the mesh axes that split the rows, with their sizes.
       parts, num_rows: as for `PairedWalk`.
+
+    Attributes:
+      no_means: the results of parts that depend on their own number of microbatches.
     """
 
     def __init__(self, split: Mapping[str, int], parts: int, num_rows: int):
@@ -59,6 +75,7 @@ class Proof(PairedWalk):
         self._split = split
         self._rules: dict[tuple[int, int, tuple[Label, ...]], Rule] = {}
         self._known: dict[tuple[int, int, tuple[Label, ...]], Labels] = {}
+        self.no_means: list[Label] = []
 
     def wrong_rule(self, ratio: float) -> Trail:
         """The first custom derivative that may not be what the value of a loss of this ratio says; () if none."""
@@ -144,6 +161,9 @@ class Proof(PairedWalk):
 
     def called(self, eqn: Equation, known: Sequence[Label]) -> Sequence[Label]:
         two = self._partner
+        each = microbatches.microbatched(eqn), microbatches.microbatched(two)
+        if each[0] and each[1]:
+            return self._in_microbatches(each[0], each[1], known)
         key = id(inner_jaxpr(eqn)), id(inner_jaxpr(two)), tuple(known)
         if key not in self._known:
             outs = super().called(eqn, known)
@@ -153,6 +173,19 @@ class Proof(PairedWalk):
         if eqn.primitive.name in OWN_GRADIENT:
             self._rules[key] = Rule(eqn, two, known, self._known[key], self._trail)
         return self._known[key]
+
+    def _in_microbatches(self, one: Microbatched, two: Microbatched, known: Sequence[Label]) -> Labels:
+        """The labels of the results of a part with microbatches of its own."""
+        if one.program is None or two.program is None:
+            return [worst(known) or lost("unknown", self._trail)] * len(self._partner.outvars)
+        split, parts = {**self._split, microbatches.AXIS: one.count}, self._parts * one.count
+        proof = Proof(split, parts, one.rows)
+        outs = [*proof.outputs(one.program, two.program, microbatches.inputs(one, known))]
+        if not microbatches.is_mean(outs, parts):
+            self.no_means += [x for x in outs if x.trouble is None or x.trouble.cause != "unknown"][:1]
+            return [x if x.kind == "other" else x.with_(ratio=microbatches.ratio_of(x, one)) for x in outs]
+        rule = proof.wrong_rule(as_total(outs[0], parts).ratio or 0.0)
+        return [lost("unknown", rule) if rule else x.with_(ratio=microbatches.ratio_of(x, one)) for x in outs]
 
     def solved(self, eqn: Equation, known: Sequence[Label]) -> Sequence[Label]:
         two = self._partner

@@ -29,7 +29,8 @@ class Verdict:
       counted: for each output, whether it depends on the number of rows, if it depends on no row's values.
       averaged: for each output, why its average over devices may differ from one device's result, in words; or "".
       group: the number of neighbouring rows that are computed together.
-      alone: all rows are on one device at once, so any loss is right.
+      alone: all rows are on one device at once, so any loss is right that has no problem in microbatches of its own.
+      in_microbatches: `problem` is one of a part with microbatches of its own, a pipeline.
     """
 
     problem: str = ""
@@ -40,12 +41,13 @@ class Verdict:
     averaged: tuple[str, ...] = ()
     group: int = 1
     alone: bool = False
+    in_microbatches: bool = False
 
     def __str__(self) -> str:
-        if self.alone:
-            return "all are on one device at once, so that any loss will do"
         if self.problem:
             return f"the loss is no mean over rows: {self.problem}"
+        if self.alone:
+            return "all are on one device at once, so that any loss will do"
         return f"not known: {self.unknown}" if self.unknown else "the loss is a mean over rows"
 
 
@@ -173,6 +175,8 @@ def _as_total(question: Question, label: Label) -> Ratio:
 def _of_loss(question: Question, found: Verdict, outs: Sequence[Label], proof: Proof) -> Verdict:
     """The findings about the loss, and its weight."""
     loss, weight = outs[:2]
+    if proof.no_means:
+        return dataclasses.replace(found, problem=words.of_microbatches(proof.no_means[0]), in_microbatches=True)
     for label in (loss, weight):
         if label.kind == "other" or label.by != "sum":
             return _in_words(question, found, label)

@@ -130,6 +130,15 @@ def of_outputs() -> str:
     )
 
 
+def of_microbatches(label: Label) -> str:
+    """The message for a pipeline whose loss depends on its number of microbatches."""
+    return (
+        f"a pipeline averages the losses of its microbatches, and {named(trouble_of(label).trail)} makes them other "
+        "than means over rows. Let last_fn return the mean over its rows; or, for masks and weights, (sum, weight), "
+        f"both sums over rows, and set weighted=True. {INTENDED}"
+    )
+
+
 def of_rule(rule: Trail) -> str:
     """The message for a gradient from a user's own rule."""
     return f"its gradient is what the rule of {named(rule)} makes of it, which is not known to keep rows apart"
