@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions
@@ -58,8 +60,11 @@ class Program:
         args: tuple[Tree, ...],
         scale: Scale,
         frozen: Sequence[bool],
+        specs: Sequence[P],
     ) -> "Program":
         """Traces the loss of whole params (a list of shapes, some of them frozen), a microbatch and further arguments.
+
+        `specs`: how params are cut by the user's rules, which stay so in the loss.
 
         Raises:
           TypeError: `loss_fn` does not return what the options say, or returns values that cannot be averaged.
@@ -91,15 +96,18 @@ class Program:
                 f"{options.setup.split_axes!r}"
             )
 
-        def of_rows(num_rows: int, alone: bool) -> Jaxpr:
+        def of_rows(num_rows: int, gone: Names, parts: int | None) -> Jaxpr:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
-            axes = [(axis, 1) for axis in options.setup.split_axes] if alone else None
-            run = functools.partial(flat, parts=_num_compared(options) if alone else None)
-            return jax.make_jaxpr(run, axis_env=axes)(whole, batch_of_rows, args, scale)
+            params = [_joined(x, each, gone, options) for x, each in zip(whole, cut, strict=True)]
+            run = functools.partial(flat, parts=parts)
+            return jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)(
+                params, batch_of_rows, args, scale
+            )
 
+        cut = [_cut(spec, options) for spec in specs]
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
-        verdict = _verdict(jaxpr, of_rows, roles, batch, options, has_parts=bool(found))
+        verdict = _verdict(jaxpr, of_rows, roles, batch, options, cut, has_parts=bool(found))
         program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
         if options.num_parts > 1 or options.loss_view != "global":
             _check_aux(program, shapes, options)
@@ -139,10 +147,11 @@ def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
 
 def _verdict(
     jaxpr: Jaxpr,
-    trace: Callable[[int, bool], Jaxpr],
+    trace: Callable[[int, Names, int | None], Jaxpr],
     roles: list[str],
     batch: Tree,
     options: LossOptions,
+    cut: Sequence[Mapping[str, int]],
     *,
     has_parts: bool,
 ) -> Verdict:
@@ -160,6 +169,7 @@ def _verdict(
         differentiated=options.differentiate,
         split={} if is_global else {axis: setup.sizes[axis] for axis in setup.split_axes},
         parts=_num_compared(options),
+        cut=[*cut, *[{}] * (len(roles) - len(cut))] if any(cut) else (),
     )
     found = judge(question, jaxpr)
     if not alone:
@@ -167,6 +177,20 @@ def _verdict(
     problem = found.problem if found.in_microbatches else ""
     found = dataclasses.replace(found, problem=problem, unknown="", averaged=(), alone=True)
     return found if options.num_parts > 1 else dataclasses.replace(found, folded=(), counted=())
+
+
+def _cut(spec: P, options: LossOptions) -> dict[str, int]:
+    """The axes that split the batch, and by which a param is cut, each with the dim."""
+    split = () if options.loss_view == "global" else options.setup.split_axes
+    return {axis: dim for dim, entry in enumerate(spec) for axis in axes_in(entry) if axis in split}
+
+
+def _joined(x: Tree, cut: Mapping[str, int], gone: Names, options: LossOptions) -> Tree:
+    """The shape of a param once the axes `gone`, over which it was cut, have size 1."""
+    shape = list(x.shape)
+    for axis, dim in cut.items():
+        shape[dim] *= options.setup.sizes[axis] if axis in gone else 1
+    return x.update(shape=tuple(shape)) if any(axis in gone for axis in cut) else x
 
 
 def _num_compared(options: LossOptions) -> int:

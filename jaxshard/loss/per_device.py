@@ -92,8 +92,8 @@ class DeviceLoss:
             lambda: [without_gradient(x) for x in self._values(self.shards, self._differentiated())]
         )
         batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
-        frozen = [plan.leaf.frozen for plan in self.plans]
-        program = Program.trace(self.options, self.treedef, whole, batch, args, self.scale, frozen)
+        frozen, specs = ([f(plan.leaf) for plan in self.plans] for f in (lambda x: x.frozen, lambda x: x.spec))
+        program = Program.trace(self.options, self.treedef, whole, batch, args, self.scale, frozen, specs)
         return LossPlan(program, self._after_the_trace(program.jaxpr), self.options)
 
     def _after_the_trace(self, jaxpr: Jaxpr) -> tuple[LeafPlan, ...]:

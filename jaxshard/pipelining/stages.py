@@ -109,8 +109,8 @@ def losses(out: Tree, axes: tuple[str, ...] | None = None) -> list[jax.Array]:
     Raises:
       TypeError: it is neither a floating scalar that varies only over `axes`, if given, nor such a pair of scalars.
     """
-    pair = isinstance(out, tuple) and len(out) == 2
-    loss, *weight = out if pair else (out,)
+    several: list[Tree] = [*out] if isinstance(out, tuple) and len(out) == 2 else [out]
+    loss, *weight = several
     if not hasattr(loss, "shape"):
         raise TypeError(
             f"pipeline: last_fn must return the loss, a floating scalar, or (its sum, its weight), got a "

@@ -1,7 +1,6 @@
 """Walks two traced programs side by side: which equations and variables correspond."""
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -27,6 +26,10 @@ class Partners:
         """Makes the variables partners, one by one."""
         self._of.update(zip(vs, ws, strict=True))
 
+    def of(self, v: Var) -> Var:
+        """The partner of a variable; a number is its own."""
+        return v if is_literal(v) else self._of[v]
+
     def are(self, v: Var, w: Var) -> bool:
         """Whether the two are partners, or the same number."""
         if is_literal(v):
@@ -38,11 +41,17 @@ class Partners:
         return len(vs) == len(ws) and all(map(self.are, vs, ws))
 
 
-def paired(one: Jaxpr, two: Jaxpr, partners: Partners | None = None) -> Iterator[tuple[Equation, Equation]]:
+def paired(
+    one: Jaxpr, two: Jaxpr, partners: Partners | None = None, nothing: Callable[[Equation], bool] = lambda _: False
+) -> Iterator[tuple[Equation, Equation]]:
     """The equations of both programs, in pairs.
 
     Before the first pair, `partners` gets the programs' constants and inputs; after each pair, its results. The caller
     checks whether a pair's operands are partners, and its parameters equal.
+
+    Args:
+      nothing: whether an equation of the first program would do nothing in the second, which may lack it. Its partner
+        is then an equation from its operands' partners to themselves.
 
     Raises:
       Unlike: the programs differ in their number of inputs, or in their operations.
@@ -53,11 +62,21 @@ def paired(one: Jaxpr, two: Jaxpr, partners: Partners | None = None) -> Iterator
     partners.bind(first.invars, second.invars)
     constants = min(len(first.constvars), len(second.constvars))  # shapes may differ in what they close over
     partners.bind(first.constvars[:constants], second.constvars[:constants])
-    for a, b in itertools.zip_longest(first.eqns, second.eqns):
-        if a is None or b is None or _form(a) != _form(b):
+    rest = iter(second.eqns)
+    b = next(rest, None)
+    for a in first.eqns:
+        if b is not None and _form(a) == _form(b):
+            yield a, b
+            partners.bind(a.outvars, b.outvars)
+            b = next(rest, None)
+        elif nothing(a) and len(a.invars) == len(a.outvars):
+            same = [partners.of(v) for v in a.invars]
+            yield a, a.replace(invars=same, outvars=same)
+            partners.bind(a.outvars, same)
+        else:
             raise Unlike(a, b)
-        yield a, b
-        partners.bind(a.outvars, b.outvars)
+    if b is not None:
+        raise Unlike(None, b)
 
 
 def _form(eqn: Equation) -> tuple[str, int, int]:

@@ -125,12 +125,12 @@ def random_loss(rng):
 
 
 def is_proved(loss):
-    def trace(rows, alone):
+    def trace(rows, *_):
         return jax.make_jaxpr(lambda p, b: (loss(p, b), jnp.ones(())))(params(), batch_of(rows))
 
     inputs = [False, False, True, True]
     question = Question(trace, ROWS, inputs, [False] * 4, False, False, True, {"data": PARTS}, PARTS)
-    verdict = judge(question, trace(ROWS, False))
+    verdict = judge(question, trace(ROWS))
     return not verdict.problem and not verdict.unknown
 
 

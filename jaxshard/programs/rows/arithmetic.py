@@ -11,6 +11,7 @@ from jaxshard.programs.jaxprs import axes_of_equation, is_float
 from jaxshard.programs.primitives import (
     ADDS,
     ADDS_UP,
+    ALL_TO_ALL,
     CHOOSES,
     COMPARES,
     DIV,
@@ -257,6 +258,8 @@ def collective(pair: Pair, label: Label, split: Mapping[str, int]) -> Label:
         label = reduced(pair, label, dims, over)
         if label.kind == "other":
             return label
+    if pair.name == ALL_TO_ALL:
+        return _exchanged(pair, label, among_rows=bool(named)) if len(named) in (0, len(split)) else pair.no("unknown")
     if not named:
         return _over_model_axes(pair, label) if axes_of_equation(pair.one) else label
     size, whole = math.prod(split[axis] for axis in named), len(named) == len(split)
@@ -285,6 +288,27 @@ def _gathered(pair: Pair, label: Label) -> Label:
     if not pair.one.params["tiled"] or not one_dim or pair.grown():
         return pair.no("unknown")
     return Label("same", label.ratio)
+
+
+def _exchanged(pair: Pair, label: Label, *, among_rows: bool) -> Label:
+    """Of an all-to-all: each device sends parts of one dim, and joins what it gets along another.
+
+    Along the axes that split rows, rows come together along the second dim, and are then cut along the first; without
+    them, in the loss of all rows, nothing is to be moved. Along other axes, blocks of rows change devices.
+    """
+    how = pair.one.params
+    cut, join = how["split_axis"], how["concat_axis"]
+    if not how["tiled"] or how["axis_index_groups"] is not None or label.place:
+        return pair.no("unknown")
+    if among_rows:
+        fits = label.kind == "rows" and label.dim == join and label.outer == 1
+        return label.with_(dim=cut, fixed=False) if fits else pair.no("unknown")
+    size = pair.out_shapes()[0][join] // pair.shapes(0)[0][join]
+    if cut == join or label.kind != "rows" or label.outer == ANY or label.dim not in (cut, join):
+        return label
+    if label.dim == join:
+        return label.with_(outer=label.outer * size)
+    return label.with_(outer=label.outer // size) if label.outer % size == 0 else pair.no("unknown")
 
 
 def _over_model_axes(pair: Pair, label: Label) -> Label:

@@ -84,7 +84,7 @@ class PairedWalk(Walk[Label]):
         twin = self._twins[id(open_jaxpr(program))]
         one, two, partners = open_jaxpr(program), open_jaxpr(twin), Partners()
         env: dict[Var, Label] = self._constants(program, twin) | dict(zip(one.invars, values, strict=True))
-        for a, b in paired(program, twin, partners):
+        for a, b in paired(program, twin, partners, self._does_nothing):
             _check_wired(a.invars, b.invars, partners, (a, b))
             known = [_number(v, w) if is_literal(v) else env[v] for v, w in zip(a.invars, b.invars, strict=True)]
             env |= dict(zip(a.outvars, self._pair(a, b, known), strict=True))
@@ -92,6 +92,10 @@ class PairedWalk(Walk[Label]):
         _check_wired(one.outvars, two.outvars, partners, (None, None))
         outs = zip(one.outvars, two.outvars, strict=True)
         return [_number(v, w) if is_literal(v) else env[v] for v, w in outs]
+
+    def _does_nothing(self, eqn: Equation) -> bool:
+        """Whether an operation does nothing in the loss of all rows: a collective along axes of size 1 there."""
+        return False
 
     def _constants(self, one: Jaxpr, two: Jaxpr) -> dict[Var, Label]:
         mine, others = (list(getattr(program, "consts", ())) for program in (one, two))

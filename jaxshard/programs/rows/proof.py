@@ -25,6 +25,7 @@ from jaxshard.programs.rows.pairs import Labels, PairedWalk, same_params
 from jaxshard.programs.rows.rules import Rule
 
 _AWAY = lost("pairs", ())
+_COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "exchange")
 
 _RULES: dict[Kind, Callable[[Pair, Sequence[Label]], Label | Labels]] = {
     "batched": moves.batched,
@@ -106,7 +107,7 @@ class Proof(PairedWalk):
         if kind == "axis_index":
             found = pair.no("position").with_(first=1.0 if len(self._split) == 1 else None)
             return [SAME if self._split.keys().isdisjoint(axes_of_equation(eqn)) else found]
-        if kind in ("all_reduce", "all_gather", "exchange"):
+        if kind in _COLLECTIVES:
             return [arithmetic.collective(pair, label, self._split) for label in known][:count]
         if not same_params(pair):
             return [pair.no("count" if kind == "pointwise" else "unknown")] * count
@@ -132,6 +133,10 @@ class Proof(PairedWalk):
         return [Label("rows", x.ratio, ROW, fixed=fixed, own=x.own) if x.kind == "same" else x for x in outs]
 
     # What Walk asks.
+
+    def _does_nothing(self, eqn: Equation) -> bool:
+        axes = axes_of_equation(eqn)
+        return kind_of(eqn) in _COLLECTIVES and bool(axes) and self._split.keys() >= {*axes}
 
     def join(self, one: Label, other: Label) -> Label:
         if one == other or one.kind == "other":

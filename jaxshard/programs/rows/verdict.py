@@ -1,7 +1,9 @@
 """Judges whether a traced loss is a mean over rows, which data parallelism may average."""
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshard.base.types import Jaxpr
@@ -56,8 +58,8 @@ class Question:
     """A loss to judge.
 
     Attributes:
-      trace: (the number of rows, whether the axes that split them have size 1) -> the traced loss; its outputs are
-        (loss, weight, ...).
+      trace: (the number of rows, the mesh axes that have size 1, the number of devices whose rows these are, or None for
+        one) -> the traced loss; its outputs are (loss, weight, ...).
       num_rows: the rows of one microbatch on one device.
       batch: which inputs of the program are leaves of the batch.
       folded: which inputs are keys that differ between devices.
@@ -66,9 +68,11 @@ class Question:
       differentiated: whether its gradients are taken.
       split: the mesh axes over which rows are split, and their sizes.
       parts: the number of devices along these axes.
+      cut: for each input, the axes of `split` that `specs` cut it over, each with the dim.
+      gone: further axes that had split the rows, and are of size 1 by now.
     """
 
-    trace: Callable[[int, bool], Jaxpr]
+    trace: Callable[[int, tuple[str, ...], int | None], Jaxpr]
     num_rows: int
     batch: Sequence[bool]
     folded: Sequence[bool]
@@ -77,10 +81,50 @@ class Question:
     differentiated: bool
     split: Mapping[str, int]
     parts: int
+    cut: Sequence[Mapping[str, int]] = ()
+    gone: tuple[str, ...] = ()
 
 
 def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
-    """The verdict on a loss whose trace of `question.num_rows` rows is `jaxpr`."""
+    """The verdict on a loss whose trace of `question.num_rows` rows is `jaxpr`.
+
+    Axes that params are cut over come last, one by one: such a param is the same along the others, and has parts in
+    place of rows along its own.
+    """
+    own = [axis for axis in question.split if any(axis in cut for cut in question.cut)]
+    rest = {axis: size for axis, size in question.split.items() if axis not in own}
+    steps = [rest, *({axis: question.split[axis]} for axis in own)] if own else [question.split]
+    verdicts, rows, gone, program = list[Verdict](), question.num_rows, (), jaxpr
+    for split in filter(None, steps) if own else steps:
+        parts = math.prod(split.values()) if own else question.parts
+        step = dataclasses.replace(question, num_rows=rows, split=split, parts=parts, gone=gone)
+        before = program if program is not None else _traced(step, rows, alone=False)
+        found = Verdict(unknown="it cannot be traced with more rows") if before is None else _in_step(step, before)
+        verdicts.append(found)
+        rows, gone, program = rows * parts, (*gone, *split), None
+    return functools.reduce(_both, verdicts)
+
+
+def _both(one: Verdict, two: Verdict) -> Verdict:
+    """The verdict on a loss from those along some axes, and along further ones."""
+
+    def first(a: str, b: str) -> str:
+        return a or b
+
+    return dataclasses.replace(
+        one,
+        problem=first(one.problem, two.problem),
+        unknown=first(one.unknown, two.unknown),
+        row_dims=tuple(a if a == b else None for a, b in zip(one.row_dims, two.row_dims, strict=True)),
+        folded=tuple(map(operator.or_, one.folded, two.folded)),
+        counted=tuple(map(operator.or_, one.counted, two.counted)),
+        averaged=tuple(map(first, one.averaged, two.averaged)),
+        in_microbatches=one.in_microbatches or two.in_microbatches,
+    )
+
+
+def _in_step(question: Question, jaxpr: Jaxpr) -> Verdict:
+    """The verdict along the axes `question.split`, all at once."""
     found = _compared(question, question.num_rows, jaxpr)
     if question.num_rows > 1 or not (found.problem or found.unknown):
         return found
@@ -129,7 +173,8 @@ def _grown(jaxpr: Jaxpr, whole: Jaxpr) -> list[bool]:
 
 def _traced(question: Question, rows: int, *, alone: bool) -> Jaxpr | None:
     try:
-        return question.trace(rows, alone)
+        axes = (*question.gone, *question.split) if alone else question.gone
+        return question.trace(rows, axes, question.parts if alone else None)
     except Exception:  # of any type: it is the user's own code, on a batch of another size
         return None
 
@@ -144,7 +189,7 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
         folded=tuple(yes and dim is None for yes, dim in zip(_grown(jaxpr, whole), row_dims, strict=True)),
         counted=tuple(map(_of_count, outs)),
         averaged=tuple("" if dim is not None else _of_average(question, outs, i) for i, dim in enumerate(row_dims)),
-        group=proof.group,
+        group=1 if any(question.cut) else proof.group,  # parts of params are no groups of rows
     )
     if question.per_row:
         problem = _of_outputs(question, outs, row_dims)
@@ -158,8 +203,13 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
 
 def _inputs(question: Question) -> list[Label]:
     rows, own = Label("rows"), Label("same", own=True)
-    pairs = zip(question.batch, question.folded, strict=True)
-    return [rows if of_batch else own if folded else SAME for of_batch, folded in pairs]
+    cut = question.cut or [{}] * len(question.batch)
+    dims = [[dim for axis, dim in axes.items() if axis in question.split] for axes in cut]
+    each = zip(question.batch, question.folded, dims, strict=True)
+    return [
+        rows if of_batch else own if folded else Label("rows", dim=at[0]) if at else SAME
+        for of_batch, folded, at in each
+    ]
 
 
 def _row_dim(label: Label, shape: Sequence[int], rows: int) -> int | None:
