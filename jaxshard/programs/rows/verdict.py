@@ -58,8 +58,8 @@ class Question:
     """A loss to judge.
 
     Attributes:
-      trace: (the number of rows, the mesh axes that have size 1, the number of devices whose rows these are, or None for
-        one) -> the traced loss; its outputs are (loss, weight, ...).
+      trace: (the number of rows, the mesh axes that have size 1, the number of devices that these rows are of, or None
+        for one) -> the traced loss; its outputs are (loss, weight, ...).
       num_rows: the rows of one microbatch on one device.
       batch: which inputs of the program are leaves of the batch.
       folded: which inputs are keys that differ between devices.
