@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.platforms.platform import Platform
-from jaxshard.programs.jaxprs import axes_named, equations
+from jaxshard.programs.jaxprs import axes_named, equations, open_jaxpr
 
 _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
     "rows in another order on each device",
@@ -84,7 +85,12 @@ class _Comparison:
         self.program = LossFunction(self.options).plan(params, batch, *args).program
         sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
         self.batch = jax.tree.map(lambda x: global_view.lying_at(x, sharding), batch)
-        self._jitted = jax.jit(_dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
+        rows = jax.tree.map(lambda _: sharding.spec, batch)
+
+        def dealt(batch: Tree, *how: Any) -> Tree:
+            return global_view.globally(lambda batch: _dealt(batch, *how), setup.mesh, rows)(batch)
+
+        self._jitted = jax.jit(dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
         self.parts = setup.num_batch_shards * options.microbatches
         self.rows = jax.tree.leaves(batch)[0].shape[0] // self.parts // self.program.verdict.group
         self.loss, self.grads = self._of(self.options, self.batch)
@@ -233,8 +239,9 @@ def _norms(tree: Tree, other: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
 
 
 def _coarsest_rounding(jaxpr: Jaxpr, platform: Platform) -> float:
-    """The largest rounding error of the dtypes that a program computes in."""
-    dtypes = {v.aval.dtype for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    """The largest rounding error of the dtypes that a program computes in, and that its gradients have."""
+    values = [*open_jaxpr(jaxpr).invars, *(v for eqn in equations(jaxpr) for v in eqn.outvars)]
+    dtypes = {v.aval.dtype for v in values if hasattr(v.aval, "dtype")}
     floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     return max(float(jnp.finfo(dtype).eps) for dtype in [*floating, *platform.product_dtypes])
 

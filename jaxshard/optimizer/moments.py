@@ -10,8 +10,7 @@ import optax
 from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.layout.options import Config
-from jaxshard.optimizer.inner.trace import Traced, first_state, first_update
-from jaxshard.optimizer.inner.update import fast
+from jaxshard.optimizer.inner.update import Traced, fast, first_state, first_update
 from jaxshard.platforms.platform import is_table
 from jaxshard.programs.questions import depends, hands_on, linear, never_negative, subtracts
 

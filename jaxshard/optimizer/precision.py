@@ -14,8 +14,7 @@ from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import DType, Tree
 from jaxshard.layout.options import Config
 from jaxshard.optimizer import eight_bits
-from jaxshard.optimizer.inner.trace import first_state
-from jaxshard.optimizer.inner.update import Update, fast, update
+from jaxshard.optimizer.inner.update import Update, fast, first_state, update
 from jaxshard.optimizer.moments import stored_dtypes
 from jaxshard.optimizer.rounding import Rounder, like
 from jaxshard.system.users_lines import warn

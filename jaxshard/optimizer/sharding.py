@@ -20,7 +20,7 @@ from jaxshard.layout.layout import Layout, Shardings, check_specs_used, layout_p
 from jaxshard.layout.options import Config
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices
-from jaxshard.optimizer.inner.trace import Settled, Start, Traced, first_state, settled, state_of_values, update_of
+from jaxshard.optimizer.inner.update import Settled, Start, Traced, first_state, settled, state_of_values, update_of
 from jaxshard.optimizer.inner.whole_operands import ALL, FOURIER, fragile
 from jaxshard.optimizer.precision import ShardedState
 

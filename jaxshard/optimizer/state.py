@@ -28,7 +28,7 @@ from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, warn_if_awkward
 from jaxshard.mesh import check_context, check_has_devices
-from jaxshard.optimizer.inner.trace import state_of_values
+from jaxshard.optimizer.inner.update import state_of_values
 from jaxshard.optimizer.inner.whole_operands import with_whole_operands
 from jaxshard.optimizer.precision import ShardedState
 from jaxshard.optimizer.sharding import Setup

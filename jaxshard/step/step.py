@@ -18,8 +18,7 @@ from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, View, check_batch, check_options, checked_arguments
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
 from jaxshard.mesh import check_has_devices
-from jaxshard.optimizer.inner.trace import Settled
-from jaxshard.optimizer.inner.update import fast
+from jaxshard.optimizer.inner.update import Settled, fast
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import check_state, nearest, within_reach

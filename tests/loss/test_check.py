@@ -121,6 +121,18 @@ def test_a_loss_of_bfloat16_is_right_within_its_rounding():
     assert jaxshard.check(loss, opt_of(), singles(weights()), singles(batch_of(64))).ok
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_params_of_any_dtype_on_explicit_meshes_too(dtype, explicit):
+    """Gradients are rounded to the params' dtype."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    opt = jaxshard.zero2(TX, jax.make_mesh((8,), ("data",), axis_types=(kind,)))
+    params = jax.tree.map(lambda x: x.astype(dtype), singles(weights()))
+    for name in ("cross_entropy", "a_sum", "batch_norm"):
+        found = jaxshard.check(CASES[name].loss, opt, opt.place(params), singles(batch_of(32)))
+        assert found.ok == CASES[name].right, found
+
+
 def test_with_tensor_axes():
     mesh = jaxshard.make_mesh(tensor=2)
     opt = jaxshard.hybrid(TX, mesh, [("^w$", P("tensor"))], zero=3, min_shard_size=1)

@@ -119,6 +119,37 @@ def test_experts_over_data(x64, strategy, n):
         assert_close(found, want, 1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 8), None], ids=str)
+def test_rows_are_followed_through_experts(x64, sizes):
+    """A mean stays without a warning, with each row's loss in aux; a sum over rows is told, and so is a statistic."""
+    mesh, axis = (jaxshard.make_mesh(), "data") if sizes is None else (mesh_of(*sizes), "expert")
+    options = {"specs": [("experts/", P(None, "data"))], "min_shard_size": 1} if sizes is None else OVER_BOTH
+    opt, given = jaxshard.zero2(inner(), mesh, **options), batches(1)[0]
+
+    def layer(x, block):
+        weights, ids = lax.top_k(jax.nn.softmax(x @ block["router"]), 2)
+        return x + expert_parallel(expert, block["experts"], x, ids, weights, axis=axis), None
+
+    def each(p, b):
+        x, _ = lax.scan(layer, p["embed"][b["ids"]], p["blocks"])
+        return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, b["y"]).mean(1)
+
+    def mean(p, b):
+        return each(p, b).mean(), each(p, b)
+
+    def centred(p, b):
+        return jnp.mean((each(p, b) - each(p, b).mean()) ** 2), each(p, b)
+
+    run = jaxshard.value_and_grad(mean, opt, has_aux=True)
+    (loss, rows), _ = run(opt.place(params()), given)
+    assert run.layout(params(), given).loss_rows == "the loss is a mean over rows"
+    want = jaxshard.evaluate(mean, jaxshard.ddp(inner(), jaxshard.make_mesh(devices=jax.devices()[:1])), has_aux=True)
+    assert_close((loss, rows), want(params(), given), 1e-12)
+    for wrong, says in ((lambda p, b: (each(p, b).sum(), ()), "a sum over rows"), (centred, "is taken over the rows")):
+        with pytest.warns(jaxshard.RowsWarning, match=says):
+            jaxshard.value_and_grad(wrong, opt, has_aux=True)(opt.place(params()), given)
+
+
 def test_experts_are_neither_gathered_nor_reduced_over_their_axis():
     opt = jaxshard.zero3(optax.sgd(0.1), mesh_of(2, 4), **OVER_BOTH)
     step = jaxshard.train_step(loss_of("expert"), opt, max_skips=None)

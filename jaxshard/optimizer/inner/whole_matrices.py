@@ -14,8 +14,7 @@ import optax
 
 from jaxshard.base.tree import by_shapes, named_leaves, owner_of
 from jaxshard.base.types import Equation, Tree, Var
-from jaxshard.optimizer.inner.trace import first_update
-from jaxshard.optimizer.inner.update import fast
+from jaxshard.optimizer.inner.update import fast, first_update
 from jaxshard.programs.dims import moved_dims
 from jaxshard.programs.primitives import LINEAR_ALGEBRA, PRODUCT, RESHAPE
 from jaxshard.programs.walk import Walk

@@ -21,8 +21,7 @@ from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
 from jaxshard.collectives import global_view
-from jaxshard.optimizer.inner.trace import first_state, update_of
-from jaxshard.optimizer.inner.update import fast, update, with_fast
+from jaxshard.optimizer.inner.update import fast, first_state, update, update_of, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer
 from jaxshard.optimizer.owners.matrix_units import Unit, units
 from jaxshard.optimizer.owners.rounds import Job, Kind, Rounds
