@@ -6,11 +6,13 @@ microbatch are laid out as the strategy cuts them, so that no device holds more 
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.axes import Dims, axes_of
 from jaxshard.base.tree import named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
@@ -18,9 +20,10 @@ from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.leaf_plan import LeafPlan
 from jaxshard.loss.loss_program import Program
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.unshard import Sharded, Value, deferred
+from jaxshard.loss.params.lookup import Lookup, in_global_view
+from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
-from jaxshard.programs.jaxprs import axes_of_equation, equations
+from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
 from jaxshard.programs.primitives import UNPARTITIONED
 from jaxshard.programs.rows.verdict import RowsWarning
 from jaxshard.programs.source import line_of
@@ -34,12 +37,32 @@ class Constrained(Sharded):
 
     Attributes:
       mesh, spec, grad_spec: of the whole parameter and of its gradient. A scan over layers slices their first dims off.
+      table: how it is cut, if the loss only looks rows up in it: it stays cut, and these rows are moved.
+      table_spec, rows_spec: of such a table, and of the dim of ids.
     """
 
     mesh: AnyMesh | None = dataclasses.field(default=None, metadata={"static": True})
     spec: P = dataclasses.field(default=P(), metadata={"static": True})
     grad_spec: P = dataclasses.field(default=P(), metadata={"static": True})
     ndim: int = dataclasses.field(default=0, metadata={"static": True})
+    table: Dims = dataclasses.field(default=(), metadata={"static": True})
+    table_spec: P = dataclasses.field(default=P(), metadata={"static": True})
+    rows_spec: P = dataclasses.field(default=P(), metadata={"static": True})
+
+    @property
+    def looked_up_by(self) -> Dims:
+        """How a table is cut for lookups that move rows; () if it is none."""
+        return self.table
+
+    def rows(self, ids: jax.Array, how: Lookup, cast: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The rows of these ids: each device finds its features of all, and sends them to their devices."""
+        assert self.stand_in is not None
+        assert self.mesh is not None
+        if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in axes_of(self.rows_spec)):
+            return how.rows(cast(self.whole()), ids)
+        found = how.rows(cast(_whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)), ids)
+        free = [P.UNCONSTRAINED] * (found.ndim - 1)
+        return global_view.constrained(found, self.mesh, P(*self.rows_spec, *free))
 
     def whole(self) -> jax.Array:
         """The parameter, laid out whole over the batch axes."""
@@ -95,8 +118,13 @@ class GlobalLoss(DeviceLoss):
         return self._constrained(x, plan.leaf.spec) if plan.gather == "start" else x
 
     def _after_the_trace(self, jaxpr: Jaxpr) -> tuple[LeafPlan, ...]:
-        reasons = (uses.why_not_lazy(jaxpr, i, plan.leaf.dims, looked_up_by=()) for i, plan in enumerate(self.plans))
-        return tuple(dataclasses.replace(plan, reason=why) for plan, why in zip(self.plans, reasons, strict=True))
+        return tuple(self._by_uses(jaxpr, i, plan) for i, plan in enumerate(self.plans))
+
+    def _by_uses(self, jaxpr: Jaxpr, index: int, plan: LeafPlan) -> LeafPlan:
+        reason = uses.why_not_lazy(jaxpr, index, plan.leaf.dims, looked_up_by=())
+        inputs, table = open_jaxpr(jaxpr), plan.table_dims if plan.held else ()
+        looks_up = bool(table) and uses.only_looked_up(inputs, inputs.invars[index], table)
+        return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
 
     def _differentiated(self) -> list[jax.Array]:
         return [x for x, plan in zip(self.shards, self.plans, strict=True) if not plan.leaf.frozen]
@@ -106,13 +134,17 @@ class GlobalLoss(DeviceLoss):
 
         def value(x: jax.Array, plan: LeafPlan) -> Value:
             x, leaf = x if plan.leaf.frozen else next(rest), plan.leaf
-            return Constrained(None, x, (), (), (), self.setup.mesh, leaf.spec, leaf.grads.spec, x.ndim)
+            found = Constrained(None, x, (), (), (), self.setup.mesh, leaf.spec, leaf.grads.spec, x.ndim)
+            if not plan.looks_up:
+                return found
+            rows = P(self.setup.batch_axes)
+            return dataclasses.replace(found, table=plan.table_dims, table_spec=leaf.params.spec, rows_spec=rows)
 
         return [value(x, plan) for x, plan in zip(shards, self.plans, strict=True)]
 
     def _at_first_use(self, x: Value) -> Value:
         assert isinstance(x, Constrained)
-        return x.whole()
+        return AtFirstUse(x) if x.table else x.whole()
 
     def _folded(self, index: Index) -> Tree:
         """The further arguments; each of several microbatches has keys of its own."""
@@ -127,7 +159,7 @@ class GlobalLoss(DeviceLoss):
 
 def plan(options: LossOptions, plans: Sequence[LeafPlan], *inputs: Tree) -> LossPlan:
     """The loss of (params, batch, args, scale), traced in the global view."""
-    with global_view.auto_context(options.setup.mesh):
+    with global_view.auto_context(options.setup.mesh), in_global_view(options.setup.sizes):
         return jax.eval_shape(lambda *xs: GlobalLoss(options, plans, *xs).plan(), *map(_without_shardings, inputs))
 
 
@@ -142,7 +174,8 @@ def run(plan: LossPlan, *inputs: Tree) -> Tree:
     grads = tuple(jax.tree.leaves(options.setup.layout(params).grad_specs)) if options.differentiate else ()
 
     def body(*inputs: Tree) -> Tree:
-        return GlobalLoss(options, plan.leaves, *inputs).run(program)
+        with in_global_view(options.setup.sizes):
+            return GlobalLoss(options, plan.leaves, *inputs).run(program)
 
     return global_view.globally(body, options.setup.mesh, ((P(), averaged, P()), with_rows, grads))(*inputs)
 

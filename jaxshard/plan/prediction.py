@@ -8,6 +8,7 @@ side.
 import copy
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.axes import local_shape
 from jaxshard.base.tree import shape_of
-from jaxshard.base.types import Tree
+from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.optimizer.rounding import like
+from jaxshard.optimizer.sharding import Setup
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline
@@ -230,27 +232,36 @@ def _with_rows(batch: Tree, rows: int) -> Tree:
     return jax.tree.map(resized, batch)
 
 
+def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.Block, str]:
+    """(a traced program as it runs on each device of its platform, the platform).
+
+    Args:
+      specs: the PartitionSpecs of its inputs.
+    """
+    if setup.config.auto_axes:
+        raise ValueError(
+            f"plan: auto_axes={setup.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
+            "compiling: read the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
+        )
+    platform = platform_of(setup.mesh)
+    block = from_jaxpr.written_out(traced, specs, setup.sizes, platform)
+    if platform == "tpu":
+        block = xla_tpu.as_on_tpu(block, setup.mesh.size, torus_dims(setup.mesh))
+    if platform == "gpu":
+        block = xla_gpu.with_turned_kernels(block)
+    return block, platform
+
+
 class _Traced:
     """A step as it runs on each device of its platform."""
 
     def __init__(self, given: LaidOut):
         setup = given.setup
-        if setup.config.auto_axes:
-            raise ValueError(
-                f"plan: auto_axes={setup.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
-                "compiling: read the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
-            )
         self.setup, self.batch, self.layout = setup, given.batch, given.layout
-        self.platform = platform_of(setup.mesh)
         held, num_args = given.specs, len(jax.tree.leaves(given.args))
         specs = held + [P(setup.batch_axes)] * len(jax.tree.leaves(given.batch)) + [P()] * num_args
         traced = given.step.trace(given.params, given.state, given.batch, *given.args)
-        block = from_jaxpr.written_out(traced.jaxpr, specs, setup.sizes, self.platform)
-        if self.platform == "tpu":
-            block = xla_tpu.as_on_tpu(block, setup.mesh.size, torus_dims(setup.mesh))
-        if self.platform == "gpu":
-            block = xla_gpu.with_turned_kernels(block)
-        self.block = block
+        self.block, self.platform = block_of(traced.jaxpr, specs, setup)
         self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
 
     def rescaled(self, old: int, new: int, batch: Tree) -> "_Traced":

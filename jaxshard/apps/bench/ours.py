@@ -15,7 +15,7 @@ Tree = Any
 NAMES = ("ddp", "zero1", "zero2", "zero3")
 
 
-def build(name: str, task: Task, max_skips: int | None = 20, **more: Any) -> Step:
+def build(name: str, task: Task, max_skips: int | None = 20, loss_view: Any = "auto", **more: Any) -> Step:
     """The step of a strategy, with further options."""
     more |= {"master_dtype": "float32"} if task.masters else {}
     opt = getattr(jaxshard, name)(optimizer(), task.mesh, **more)
@@ -26,7 +26,7 @@ def build(name: str, task: Task, max_skips: int | None = 20, **more: Any) -> Ste
     def loss(params: Tree, batch: Tree) -> jax.Array:
         return models.loss(task.model, params, batch)
 
-    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches, max_skips=max_skips)
+    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches, max_skips=max_skips, loss_view=loss_view)
     by_rows = jax.sharding.NamedSharding(task.mesh, jax.sharding.PartitionSpec("data"))
     return Step(
         lower=lambda: run.lower(params, state, batch),

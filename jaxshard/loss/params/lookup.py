@@ -4,10 +4,12 @@ With T ids per device, each device exchanges T rows, and their gradients, in an 
 and scattering its gradient would move V rows. No device computes the whole gradient.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jax import lax
 from jaxshard import collectives
 from jaxshard.base.axes import Dims
 from jaxshard.base.tree import sum_dtype
-from jaxshard.base.types import Equation
+from jaxshard.base.types import AxisSizes, Equation
 from jaxshard.programs.primitives import GATHER
 
 
@@ -40,6 +42,19 @@ class Lookup:
         return lax.gather(table, ids, self.numbers, sizes, mode=self.mode, fill_value=self.fill_value)
 
 
+@contextlib.contextmanager
+def in_global_view(sizes: AxisSizes) -> Iterator[None]:
+    """Within it, programs are of all rows, and mesh axes have these sizes."""
+    token = _global_sizes.set(sizes)
+    try:
+        yield
+    finally:
+        _global_sizes.reset(token)
+
+
+_global_sizes: contextvars.ContextVar[AxisSizes | None] = contextvars.ContextVar("global_sizes", default=None)
+
+
 def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
     """Whether an equation looks rows up in its operand at `position`, a table cut by `dims`, and should exchange rows.
 
@@ -51,7 +66,10 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     ((dim, axes),) = dims
     if not _takes_rows(eqn) or ids.ndim < 2 or dim == -table.ndim:
         return False
-    num, count = math.prod(collectives.axis_size(axis) for axis in axes), ids.size // ids.shape[-1]
+    sizes, count = _global_sizes.get(), ids.size // ids.shape[-1]
+    num = math.prod(sizes[axis] if sizes else collectives.axis_size(axis) for axis in axes)
+    if sizes:  # ids are those of all devices
+        return asked or 2 * (count * table.size // table.shape[0] // num + ids.size) <= table.size
     row = table.size // table.shape[0] * table.dtype.itemsize
     return asked or 2 * (count * row + num * ids.size * ids.dtype.itemsize) <= table.shape[0] * row
 

@@ -130,6 +130,14 @@ class Sharded:
             return collectives.whole_with_summed_grad(self.local, self.stand_in, self.sum_axes)
         return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.held)
 
+    def rows(self, ids: jax.Array, how: Lookup, cast: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Of a table, the rows of these ids, exchanged with other devices."""
+        assert self.local is not None
+        local = cast(self.local)
+        if self.stand_in is None:
+            return exchanged(local, ids, how, self.dims, bool(self.held))
+        return looked_up(local, self.stand_in, ids, how, self.dims, bool(self.held))
+
     @property
     def looked_up_by(self) -> Dims:
         """How a table is cut for lookups that exchange rows; () if they cannot."""
@@ -175,12 +183,7 @@ class AtFirstUse:
 
     def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
         """The rows of these ids, exchanged with other devices."""
-        s = self.sharded
-        assert s.local is not None
-        local = self._cast(s.local)
-        if s.stand_in is None:
-            return exchanged(local, ids, how, s.dims, bool(s.held))
-        return looked_up(local, s.stand_in, ids, how, s.dims, bool(s.held))
+        return self.sharded.rows(ids, how, self._cast)
 
 
 Value: TypeAlias = jax.Array | Sharded | AtFirstUse
