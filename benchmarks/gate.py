@@ -19,9 +19,8 @@ from typing import Any
 import jax
 
 import jaxshard
-from jaxshard.apps.bench import ours
 from jaxshard.apps.bench.models import model
-from jaxshard.apps.bench.step import Task
+from jaxshard.apps.bench.step import Task, ours
 
 EXPECTED = Path(__file__).with_name("expected.json")
 MACHINE = "v5e:2x4"
@@ -35,7 +34,7 @@ def _case(strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bo
         mesh = jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
         dtype = "bfloat16" if masters else "float32"
         small = model("decoder", layers=2, width=1024, hidden=2048, heads=8, vocabulary=4096, length=128, dtype=dtype)
-        step = ours.build(strategy, Task(small, mesh, 16 * microbatches, microbatches, masters))
+        step = ours(strategy, Task(small, mesh, 16 * microbatches, microbatches, masters))
         return _figures(jaxshard.inspect.report(step.lower().compile()))
 
     return figures

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 import jaxshard
-from jaxshard.apps.bench import models, ours, steps
+from jaxshard.apps.bench import models, steps
 from jaxshard.apps.bench.measure import Running, alternated, beside, timed
-from jaxshard.apps.bench.step import Task, peak_bytes
+from jaxshard.apps.bench.step import Task, ours, peak_bytes
 from jaxshard.system.about import about
 
 SECONDS = 600  # for all cases
@@ -90,7 +90,7 @@ def host_state(toy: bool, rounds: int) -> Figures:
     options: dict[str, dict[str, Any]] = {"host": {}, "host_not_judged": {"max_skips": None}, "device": {}}
     for name, more in options.items():
         memory = "device" if name == "device" else "host"
-        step = ours.build("zero2", of, state_memory=memory, **more)
+        step = ours("zero2", of, state_memory=memory, **more)
         found[f"{name}_seconds"] = seconds_of(Running(step, of), max(rounds // 4, 1))
         if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):  # of all so far
             found[f"{name}_peak_bytes"] = peak
@@ -99,7 +99,7 @@ def host_state(toy: bool, rounds: int) -> Figures:
 
 def trained(of: Task, rounds: int) -> Figures:
     """A training's speed, its peak, and both as foretold by the compiler and by the plan."""
-    step = ours.build("zero2", of)
+    step = ours("zero2", of)
     foretold = peak_bytes(step.lower().compile())
     run = Running(step, of)
     seconds = seconds_of(run, rounds)
@@ -119,7 +119,7 @@ def trained(of: Task, rounds: int) -> Figures:
 def planned(of: Task, seconds: float, chip: jaxshard.plan.Chip) -> Figures:
     """What the plan foretells, with attention as plain operations, which it can read."""
     plain = dataclasses.replace(of, model=dataclasses.replace(of.model, attention=None))
-    step = ours.build("zero2", plain)
+    step = ours("zero2", plain)
     foretold = jaxshard.plan.predict(step.run, step.params, step.batch)
     roofline = foretold.seconds(chip)
     return {

@@ -2,7 +2,7 @@
 # ruff: noqa: F403, F405 (public.py has the names)
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxshard.system.command import is_command as _is_command  # noqa: F401  (it acts before JAX is imported)
 
@@ -64,6 +64,19 @@ _MODULES = (
     "tensor",
 )
 
+
+def _connect() -> None:
+    """Lets losses tell what they cost: `plan`, which knows, stands above them, and is imported when it is asked."""
+    from jaxshard.loss.gradients import LossFunction
+
+    def price_of(*args: Any) -> Any:
+        from jaxshard.plan.prediction import price_of
+
+        return price_of(*args)
+
+    LossFunction.price_of = staticmethod(price_of)
+
+
 if TYPE_CHECKING:
     from jaxshard import aot as aot
     from jaxshard import checkpoint as checkpoint
@@ -85,6 +98,7 @@ else:
             return importlib.import_module(f"jaxshard.{name}")
         if name in __all__:
             public = importlib.import_module("jaxshard.public")
+            _connect()
             globals().update({each: getattr(public, each) for each in __all__ if each not in globals()})
             return globals()[name]
         raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")

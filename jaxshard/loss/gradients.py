@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxshard.loss import global_loss
 from jaxshard.loss.arguments import LossOptions, PartsError, View, check_batch, checked_arguments
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
 from jaxshard.loss.loss_program import Program
+from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.loss.per_device import DeviceLoss, LossPlan
 from jaxshard.optimizer.sharding import Setup
@@ -34,10 +35,19 @@ LossFn = Callable[..., Tree]
 
 
 class LossFunction:
-    """A loss over a mesh, with or without its gradients; it is called inside or outside of `jit`."""
+    """A loss over a mesh, with or without its gradients; it is called inside or outside of `jit`.
+
+    Attributes:
+      price_of: tells what a loss costs in both views; `jaxshard` sets it, since `plan` stands above this module.
+    """
+
+    price_of: ClassVar[Callable[["LossFunction", Tree, Tree, tuple[Tree, ...]], Price | None]] = staticmethod(
+        lambda *_: None
+    )
 
     def __init__(self, options: LossOptions):
         self.options = options
+        self._is_told = False
         self._jitted = jax.jit(self._traced, compiler_options=self.compiler_options)
 
     @property
@@ -98,7 +108,14 @@ class LossFunction:
     def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
         """The traced loss and the plan of each parameter; takes the arguments of `layout`."""
         check_batch(batch, self.options)
-        return self._plan(params, batch, checked_arguments(args, batch, self.options), None)
+        args = checked_arguments(args, batch, self.options)
+        return self._priced(self._plan(params, batch, args, None), params, batch, args)
+
+    def _priced(self, plan: LossPlan, params: Tree, batch: Tree, args: tuple[Tree, ...]) -> LossPlan:
+        """The plan, with what it costs that the loss sees all rows though that was not asked for."""
+        if not plan.why_global or plan.options.loss_view != "global":
+            return plan
+        return dataclasses.replace(plan, price=type(self).price_of(self, params, batch, args))
 
     def _plan(self, *inputs: Tree) -> LossPlan:
         """The plan in the view that is asked for; by default in the global one where the local one would be wrong."""
@@ -190,6 +207,7 @@ class LossFunction:
         options, found, auto = plan.options, setup.layout(params), setup.config.auto_axes
         _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
         if options.loss_view == "global":
+            self._tell_price(plan, params, batch, args)
             return self._measured(plan, params, *global_loss.run(plan, params, batch, args, scale))
         grad_specs = self._without_single(tuple(jax.tree.leaves(found.grad_specs)))
         of_grads = jax.tree.map(lambda s: without(s, auto), grad_specs) if options.differentiate else P()
@@ -204,6 +222,18 @@ class LossFunction:
         if options.differentiate:
             grads = global_view.at(grads, setup.mesh, grad_specs) if auto else grads
         return self._measured(plan, params, values, rows, grads)
+
+    def _tell_price(self, plan: LossPlan, params: Tree, batch: Tree, args: tuple[Tree, ...]) -> None:
+        """Warns, once, if it costs much that the loss sees all rows."""
+        if self._is_told or not plan.why_global:
+            return
+        self._is_told = True
+        price = self._priced(plan, params, batch, args).price
+        if price is not None and price.is_high:
+            warn(
+                f"loss_fn: the loss is computed on all rows at once: {plan.why_global}\n{price}. docs/loss.md has the "
+                'ways to compute it on each device\'s rows; loss_view="global" says that all rows are meant.'
+            )
 
     def _measured(
         self, plan: LossPlan, params: Tree, values: Tree, rows: Sequence[jax.Array], grads: Sequence[jax.Array]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -13,6 +12,7 @@ from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.loss_report import explained, noted
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import core, equations, open_jaxpr
@@ -22,8 +22,6 @@ from jaxshard.programs.rows.microbatches import Found, recording
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
-
-_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Program:
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except (TypeError, ValueError) as error:
-            raise _noted(_explained(error, options), batch, args, options) from error
+            raise noted(explained(error, options.checked), batch, args, options.num_parts) from error
         roles = (
             ["frozen" if yes else "param" for yes in frozen]
             + ["batch"] * len(jax.tree.leaves(batch))
@@ -223,54 +221,6 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
         )
     loss = loss.astype(sum_dtype(loss))  # bf16 is too narrow for the sum over devices
     return loss, weight, jax.tree.map(jnp.asarray, aux)
-
-
-def _noted(
-    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], options: LossOptions
-) -> TypeError | ValueError:
-    """The error, with notes: the number of rows that the loss gets, and that flags among its arguments are traced."""
-    if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
-        error.add_note(
-            "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
-            "over those whose values it needs: functools.partial(loss_fn, training=True)."
-        )
-    parts = options.num_parts
-    if parts > 1 and "shape" in str(error):
-        mine = jax.tree.leaves(batch)[0].shape[0]
-        error.add_note(
-            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
-            "rows belong together, each device's microbatch needs whole groups of them."
-        )
-    return error
-
-
-def _explained(error: TypeError | ValueError, options: LossOptions) -> TypeError | ValueError:
-    """JAX's error about varying types or sharding constraints, with the cure; any other error unchanged."""
-    text = str(error)
-    if isinstance(error, ValueError):
-        return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
-    carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
-    if not options.checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
-        return error  # ours, or about shapes and dtypes
-    return TypeError(
-        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
-        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
-        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
-    )
-
-
-def _is_about_constraints(text: str) -> bool:
-    return "with_sharding_constraint" in text or ("Resource axis" in text and "not found in mesh" in text)
-
-
-def _about_constraints(text: str) -> str:
-    return (
-        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or "
-        "flax's nn.with_logical_constraint, and each device computes its own rows there, where no axis is left to "
-        "constrain. Take the constraint out, or call the step outside of nn.logical_axis_rules; how params are cut is "
-        "for specs= to say (auto_axes='tensor' leaves an axis to XLA, and constraints over that axis alone work then). "
-        f"JAX said: {text.splitlines()[0]}"
-    )
 
 
 def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:

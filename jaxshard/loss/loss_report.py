@@ -1,9 +1,17 @@
-"""The findings of `check`: how a loss differs when its rows are distributed differently."""
+"""What is told of a loss: the findings of `check`, the price of its view, and errors in its trace."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.base.types import Tree
+from jaxshard.system.text import size_in_words
+
+_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +84,70 @@ class RowsError(ValueError):
 
 def or_inf(x: float) -> float:
     return x if math.isfinite(x) else math.inf
+
+
+class Price(NamedTuple):
+    """What a device sends and holds for a loss and its gradients, in bytes: (in the local view, in the global one)."""
+
+    wire: tuple[float, float]
+    peak: tuple[float, float]
+
+    @property
+    def is_high(self) -> bool:
+        """Whether the global view sends or holds 10% more, and 1 MiB at least."""
+        return any(whole - local > max(0.1 * local, 2**20) for local, whole in self)
+
+    def __str__(self) -> str:
+        (sent, sent_here), (held, held_here) = ([size_in_words(int(x)) for x in reversed(both)] for both in self)
+        return (
+            f"By the plan, each device sends {sent} and holds {held} for the loss and its gradients; with its own rows "
+            f"alone it would send {sent_here} and hold {held_here}"
+        )
+
+
+# Errors in the trace of a loss.
+
+
+def noted(error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int) -> TypeError | ValueError:
+    """The error, with notes: the number of rows that the loss gets, and that flags among its arguments are traced."""
+    if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
+        error.add_note(
+            "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
+            "over those whose values it needs: functools.partial(loss_fn, training=True)."
+        )
+    if parts > 1 and "shape" in str(error):
+        mine = jax.tree.leaves(batch)[0].shape[0]
+        error.add_note(
+            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
+            "rows belong together, each device's microbatch needs whole groups of them."
+        )
+    return error
+
+
+def explained(error: TypeError | ValueError, checked: bool) -> TypeError | ValueError:
+    """JAX's error about varying types or sharding constraints, with the cure; any other error unchanged."""
+    text = str(error)
+    if isinstance(error, ValueError):
+        return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
+    carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))
+    if not checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
+        return error  # ours, or about shapes and dtypes
+    return TypeError(
+        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
+        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
+        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+    )
+
+
+def _is_about_constraints(text: str) -> bool:
+    return "with_sharding_constraint" in text or ("Resource axis" in text and "not found in mesh" in text)
+
+
+def _about_constraints(text: str) -> str:
+    return (
+        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or "
+        "flax's nn.with_logical_constraint, and each device computes its own rows there, where no axis is left to "
+        "constrain. Take the constraint out, or call the step outside of nn.logical_axis_rules; how params are cut is "
+        "for specs= to say (auto_axes='tensor' leaves an axis to XLA, and constraints over that axis alone work then). "
+        f"JAX said: {text.splitlines()[0]}"
+    )

@@ -18,6 +18,7 @@ from jaxshard.loss.arguments import LossOptions, folded
 from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
+from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value, at_the_start, without_gradient
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward
@@ -34,18 +35,21 @@ class LossPlan:
     Attributes:
       options: these say in which view it was traced.
       why_global: why the loss needs to see all rows, as far as is known; "" if it does not, or if that was asked for.
+      price: of seeing all rows; None if it is not known, or does not arise.
     """
 
     program: Program
     leaves: tuple[LeafPlan, ...]
     options: LossOptions
     why_global: str = ""
+    price: Price | None = None
 
     def __str__(self) -> str:
         if self.options.loss_view != "global":
             return str(self.program.verdict)
         why = f": {self.why_global}" if self.why_global else ""
-        return f"the loss sees all of a microbatch, and XLA partitions it{why}"
+        price = f" {self.price}." if self.price else ""
+        return f"the loss sees all of a microbatch, and XLA partitions it{why}{price}"
 
 
 class DeviceLoss:

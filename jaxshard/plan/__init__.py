@@ -11,11 +11,11 @@ from jaxshard.plan.costs import Costs as Costs
 from jaxshard.plan.costs import Seconds as Seconds
 from jaxshard.plan.pages.drawing import draw as draw
 from jaxshard.plan.prediction import KINDS as KINDS
-from jaxshard.plan.prediction import AnyRows as AnyRows
 from jaxshard.plan.prediction import Prediction as Prediction
 from jaxshard.plan.prediction import Row as Row
 from jaxshard.plan.prediction import predict as predict
 from jaxshard.plan.program import Moved as Moved
+from jaxshard.plan.search import AnyRows as AnyRows
 from jaxshard.plan.search import Build as Build
 from jaxshard.plan.search import Fit as Fit
 from jaxshard.plan.search import at_rest as at_rest

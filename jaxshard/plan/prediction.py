@@ -20,6 +20,9 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
+from jaxshard.loss.arguments import View
+from jaxshard.loss.gradients import LossFunction
+from jaxshard.loss.loss_report import Price
 from jaxshard.mesh import platform_of, torus_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
@@ -186,50 +189,7 @@ class LaidOut:
 
     def prediction(self) -> Prediction:
         """See `predict`."""
-        return _Traced(self).prediction()
-
-
-class AnyRows:
-    """`predict` for any number of rows, from one trace.
-
-    In the trace each device has a prime number of rows that divides no other dim: so the dims made of rows are known.
-
-    Args:
-      step, params, batch, args: as for `predict`.
-      unit: each device's rows of a microbatch are a multiple of it: a pipeline's `num_microbatches`, say.
-
-    Attributes:
-      parts: rows per step are a multiple of it: devices x microbatches x `unit`.
-    """
-
-    _PRIMES = (1009, 2003, 4001, 8009)
-
-    def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
-        options = loss_of(step).options
-        self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
-        sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
-        sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
-        self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
-        self._batch = batch
-        self._traced = _Traced(LaidOut(step, params, _with_rows(batch, self._prime * self.parts), *args))
-
-    def at(self, rows: int) -> Prediction:
-        """The prediction for `rows` rows a step, over all devices and microbatches.
-
-        Raises:
-          ValueError: `rows` is no multiple of `parts`.
-        """
-        if rows % self.parts or rows < 1:
-            raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
-        batch = _with_rows(self._batch, rows)
-        return self._traced.rescaled(self._prime, rows // self.parts, batch).prediction()
-
-
-def _with_rows(batch: Tree, rows: int) -> Tree:
-    def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
-
-    return jax.tree.map(resized, batch)
+        return TracedStep(self).prediction()
 
 
 def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.Block, str]:
@@ -252,7 +212,7 @@ def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.B
     return block, platform
 
 
-class _Traced:
+class TracedStep:
     """A step as it runs on each device of its platform."""
 
     def __init__(self, given: LaidOut):
@@ -264,7 +224,7 @@ class _Traced:
         self.block, self.platform = block_of(traced.jaxpr, specs, setup)
         self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
 
-    def rescaled(self, old: int, new: int, batch: Tree) -> "_Traced":
+    def rescaled(self, old: int, new: int, batch: Tree) -> "TracedStep":
         """The same for a batch of other rows: `new` on each device in place of `old`."""
         other = copy.copy(self)
         other.block, other.batch = program.rescaled(self.block, old, new), batch
@@ -286,3 +246,29 @@ class _Traced:
         batch = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(self.batch))
         rows = batch // self.setup.num_batch_shards
         return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows}
+
+
+# The two views of a loss: on each device's rows, and on all rows at once.
+
+
+def price_of(loss: LossFunction, params: Tree, batch: Tree, args: Sequence[Tree]) -> Price | None:
+    """What a loss and its gradients cost in both views; None if either cannot be traced or read.
+
+    Takes arrays or shapes, and compiles nothing.
+    """
+    try:
+        local, whole = _costs(loss, "local", params, batch, args), _costs(loss, "global", params, batch, args)
+    except Exception:  # of any type: it is the user's own code, perhaps written for one view alone
+        return None
+    return Price((local.wire_bytes, whole.wire_bytes), (local.peak_bytes, whole.peak_bytes))
+
+
+def _costs(loss: LossFunction, view: View, params: Tree, batch: Tree, args: Sequence[Tree]) -> Costs:
+    setup = loss.setup
+    run = LossFunction(dataclasses.replace(loss.options, loss_view=view))
+    inputs = jax.tree.map(shape_of, (params, batch, *args))
+    traced = jax.jit(lambda *xs: tuple(run.measure(xs[0], xs[1], xs[2:]))).trace(*inputs).jaxpr  # pyright: ignore
+    others = [P(setup.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
+    specs = [*jax.tree.leaves(setup.layout(inputs[0]).param_specs), *others]
+    block, platform = block_of(traced, specs, setup)
+    return costs_of(block, [False] * len(specs), platform)

@@ -8,18 +8,64 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxshard import strategies
+from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.plan.choices import Candidate, Target
-from jaxshard.plan.prediction import AnyRows, LaidOut, Row, predict
-from jaxshard.step.step import TrainStep, train_step
+from jaxshard.plan.prediction import LaidOut, Prediction, Row, TracedStep, predict
+from jaxshard.step.step import TrainStep, loss_of, train_step
 from jaxshard.system.text import seconds_in_words, size_in_words
 
 # (step, params, batch, *args), as `predict` takes them.
 Built: TypeAlias = tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]
 Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
+
+
+class AnyRows:
+    """`predict` for any number of rows, from one trace.
+
+    In the trace each device has a prime number of rows that divides no other dim: so the dims made of rows are known.
+
+    Args:
+      step, params, batch, args: as for `predict`.
+      unit: each device's rows of a microbatch are a multiple of it: a pipeline's `num_microbatches`, say.
+
+    Attributes:
+      parts: rows per step are a multiple of it: devices x microbatches x `unit`.
+    """
+
+    _PRIMES = (1009, 2003, 4001, 8009)
+
+    def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
+        options = loss_of(step).options
+        self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
+        sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
+        sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
+        self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
+        self._batch = batch
+        self._traced = TracedStep(LaidOut(step, params, _with_rows(batch, self._prime * self.parts), *args))
+
+    def at(self, rows: int) -> Prediction:
+        """The prediction for `rows` rows a step, over all devices and microbatches.
+
+        Raises:
+          ValueError: `rows` is no multiple of `parts`.
+        """
+        if rows % self.parts or rows < 1:
+            raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
+        batch = _with_rows(self._batch, rows)
+        return self._traced.rescaled(self._prime, rows // self.parts, batch).prediction()
+
+
+def _with_rows(batch: Tree, rows: int) -> Tree:
+    def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 def compare(build: Build, candidates: Iterable[Candidate], target: Target) -> list[Row]:

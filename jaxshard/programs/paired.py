@@ -1,6 +1,7 @@
 """Walks two traced programs side by side: which equations and variables correspond."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def paired(
             b = next(rest, None)
         elif nothing(a) and len(a.invars) == len(a.outvars):
             same = [partners.of(v) for v in a.invars]
-            yield a, a.replace(invars=same, outvars=same)
+            yield a, cast(Any, a).replace(invars=same, outvars=same)
             partners.bind(a.outvars, same)
         else:
             raise Unlike(a, b)

@@ -27,6 +27,7 @@ from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
 from jaxshard.processes import agreement
 from jaxshard.step.program import (
+    KeyWatch,
     Program,
     Returned,
     check_processes,
@@ -36,7 +37,6 @@ from jaxshard.step.program import (
     placed_leaf,
     run,
 )
-from jaxshard.step.repeats import KeyWatch
 from jaxshard.step.skips import Names, Verdicts, judged
 from jaxshard.system.interrupts import Interrupts
 

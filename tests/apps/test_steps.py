@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxshard.apps.bench import gspmd, models, ours, steps
+from jaxshard.apps.bench import gspmd, models, steps
 from jaxshard.apps.bench.measure import Running
-from jaxshard.apps.bench.step import Step, Task, UnfitError, optimizer
+from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError, optimizer
 
 ROWS = 16
 
@@ -146,6 +146,6 @@ def test_a_layer_in_a_list_is_cut_as_one_in_a_stack():
 
 
 def test_tasks_and_names():
-    assert set(ours.NAMES) | set(steps.PEERS) == set(steps.NAMES)
+    assert set(OURS) | set(steps.PEERS) == set(steps.NAMES)
     assert dataclasses.replace(task(), masters=True).dtype == "bfloat16"
     assert task().platform == "cpu"

@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from jaxshard.apps.bench import models, ours
+from jaxshard.apps.bench import models
 from jaxshard.apps.bench.measure import Row, alternated, beside
-from jaxshard.apps.bench.step import UnfitError
+from jaxshard.apps.bench.step import OURS, UnfitError
 
 TORCH = ("torch-ddp", "torch-zero", "torch-fsdp2")
 _LIMIT_SECONDS = 300  # for a group to start, and for a round
@@ -190,4 +190,4 @@ class Group:
         self._end()
 
 
-NAMES = (*ours.NAMES, *TORCH)
+NAMES = (*OURS, *TORCH)

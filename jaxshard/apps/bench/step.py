@@ -1,4 +1,4 @@
-"""The interface of every compared step: its program, its arrays' shardings, its optimizer alone, and its figures."""
+"""A training step to be measured, the task that it does, its figures; and jaxshard's own steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import optax
 
 import jaxshard
+from jaxshard.apps.bench import models
 
 Tree = Any
 
@@ -133,3 +134,46 @@ def peak_bytes(compiled: jax.stages.Compiled) -> float:
     assert memory is not None, "no compiler of XLA leaves it out"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return float(held + memory.temp_size_in_bytes)
+
+
+# jaxshard's own.
+
+
+OURS = ("ddp", "zero1", "zero2", "zero3")
+
+
+def ours(name: str, task: Task, max_skips: int | None = 20, loss_view: Any = "auto", **more: Any) -> Step:
+    """The step of a strategy of jaxshard, with further options."""
+    more |= {"master_dtype": "float32"} if task.masters else {}
+    opt = getattr(jaxshard, name)(optimizer(), task.mesh, **more)
+    shapes, batch = models.init(task.model, task.dtype), task.model.batch(task.rows)
+    params = opt.place(shapes)
+    state = opt.init(params)
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        return models.loss(task.model, params, batch)
+
+    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches, max_skips=max_skips, loss_view=loss_view)
+    by_rows = jax.sharding.NamedSharding(task.mesh, jax.sharding.PartitionSpec("data"))
+    return Step(
+        lower=lambda: run.lower(params, state, batch),
+        run=run,
+        optimize=jax.jit(_optimize(opt), donate_argnums=(1, 2)),
+        params=params,
+        state=state,
+        batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_rows), batch),
+        grads=_shaped(shapes, opt.shardings(shapes).grads),
+        init=opt.init,
+    )
+
+
+def _optimize(opt: jaxshard.ShardedOptimizer) -> Any:
+    def optimize(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return optimize
+
+
+def _shaped(shapes: Tree, shardings: Tree) -> Tree:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from jaxshard.apps.bench import gspmd, ours
-from jaxshard.apps.bench.step import Step, Task, UnfitError
+from jaxshard.apps.bench import gspmd
+from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError, ours
 
 NNX = "nnx"
 PEERS = (*gspmd.PLAIN, *gspmd.BEST, NNX)
-NAMES = (*ours.NAMES, *PEERS)
+NAMES = (*OURS, *PEERS)
 
 
 def build(name: str, task: Task) -> Step:
@@ -19,8 +19,8 @@ def build(name: str, task: Task) -> Step:
     Raises:
       UnfitError: it cannot do the task, or a package is not installed.
     """
-    if name in ours.NAMES:
-        return ours.build(name, task)
+    if name in OURS:
+        return ours(name, task)
     if name != NNX:
         return gspmd.build(name, task)
     if importlib.util.find_spec("flax") is None:

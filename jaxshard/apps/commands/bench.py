@@ -14,9 +14,9 @@ import tyro
 from rich.console import Console
 
 from jaxshard import aot
-from jaxshard.apps.bench import models, ours, processes, steps
+from jaxshard.apps.bench import models, processes, steps
 from jaxshard.apps.bench.measure import Row, Running, compiled, timed
-from jaxshard.apps.bench.step import Step, Task, UnfitError
+from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.commands import bench_tables
 from jaxshard.apps.config.devices import devices_of
@@ -162,7 +162,7 @@ def _run(given: Arguments) -> int:
 
 def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
     """Measures and shows the cost of `count` devices against one."""
-    names = [name for name in given.steps if name in ours.NAMES] + list(processes.TORCH)
+    names = [name for name in given.steps if name in OURS] + list(processes.TORCH)
     setting = processes.setting("toy" if given.toy else "small", given.rows, given.rounds, given.torch)
     found = []
     for row in processes.rows(names, count, setting):

@@ -24,8 +24,7 @@ from jaxshard.mesh import abstract_mesh, make_mesh
 from jaxshard.optimizer.state import init
 from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
-from jaxshard.plan.prediction import Row
-from jaxshard.plan.search import Build, Built
+from jaxshard.plan.search import Build, Built, Row
 from jaxshard.step.step import loss_of
 from jaxshard.system.text import size_in_words
 
