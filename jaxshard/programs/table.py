@@ -63,7 +63,7 @@ one_minus_square polygamma zeta : pointwise
 add add_any : pointwise linear keeps_sign fused adds
 cbrt : pointwise fused power=1/3
 ceil floor round : pointwise no_gradient fused
-clamp : pointwise moves homogeneous fused numbers=1:2 guards clips
+clamp : pointwise moves homogeneous fused guards clips
 complex conj : pointwise sums fused
 convert_element_type : pointwise same fused passed_on into_dot
 copy : pointwise same fused passed_on

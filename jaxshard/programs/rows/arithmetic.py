@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxshard.base.types import Equation
 from jaxshard.programs.jaxprs import axes_of_equation, is_float
 from jaxshard.programs.primitives import (
@@ -21,6 +24,7 @@ from jaxshard.programs.primitives import (
     NUMBERS,
     OVER_DEVICES,
     REDUCE_SUM,
+    ROUNDS,
     SAME_NUMBERS,
     SUB,
     SUMS,
@@ -69,6 +73,21 @@ class Pair:
         """Whether it is linear in its operands, for given indices and predicates."""
         return self.name in SUMS
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether its result is its operand, number for number, but for the rounding of floats: not a cast to bool."""
+        if self.name not in SAME_NUMBERS:
+            return False
+        old, new = (v.aval.dtype for v in (self.one.invars[0], self.one.outvars[0]))
+        whole = not jnp.issubdtype(new, jnp.inexact)
+        return np.can_cast(old, new, "safe") if whole else True
+
+    @property
+    def may_wrap(self) -> bool:
+        """Whether its result is of integers so short that sums of many may not fit."""
+        dtype = self.one.outvars[0].aval.dtype
+        return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+
     def shapes(self, position: int) -> tuple[Shape, Shape]:
         """The shapes of an operand."""
         return self.one.invars[position].aval.shape, self.two.invars[position].aval.shape
@@ -102,7 +121,7 @@ def pointwise(pair: Pair, labels: Sequence[Label]) -> Label:
     ratio = _ratio(pair, labels)
     if ratio is _NONE:
         return pair.no("count" if is_float(pair.one.outvars[0]) else "some")
-    value = labels[0].value if pair.name in SAME_NUMBERS else None
+    value = labels[0].value if pair.keeps_numbers else None
     own = any(x.own for x in labels)
     if not rows:
         return Label("same", ratio, own=own, value=value, trail=next((x.trail for x in labels if x.trail), ()))
@@ -124,7 +143,7 @@ def _ratio(pair: Pair, labels: Sequence[Label]) -> Ratio:
         return (1.0 if power <= 0 else None) if ratio is None else ratio**power
     ratios = [x.ratio for x in labels[NUMBERS.get(name, slice(None))] if x.ratio is not None]
     if not all_plain(labels):
-        is_cast = not floats and is_float(pair.one.invars[0])
+        is_cast = name in SAME_NUMBERS and not pair.keeps_numbers
         scales = name in COMPARES or (name in HOMOGENEOUS and name != DIV and not is_cast)
         if not scales or not all(near(x, ratios[0]) for x in ratios):
             return _NONE
@@ -142,7 +161,7 @@ def _scaled(name: str, one: Ratio, two: Ratio) -> Ratio:
 def _of_places(pair: Pair, labels: Sequence[Label]) -> Label:
     """Of places in the batch: they stay what they are, and none is negative (what an index is asked for)."""
     first, *rest = labels
-    if pair.name in SAME_NUMBERS and not is_float(pair.one.outvars[0]):
+    if pair.keeps_numbers and not is_float(pair.one.outvars[0]):
         return first
     if pair.name == LT and first.place and all(x.value is not None and x.value <= 0 for x in rest):
         return Label("rows", None, first.dim, ANY, fixed=True, value=0.0)
@@ -153,7 +172,7 @@ def with_index(pair: Pair, labels: Sequence[Label]) -> Label:
     """Of a device's index: times the rows of a device, plus each row's place there, it is the place among all."""
     index = next(x for x in labels if x.kind == "other")
     rest = [x for x in labels if x is not index]
-    if not rest and pair.name in SAME_NUMBERS:
+    if not rest and pair.keeps_numbers:
         return index
     if len(rest) == 1 and index.first is not None:
         (term,) = rest
@@ -170,10 +189,10 @@ def _of_totals(pair: Pair, labels: Sequence[Label], totals: Sequence[Label]) -> 
     if any(x.running for x in totals):
         return _of_running(pair, labels)
     if any(x.by != "sum" for x in totals):
-        same = len(totals) == len(labels) == 1 and name in SAME_NUMBERS
+        same = len(totals) == len(labels) == 1 and pair.keeps_numbers
         return first if same else pair.no("statistic", first.trail, extreme=True)
-    is_cast = not is_float(pair.one.outvars[0]) and is_float(pair.one.invars[0])
-    if any(x.kind == "rows" for x in labels) or is_cast:
+    rounds = (name in SAME_NUMBERS and not pair.keeps_numbers) or name in ROUNDS or pair.may_wrap
+    if any(x.kind == "rows" for x in labels) or rounds:
         return pair.no("statistic", first.trail)
     if name in MULTIPLIES:
         if len(totals) > 1 or (name == DIV and (labels[1].kind == "total" or not is_float(pair.one.outvars[0]))):
@@ -195,11 +214,13 @@ def _of_running(pair: Pair, labels: Sequence[Label]) -> Label:
     terms = [x for x in labels if not x.running]
     if any(x.kind == "total" for x in terms):
         return pair.no("statistic", trail)
-    if name in SAME_NUMBERS and len(labels) == 1:
+    if pair.keeps_numbers and len(labels) == 1 and not pair.may_wrap:
         return running[0]
     if name in CHOOSES and all(x.running for x in labels[1:]):
         found = joined(labels[1:], pair.parts)
         return found or pair.no("count", trail)
+    if pair.may_wrap:
+        return pair.no("statistic", trail)
     adds = (name in ADDS or (name == SUB and labels[0].running)) and len(running) == 1
     if not adds or not all(near(x.ratio, running[0].ratio) for x in terms):
         return pair.no("statistic", trail)
@@ -237,6 +258,8 @@ def reduced(pair: Pair, label: Label, dims: Sequence[int], over: str) -> Label:
 
 def summed(pair: Pair, *labels: Label) -> Label:
     """The label of a sum over rows of products of these."""
+    if pair.may_wrap or any(x.place for x in labels):
+        return pair.no("position" if not pair.may_wrap else "statistic", pair.trail)
     ratio = functools.reduce(product, [x.ratio for x in labels])
     if all(x.fixed for x in labels):
         return Label("same", product(ratio, pair.parts), own=any(x.own for x in labels))

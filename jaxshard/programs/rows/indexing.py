@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+import jax
+
+from jaxshard.programs.jaxprs import is_float
 from jaxshard.programs.rows.arithmetic import Pair, summed
 from jaxshard.programs.rows.labels import ANY, Label, all_plain, joined, near, outers
 
 
 def gather(pair: Pair, labels: Sequence[Label]) -> Label:
     operand, indices = labels
+    if operand.place or (_fills(pair) and (operand.kind == "total" or not near(operand.ratio, 1.0))):
+        return pair.no("position" if operand.place else "count")
     numbers, (one, two) = pair.one.params["dimension_numbers"], pair.shapes(0)
     of_index = [d for d in range(len(pair.out_shapes()[0])) if d not in numbers.offset_dims]
     if operand.kind == "total":
@@ -34,9 +39,17 @@ def gather(pair: Pair, labels: Sequence[Label]) -> Label:
         return pair.no("pairs" if column.kind == "rows" else "some")
     others = [x for x in columns if x is not column]
     apart = all(x and (x.kind == "same" or (x.kind == "rows" and x.dim == column.dim and not x.place)) for x in others)
-    if not apart or operand.outer > 1 or operand.place:
-        return pair.no("unknown")
+    each_its_own = pair.shapes(1)[0][column.dim] == one[dim] and sizes[0][dim] == sizes[1][dim] == 1
+    if not apart or operand.outer > 1 or not each_its_own:
+        return pair.no("position")
     return operand.with_(dim=of_index[column.dim], outer=1, fixed=False, value=None)
+
+
+def _fills(pair: Pair) -> bool:
+    """Whether elements past the end are a number other than 0, which no ratio fits (NaN fits any)."""
+    fill, mode = pair.one.params["fill_value"], pair.one.params["mode"]
+    is_nan = fill is None and is_float(pair.one.outvars[0])
+    return mode == jax.lax.GatherScatterMode.FILL_OR_DROP and not is_nan and (fill is None or bool(fill != 0))
 
 
 def _looked_up(pair: Pair, operand: Label, indices: Label, of_index: Sequence[int]) -> Label:
@@ -66,6 +79,8 @@ def _columns(indices: Label, count: int) -> Sequence[Label | None]:
 
 def scatter(pair: Pair, labels: Sequence[Label]) -> Label:
     into, indices, updates = labels
+    if into.place or updates.place:
+        return pair.no("position")
     numbers, is_sum = pair.one.params["dimension_numbers"], pair.adds_up
     shape = pair.shapes(2)[0]
     of_index = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
@@ -117,6 +132,8 @@ def _into_rows(pair: Pair, labels: Sequence[Label], of_index: Sequence[int]) -> 
     columns = _columns(indices, len(numbers.scatter_dims_to_operand_dims))
     column = columns[[*numbers.scatter_dims_to_operand_dims].index(dim)]
     if column is None or not column.place or updates.dim != of_index[column.dim] or found.outer > 1:
+        return pair.no("position")
+    if pair.shapes(1)[0][column.dim] != one[dim]:
         return pair.no("position")
     others = [x for x in columns if x is not column]
     apart = all(x and (x.kind == "same" or (x.kind == "rows" and x.dim == column.dim and not x.place)) for x in others)

@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+import jax
+
 from jaxshard.base.types import Equation
 
 Trail: TypeAlias = tuple[Equation, ...]  # an equation, after the equations whose programs hold it
@@ -49,7 +51,7 @@ class Label:
       value: the number that all elements are, in both programs; None if unknown.
       first: the number that all elements are in the first program; of a device's index: by what it is multiplied.
       by: what a total is: the sum over devices, or their largest or smallest value.
-      running: a total inside a scan over rows, before its last iteration.
+      running: the number (from 1) of a scan's carry, of a total inside a scan over rows; 0 of any other.
       columns: labels of the parts of an index array along its last dim.
     """
 
@@ -63,7 +65,7 @@ class Label:
     value: float | None = None
     first: float | None = None
     by: Literal["sum", "largest", "smallest"] = "sum"
-    running: bool = False
+    running: int = 0
     columns: tuple["Label", ...] = ()
     trail: Trail = dataclasses.field(default=(), compare=False)
     trouble: Trouble | None = dataclasses.field(default=None, compare=False)
@@ -98,8 +100,8 @@ def worst(labels: Sequence[Label]) -> Label | None:
 
 
 def near(one: Ratio, two: Ratio) -> bool:
-    """Whether two ratios are equal, but for a rounding of float32 numbers in the program."""
-    return one is None or two is None or math.isclose(one, two, rel_tol=1e-6)
+    """Whether two ratios are equal, but for a rounding of numbers in the program: of float32, if 64 bits are off."""
+    return one is None or two is None or math.isclose(one, two, rel_tol=1e-13 if jax.config.jax_enable_x64 else 1e-6)
 
 
 def shifted(label: Label, gone: Iterable[int]) -> Label:

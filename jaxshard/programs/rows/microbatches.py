@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxshard.base.types import Equation, Jaxpr, Tree
 from jaxshard.programs.jaxprs import open_jaxpr, without_consts
 from jaxshard.programs.rows.labels import SAME, Label, Ratio, as_total, lost, near, worst
-from jaxshard.programs.rows.pairs import alike
+from jaxshard.programs.rows.pairs import scale_alike
 
 AXIS = "microbatches"  # in a proof, beside the mesh axes that split rows
 
@@ -96,8 +96,8 @@ def record(
     try:
         program, consts = traced(rows)
         if each == 1:  # a dim of one row may be broadcast as one of several is not
-            one, (program, consts) = program, traced(2 * rows)
-            program = program if alike(one, program) else None
+            one, (program, consts), (many, _) = program, traced(2 * rows), traced(4 * count * rows)
+            program = program if scale_alike([one, program, many], [1, 2, 4 * count]) else None
     except Exception:  # of any type: it is the user's own code, on a batch of another size
         program, consts = None, []
     leaves = jax.tree.leaves((given, batch))

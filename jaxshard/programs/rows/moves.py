@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxshard.programs.primitives import DRAWS, MOVES, SEVERAL, is_linear_in_last, mixed_dims
+from jaxshard.programs.primitives import DRAWS, MOVES, SEVERAL, TOP_K, is_linear_in_last, mixed_dims
 from jaxshard.programs.rows.arithmetic import Pair
 from jaxshard.programs.rows.labels import ANY, SAME, Label, all_plain, joined, lie_apart, near, shifted
 
@@ -191,7 +191,9 @@ def along(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """A sort or a cumulative sum: each element depends on all elements that share its other indices."""
     ndim = len(pair.shapes(0)[0])
     dim = next((pair.one.params[key] for key in ("axis", "dimension") if key in pair.one.params), -1) % max(ndim, 1)
-    return _mixing(pair, labels, [dim])
+    found = _mixing(pair, labels, [dim])
+    plain = [x if x.kind == "other" else x.with_(ratio=1.0) for x in found]
+    return [*found[:1], *plain[1:]] if pair.name == TOP_K else found  # then come indices, which do not scale
 
 
 def leading(pair: Pair, labels: Sequence[Label]) -> list[Label]:

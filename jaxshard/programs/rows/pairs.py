@@ -1,6 +1,7 @@
 """A walk over two programs side by side: the loss of each device's rows, and the loss of all rows."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -8,11 +9,12 @@ import jax
 import numpy as np
 
 from jaxshard.base.types import Equation, Jaxpr, Var
-from jaxshard.programs.jaxprs import equations, is_literal, is_ref, number_of, open_jaxpr, subprograms
+from jaxshard.programs.jaxprs import is_literal, is_ref, number_of, open_jaxpr, subprograms
 from jaxshard.programs.paired import Partners, Unlike, paired, same
-from jaxshard.programs.primitives import BROADCAST, ONLY_READS, RESHAPES, Kind, kind_of, takes_whole_ref
+from jaxshard.programs.primitives import BROADCAST, ONLY_READS, OWN_GRADIENT, RESHAPES, Kind, kind_of, takes_whole_ref
 from jaxshard.programs.rows.arithmetic import Pair
 from jaxshard.programs.rows.labels import ROW, SAME, Label, Trail, lost, number
+from jaxshard.programs.rows.rules import backward
 from jaxshard.programs.walk import Walk
 
 Labels: TypeAlias = list[Label]
@@ -177,10 +179,101 @@ def same_params(pair: Pair) -> bool:
     return all(same(one[key], two[key]) for key in keys if not hasattr(open_jaxpr(one[key]), "eqns"))
 
 
-def alike(one: Jaxpr, two: Jaxpr) -> bool:
-    """Whether two programs have the same operations, but for those that give an array another shape."""
-    names = ([x.primitive.name for x in equations(program) if not _is_view(x)] for program in (one, two))
-    return next(names) == next(names)
+def scale_alike(programs: Sequence[Jaxpr], rows: Sequence[int]) -> bool:
+    """Whether three programs, of ever more rows, are one function of their number: so that a proof about the second
+    and the third is one about the first and the third.
+
+    They have the same operations on the same values, reshapes aside, for which a dim of one row needs not to be the
+    same; and all numbers in them, and all sizes, are powers of the number of rows times a constant.
+    """
+    if any(len(open_jaxpr(x).invars) != len(open_jaxpr(programs[0]).invars) for x in programs):
+        return False
+    try:
+        return _Triple(rows).alike(programs)
+    except Exception:  # of any type: a user's own rule may be traced anew
+        return False
+
+
+class _Triple:
+    """A comparison of three programs."""
+
+    def __init__(self, rows: Sequence[int]):
+        self._logs = math.log(rows[1] / rows[0]), math.log(rows[2] / rows[1])
+
+    def alike(self, programs: Sequence[Jaxpr]) -> bool:
+        """Whether the programs have the same operations, numbers and sizes, as functions of the number of rows."""
+        steps, outs = zip(*map(_steps, programs), strict=True)
+        if len({*map(len, steps)}) > 1 or not self._operands(outs):
+            return False
+        consts = zip(*(getattr(x, "consts", ()) for x in programs), strict=False)
+        return all(map(self._step, zip(*steps, strict=True))) and all(map(self._constant, consts))
+
+    def _step(self, steps: Sequence[tuple[Equation, list[object]]]) -> bool:
+        eqns = [eqn for eqn, _ in steps]
+        if len({(x.primitive.name, len(x.invars), len(x.outvars)) for x in eqns}) > 1:
+            return False
+        if not self._operands([operands for _, operands in steps]):
+            return False
+        sizes = zip(*([_size(v) for v in eqn.outvars] for eqn in eqns), strict=True)
+        words = [{key: x for key, x in eqn.params.items() if isinstance(x, str | bool | float)} for eqn in eqns]
+        wholes = [[x for x in eqn.params.values() if type(x) is int] for eqn in eqns]
+        if not all(map(self._follows, sizes)) or any(x != words[0] for x in words[1:]):
+            return False
+        if len({*map(len, wholes)}) > 1 or not all(map(self._follows, zip(*wholes, strict=True))):
+            return False
+        inner = [list(subprograms(eqn)) for eqn in eqns]
+        if len({*map(len, inner)}) > 1 or not all(map(self.alike, zip(*inner, strict=True))):
+            return False
+        rules = [backward(eqn) for eqn in eqns] if eqns[0].primitive.name in OWN_GRADIENT else []
+        return not rules or self.alike(rules)
+
+    def _operands(self, operands: Sequence[Sequence[object]]) -> bool:
+        if len({*map(len, operands)}) > 1:
+            return False
+        return all(map(self._operand, zip(*operands, strict=True)))
+
+    def _operand(self, each: Sequence[object]) -> bool:
+        numbers = [isinstance(x, float) for x in each]
+        return self._follows(each) if all(numbers) else not any(numbers) and each[0] == each[1] == each[2]  # pyright: ignore
+
+    def _constant(self, each: Sequence[object]) -> bool:
+        if any(isinstance(x, jax.core.Tracer) for x in each):  # pyright: ignore
+            return each[0] is each[1] is each[2]
+        return same(each[0], each[1]) and same(each[1], each[2])
+
+    def _follows(self, numbers: Sequence[float]) -> bool:
+        """Whether three numbers are a constant times a power of the number of rows."""
+        a, b, c = map(float, numbers)
+        if a == b == c or all(map(math.isnan, (a, b, c))):
+            return True
+        if not (a * b > 0 and b * c > 0 and math.isfinite(a * b * c)):
+            return False
+        return math.isclose(math.log(b / a) * self._logs[1], math.log(c / b) * self._logs[0], abs_tol=1e-6)
+
+
+def _steps(program: Jaxpr) -> tuple[list[tuple[Equation, list[object]]], list[object]]:
+    """(the operations but reshapes, each with its operands; the results): numbers, or where they come from."""
+    opened = open_jaxpr(program)
+    origin: dict[Var, object] = {v: ("input", i) for i, v in enumerate([*opened.constvars, *opened.invars])}
+    steps = list[tuple[Equation, list[object]]]()
+
+    def of(v: Var) -> object:
+        if not is_literal(v):
+            return origin[v]
+        number = number_of(v)
+        return str(v.val) if number is None else number
+
+    for eqn in opened.eqns:
+        if _is_view(eqn):
+            origin[eqn.outvars[0]] = of(eqn.invars[0])
+            continue
+        origin |= {v: (len(steps), i) for i, v in enumerate(eqn.outvars)}
+        steps.append((eqn, [of(v) for v in eqn.invars]))
+    return steps, [of(v) for v in opened.outvars]
+
+
+def _size(v: Var) -> int:
+    return math.prod(getattr(v.aval, "shape", ()))
 
 
 def _is_view(eqn: Equation) -> bool:

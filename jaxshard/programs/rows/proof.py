@@ -25,6 +25,10 @@ from jaxshard.programs.rows.pairs import Labels, PairedWalk, same_params
 from jaxshard.programs.rows.rules import Rule
 
 _AWAY = lost("pairs", ())
+_KEEP_PLACES: tuple[Kind, ...] = (
+    *("pointwise", "broadcast", "reshape", "squeeze", "concatenate", "transpose", "slice", "gather", "scatter"),
+)
+"""What may be done to places in the batch, until they are indices."""
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "exchange")
 
 _RULES: dict[Kind, Callable[[Pair, Sequence[Label]], Label | Labels]] = {
@@ -104,6 +108,8 @@ class Proof(PairedWalk):
         bad = worst([known[0], *known[2:]] if indexed else known)
         if bad is not None:
             return [bad] * count
+        if any(x.place for x in known) and kind not in _KEEP_PLACES:
+            return [pair.no("position")] * count
         if kind == "axis_index":
             found = pair.no("position").with_(first=1.0 if len(self._split) == 1 else None)
             return [SAME if self._split.keys().isdisjoint(axes_of_equation(eqn)) else found]
@@ -224,8 +230,8 @@ class Proof(PairedWalk):
         body, count = open_jaxpr(inner_jaxpr(eqn)), len(begin)
         kept = [a is b for a, b in zip(body.invars[len(consts) : len(consts) + count], body.outvars, strict=False)]
         rows = [x if x.kind == "other" else _one_row(x, self._trail) for x in xs]
-        running = Label("total", None, running=True, trail=self._trail)
-        carry = [x if keeps else running for x, keeps in zip(begin, kept, strict=True)]
+        running = [Label("total", None, running=i, trail=self._trail) for i in range(1, count + 1)]
+        carry = [x if keeps else sums for x, sums, keeps in zip(begin, running, kept, strict=True)]
         while True:
             outs = self.through(inner_jaxpr(eqn), [*consts, *carry, *rows])
             ends = [
@@ -240,14 +246,14 @@ class Proof(PairedWalk):
     def _still_running(self, before: Label, after: Label) -> Label:
         if after.kind == "other":
             return after
-        found = joined([before, after], self._parts) if after.running and before.running else None
+        found = joined([before, after], self._parts) if after.running == before.running else None
         return found or lost("position", self._trail)
 
     def _ended(self, begin: Label, end: Label) -> Label:
         """The label of a scan's sum: what it began with, and all rows' terms."""
         if not end.running:
             return end
-        return self.join(begin, end.with_(running=False)) if begin.ratio is not None else end.with_(running=False)
+        return self.join(begin, end.with_(running=0)) if begin.ratio is not None else end.with_(running=0)
 
     def _stacked(self, label: Label) -> Label:
         if label.kind == "rows" and label.dim == ROW:

@@ -40,13 +40,13 @@ class Rule:
         names, given = [*by_var], [*by_var.values()]
         results = zip(self.results, self.one.outvars, strict=True)
         cotangents = [_dual(x, ratio) for x, v in results if is_float(v)]
-        found = outputs(_backward(self.one), _backward(self.two), [*given, *cotangents])
+        found = outputs(backward(self.one), backward(self.two), [*given, *cotangents])
         wanted = [_dual(x, ratio) for x, v in zip(given, names, strict=True) if is_float(v)]
         pairs = zip(found, [*self.results, *wanted], strict=True)
         return all(x.kind != "other" and joined([x, y], parts) is not None for x, y in pairs)
 
 
-def _backward(eqn: Equation) -> Jaxpr:
+def backward(eqn: Equation) -> Jaxpr:
     """The program of a call and of its backward pass: (operands, cotangents) to (results, gradients)."""
     ins = operands_of([eqn])
     call = core().jaxpr_as_fun(part_of(open_jaxpr(jax.make_jaxpr(lambda: ())()), [eqn], ins, eqn.outvars))

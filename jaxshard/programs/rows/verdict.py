@@ -11,7 +11,7 @@ from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.paired import Unlike
 from jaxshard.programs.rows import words
 from jaxshard.programs.rows.labels import SAME, Label, Ratio, as_total, near
-from jaxshard.programs.rows.pairs import alike
+from jaxshard.programs.rows.pairs import scale_alike
 from jaxshard.programs.rows.proof import Proof
 
 
@@ -129,7 +129,8 @@ def _in_step(question: Question, jaxpr: Jaxpr) -> Verdict:
     if question.num_rows > 1 or not (found.problem or found.unknown):
         return found
     two = _traced(question, 2, alone=False)  # a dim of one row may be broadcast as one of several is not
-    if two is None or not alike(jaxpr, two):
+    many = _traced(question, 2 * question.parts, alone=False)
+    if two is None or many is None or not scale_alike([jaxpr, two, many], [1, 2, 2 * question.parts]):
         return found
     return _compared(question, 2, two)
 
