@@ -83,6 +83,12 @@ class Pair:
         return np.can_cast(old, new, "safe") if whole else True
 
     @property
+    def keeps_places(self) -> bool:
+        """Whether its result is its operand, if that is places in the batch, of which there are fewer than 2^31."""
+        dtype = self.one.outvars[0].aval.dtype
+        return self.name in SAME_NUMBERS and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
+
+    @property
     def may_wrap(self) -> bool:
         """Whether its result is of integers so short that sums of many may not fit."""
         dtype = self.one.outvars[0].aval.dtype
@@ -161,7 +167,7 @@ def _scaled(name: str, one: Ratio, two: Ratio) -> Ratio:
 def _of_places(pair: Pair, labels: Sequence[Label]) -> Label:
     """Of places in the batch: they stay what they are, and none is negative (what an index is asked for)."""
     first, *rest = labels
-    if pair.keeps_numbers and not is_float(pair.one.outvars[0]):
+    if pair.keeps_places:
         return first
     if pair.name == LT and first.place and all(x.value is not None and x.value <= 0 for x in rest):
         return Label("rows", None, first.dim, ANY, fixed=True, value=0.0)
@@ -172,7 +178,7 @@ def with_index(pair: Pair, labels: Sequence[Label]) -> Label:
     """Of a device's index: times the rows of a device, plus each row's place there, it is the place among all."""
     index = next(x for x in labels if x.kind == "other")
     rest = [x for x in labels if x is not index]
-    if not rest and pair.keeps_numbers:
+    if not rest and pair.keeps_places:
         return index
     if len(rest) == 1 and index.first is not None:
         (term,) = rest
