@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import Dims, axes_of
-from jaxshard.base.tree import named_leaves, path_of
+from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
@@ -38,19 +37,19 @@ class Constrained(Sharded):
     Attributes:
       mesh, spec, grad_spec: of the whole parameter and of its gradient. A scan over layers slices their first dims off.
       table: how it is cut, if the loss only looks rows up in it: it stays cut, and these rows are moved.
-      table_spec, rows_spec: of such a table, and of the dim of ids.
+      table_spec, row_axes: of such a table, and of the dim of ids.
     """
 
     mesh: AnyMesh | None = dataclasses.field(default=None, metadata={"static": True})
     spec: P = dataclasses.field(default=P(), metadata={"static": True})
     grad_spec: P = dataclasses.field(default=P(), metadata={"static": True})
     ndim: int = dataclasses.field(default=0, metadata={"static": True})
-    table: Dims = dataclasses.field(default=(), metadata={"static": True})
+    table: tuple[tuple[int, Names], ...] = dataclasses.field(default=(), metadata={"static": True})
     table_spec: P = dataclasses.field(default=P(), metadata={"static": True})
-    rows_spec: P = dataclasses.field(default=P(), metadata={"static": True})
+    row_axes: Names = dataclasses.field(default=(), metadata={"static": True})
 
     @property
-    def looked_up_by(self) -> Dims:
+    def looked_up_by(self) -> tuple[tuple[int, Names], ...]:
         """How a table is cut for lookups that move rows; () if it is none."""
         return self.table
 
@@ -58,11 +57,11 @@ class Constrained(Sharded):
         """The rows of these ids: each device finds its features of all, and sends them to their devices."""
         assert self.stand_in is not None
         assert self.mesh is not None
-        if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in axes_of(self.rows_spec)):
+        if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in self.row_axes):
             return how.rows(cast(self.whole()), ids)
         found = how.rows(cast(_whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)), ids)
         free = [P.UNCONSTRAINED] * (found.ndim - 1)
-        return global_view.constrained(found, self.mesh, P(*self.rows_spec, *free))
+        return global_view.constrained(found, self.mesh, P(self.row_axes, *free))
 
     def whole(self) -> jax.Array:
         """The parameter, laid out whole over the batch axes."""
@@ -137,8 +136,8 @@ class GlobalLoss(DeviceLoss):
             found = Constrained(None, x, (), (), (), self.setup.mesh, leaf.spec, leaf.grads.spec, x.ndim)
             if not plan.looks_up:
                 return found
-            rows = P(self.setup.batch_axes)
-            return dataclasses.replace(found, table=plan.table_dims, table_spec=leaf.params.spec, rows_spec=rows)
+            rows = self.setup.batch_axes
+            return dataclasses.replace(found, table=plan.table_dims, table_spec=leaf.params.spec, row_axes=rows)
 
         return [value(x, plan) for x, plan in zip(shards, self.plans, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxshard import platforms
-from jaxshard.base.axes import Dims, axes_of
+from jaxshard.base.axes import Dims, axes_in, axes_of
 from jaxshard.base.tree import Names
 from jaxshard.base.types import DType, Equation, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
@@ -66,6 +66,10 @@ class LeafPlan:
     def table_dims(self) -> Dims:
         """The dims along which a table is cut for lookups that exchange rows; () if they cannot."""
         return lookup_dims(self.scattered, self.held)
+
+    def cut_over(self, axes: Sequence[str]) -> dict[str, int]:
+        """Those of these axes by which the user's rules cut it, each with the dim: it stays so in the loss."""
+        return {axis: dim for dim, entry in enumerate(self.leaf.spec) for axis in axes_in(entry) if axis in axes}
 
     def __str__(self) -> str:
         if self.gather == "start":

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions
@@ -58,11 +56,11 @@ class Program:
         args: tuple[Tree, ...],
         scale: Scale,
         frozen: Sequence[bool],
-        specs: Sequence[P],
+        cut: Sequence[Mapping[str, int]],
     ) -> "Program":
         """Traces the loss of whole params (a list of shapes, some of them frozen), a microbatch and further arguments.
 
-        `specs`: how params are cut by the user's rules, which stay so in the loss.
+        `cut`: the axes that split the batch and by which a param is cut in the loss, each with the dim.
 
         Raises:
           TypeError: `loss_fn` does not return what the options say, or returns values that cannot be averaged.
@@ -102,7 +100,6 @@ class Program:
                 params, batch_of_rows, args, scale
             )
 
-        cut = [_cut(spec, options) for spec in specs]
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
         verdict = _verdict(jaxpr, of_rows, roles, batch, options, cut, has_parts=bool(found))
@@ -175,12 +172,6 @@ def _verdict(
     problem = found.problem if found.in_microbatches else ""
     found = dataclasses.replace(found, problem=problem, unknown="", averaged=(), alone=True)
     return found if options.num_parts > 1 else dataclasses.replace(found, folded=(), counted=())
-
-
-def _cut(spec: P, options: LossOptions) -> dict[str, int]:
-    """The axes that split the batch, and by which a param is cut, each with the dim."""
-    split = () if options.loss_view == "global" else options.setup.split_axes
-    return {axis: dim for dim, entry in enumerate(spec) for axis in axes_in(entry) if axis in split}
 
 
 def _joined(x: Tree, cut: Mapping[str, int], gone: Names, options: LossOptions) -> Tree:

@@ -47,8 +47,8 @@ class LossPlan:
     def __str__(self) -> str:
         if self.options.loss_view != "global":
             return str(self.program.verdict)
-        why = f": {self.why_global}" if self.why_global else ""
-        price = f" {self.price}." if self.price else ""
+        why = f": {self.why_global}".removesuffix(".") if self.why_global else ""
+        price = f". {self.price}." if self.price else "." if self.why_global.endswith(".") else ""
         return f"the loss sees all of a microbatch, and XLA partitions it{why}{price}"
 
 
@@ -92,22 +92,21 @@ class DeviceLoss:
 
     def plan(self) -> LossPlan:
         """The loss, traced for whole parameters, and the plans that its uses of them give."""
-        whole = collectives.shapes_of(
-            lambda: [without_gradient(x) for x in self._values(self.shards, self._differentiated())]
-        )
-        batch, args = collectives.shapes_of(lambda: (self._microbatch(0), self._like_folded()))
-        frozen, specs = ([f(plan.leaf) for plan in self.plans] for f in (lambda x: x.frozen, lambda x: x.spec))
-        program = Program.trace(self.options, self.treedef, whole, batch, args, self.scale, frozen, specs)
+
+        def inputs() -> Tree:
+            values = self._values(self.shards, self._differentiated())
+            return [without_gradient(x) for x in values], self._microbatch(0), self._like_folded()
+
+        whole, batch, args = collectives.shapes_of(inputs)
+        frozen, cut = ([plan.leaf.frozen for plan in self.plans], [plan.cut_over(self.axes) for plan in self.plans])
+        program = Program.trace(self.options, self.treedef, whole, batch, args, self.scale, frozen, cut)
         return LossPlan(program, self._after_the_trace(program.jaxpr), self.options)
 
     def _after_the_trace(self, jaxpr: Jaxpr) -> tuple[LeafPlan, ...]:
         return after_the_trace(self.plans, jaxpr, self.options)
 
     def run(self, program: Program) -> Tree:
-        """Returns ((loss, averaged leaves of aux, weight), leaves of aux with rows, gradients of this device's shards).
-
-        Rows are moved to a leaf's first dim.
-        """
+        """((loss, averaged leaves of aux, weight), leaves of aux with rows in the first dim, gradients of shards)."""
         self.program = program
         if not self.options.differentiate:
             outs = self._loss(self.shards, self._differentiated(), self._microbatch(0), 0)
@@ -138,8 +137,7 @@ class DeviceLoss:
         for dim, axes in beyond(plan.scattered, plan.held):
             shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
         summed = () if plan.scattered else plan.summed  # a summed gradient does not vary over these axes
-        axes = collectives.varying(x).difference(summed)
-        return collectives.vary(jnp.zeros(shape, plan.sum_dtype), tuple(axes))
+        return collectives.vary(jnp.zeros(shape, plan.sum_dtype), tuple(collectives.varying(x).difference(summed)))
 
     def _values(self, shards: Sequence[jax.Array], diff: Sequence[jax.Array]) -> list[Value]:
         """The loss's parameters, cut ones not yet gathered; with one data device, exactly the user's arrays."""
@@ -270,9 +268,8 @@ class DeviceLoss:
     ) -> tuple[Tree, list[jax.Array], jax.Array | int]:
         """((loss, averaged leaves of aux, weight) over the whole batch, leaves of aux with rows, the number that
         divides the sums of gradients)."""
-        axes = self.axes
+        axes, weight = self.axes, jnp.ones(())
         denominator: jax.Array | int = self.options.microbatches * self.num_shards
-        weight = jnp.ones(())
         if self.options.weighted:
             weight = collectives.total(weights.sum(0), axes)
             denominator = jnp.where(weight == 0, jnp.ones_like(weight), weight)
@@ -289,7 +286,7 @@ class DeviceLoss:
             return (collectives.total(wide.sum(0), axes) / denominator).astype(x.dtype)
 
         loss = collectives.total(losses.sum(0), axes) / denominator
-        pairs = list(zip(jax.tree.leaves(auxes), self.program.row_dims, strict=True))
+        pairs = [*zip(jax.tree.leaves(auxes), self.program.row_dims, strict=True)]
         averaged = [average(x) for x, row_dim in pairs if row_dim is None]
         rows = [self._in_order(jnp.moveaxis(x, row_dim + 1, 1)) for x, row_dim in pairs if row_dim is not None]
         return (loss, averaged, weight), rows, denominator

@@ -176,12 +176,10 @@ class _Device:
             return (self._passed(y, 1), self._counted(totals, losses, work)), None
 
         start, ticks = (collectives.zeros(self.pipe.kind), self._no_losses()), jnp.arange(self.plan.num_ticks)
-        (_, totals), _ = lax.scan(tick, start, ticks.astype(jnp.int32))
-        return self._results(totals)
+        return self._results(lax.scan(tick, start, ticks.astype(jnp.int32))[0][1])
 
     def _results(self, totals: list[Tree]) -> list[Tree]:
-        found = stages.combined([lax.psum(x, self.pipe.axis) for x in totals], self.plan)
-        return jax.tree.leaves(found)
+        return jax.tree.leaves(stages.combined([lax.psum(x, self.pipe.axis) for x in totals], self.plan))
 
     def _shared_diff(self, diff: list[Tree]) -> list[Tree]:
         return diff[self.pipe.num_blocks :]
@@ -211,13 +209,8 @@ class _Device:
         plan = self.plan
         kept = jax.tree.map(lambda x: jnp.stack([x] * plan.num_kept), collectives.zeros(self.pipe.kind))
         sums = [collectives.vary(jnp.zeros_like(d, dtype=sum_dtype(d)), tuple(collectives.varying(d))) for d in diff]
-        at = _Carry(
-            collectives.zeros(self.pipe.kind),
-            kept,
-            self._no_losses(),
-            stages.floats(collectives.zeros(self.pipe.kind)),
-            sums,
-        )
+        x = collectives.zeros(self.pipe.kind)
+        at = _Carry(x, kept, self._no_losses(), stages.floats(x), sums)
         first, both = plan.delay, plan.num_ticks
         at = self._scan(lambda device, at, t: device._forward(diff, at, t)[0], at, 0, first)
         at = self._scan(lambda device, at, t: device._both(diff, scale, at, t), at, first, both)

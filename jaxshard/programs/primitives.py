@@ -60,6 +60,7 @@ def _of(*kinds: Kind) -> frozenset[str]:
 
 # Single operations.
 
+ALL_TO_ALL = "all_to_all"
 BARRIER = "optimization_barrier"
 BROADCAST = "broadcast_in_dim"
 COND = "cond"
@@ -75,9 +76,6 @@ LT = "lt"
 MAX = "max"
 PLATFORM_INDEX = "platform_index"
 PRODUCT = "dot_general"
-ALL_TO_ALL = "all_to_all"
-ROUNDS = frozenset({"reduce_precision"})
-TOP_K = "top_k"
 PSUM = "psum"
 REDUCE_SCATTER = "reduce_scatter"
 REDUCE_SUM = "reduce_sum"
@@ -90,6 +88,7 @@ SELECT = "select_n"
 SHARD_MAP = "shard_map"
 STOP_GRADIENT = "stop_gradient"
 SUB = "sub"
+TOP_K = "top_k"
 TRANSPOSE = "transpose"
 WHILE = "while"
 

@@ -79,7 +79,7 @@ name : pointwise whole moves linear keeps_sign view
 neg : pointwise moves linear fused
 pcast pvary : pointwise moves sums cast view
 pow : pointwise keeps_sign fused
-reduce_precision : pointwise moves sums fused
+reduce_precision : pointwise moves fused
 reshard : pointwise moves sums
 rsqrt : pointwise keeps_sign fused power=-0.5
 select_n : pointwise moves sums fused numbers=1: chooses

@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.base.types import Equation
-from jaxshard.programs.jaxprs import axes_of_equation, is_float
+from jaxshard.programs.jaxprs import is_float
 from jaxshard.programs.primitives import (
     ADDS,
     ADDS_UP,
-    ALL_TO_ALL,
     CHOOSES,
     COMPARES,
     DIV,
@@ -24,11 +23,9 @@ from jaxshard.programs.primitives import (
     NUMBERS,
     OVER_DEVICES,
     REDUCE_SUM,
-    ROUNDS,
     SAME_NUMBERS,
     SUB,
     SUMS,
-    kind_of,
     power_of,
 )
 from jaxshard.programs.rows.labels import (
@@ -197,7 +194,7 @@ def _of_totals(pair: Pair, labels: Sequence[Label], totals: Sequence[Label]) -> 
     if any(x.by != "sum" for x in totals):
         same = len(totals) == len(labels) == 1 and pair.keeps_numbers
         return first if same else pair.no("statistic", first.trail, extreme=True)
-    rounds = (name in SAME_NUMBERS and not pair.keeps_numbers) or name in ROUNDS or pair.may_wrap
+    rounds = (name in SAME_NUMBERS and not pair.keeps_numbers) or pair.may_wrap
     if any(x.kind == "rows" for x in labels) or rounds:
         return pair.no("statistic", first.trail)
     if name in MULTIPLIES:
@@ -270,82 +267,3 @@ def summed(pair: Pair, *labels: Label) -> Label:
     if all(x.fixed for x in labels):
         return Label("same", product(ratio, pair.parts), own=any(x.own for x in labels))
     return Label("total", ratio, trail=pair.trail)
-
-
-# Collectives. In the loss of all rows, the axes that split them have size 1.
-
-
-def collective(pair: Pair, label: Label, split: Mapping[str, int]) -> Label:
-    """The label of one result; `split`: the sizes of the axes that split the rows."""
-    named = [axis for axis in axes_of_equation(pair.one) if axis in split]
-    kind, is_sum = kind_of(pair.one), pair.adds_up
-    if axes_of_equation(pair.one) != axes_of_equation(pair.two):
-        return pair.no("unknown")
-    dims = [axis for axis in pair.one.params.get("axes", ()) if isinstance(axis, int)]
-    if dims:  # of a `vmap` with a named axis
-        over = "sum" if is_sum else extreme_of(pair.name)
-        label = reduced(pair, label, dims, over)
-        if label.kind == "other":
-            return label
-    if pair.name == ALL_TO_ALL:
-        return _exchanged(pair, label, among_rows=bool(named)) if len(named) in (0, len(split)) else pair.no("unknown")
-    if not named:
-        return _over_model_axes(pair, label) if axes_of_equation(pair.one) else label
-    size, whole = math.prod(split[axis] for axis in named), len(named) == len(split)
-    if kind == "all_reduce":
-        return _reduced(pair, label, size, is_sum=is_sum, whole=whole)
-    return _gathered(pair, label) if kind == "all_gather" and whole else pair.no("unknown")
-
-
-def _reduced(pair: Pair, label: Label, size: int, *, is_sum: bool, whole: bool) -> Label:
-    if label.kind == "rows":
-        return pair.no("statistic", pair.trail) if whole else pair.no("unknown")
-    if label.kind == "same":
-        return label.with_(ratio=product(label.ratio, 1 / size)) if is_sum else label
-    by = "sum" if is_sum else extreme_of(pair.name)
-    if label.by != by or label.running:
-        return pair.no("statistic", label.trail)
-    if whole:
-        return Label("same", label.ratio, trail=pair.trail)
-    return label.with_(ratio=product(label.ratio, 1 / size)) if is_sum else label
-
-
-def _gathered(pair: Pair, label: Label) -> Label:
-    """All rows, on each device."""
-    along = pair.one.params["all_gather_dimension"]
-    one_dim = label.kind == "rows" and label.dim == along and label.outer in (1, ANY) and not label.place
-    if not pair.one.params["tiled"] or not one_dim or pair.grown():
-        return pair.no("unknown")
-    return Label("same", label.ratio)
-
-
-def _exchanged(pair: Pair, label: Label, *, among_rows: bool) -> Label:
-    """Of an all-to-all: each device sends parts of one dim, and joins what it gets along another.
-
-    Along the axes that split rows, rows come together along the second dim, and are then cut along the first; without
-    them, in the loss of all rows, nothing is to be moved. Along other axes, blocks of rows change devices.
-    """
-    how = pair.one.params
-    cut, join = how["split_axis"], how["concat_axis"]
-    if not how["tiled"] or how["axis_index_groups"] is not None or label.place:
-        return pair.no("unknown")
-    if among_rows:
-        fits = label.kind == "rows" and label.dim == join and label.outer == 1
-        return label.with_(dim=cut, fixed=False) if fits else pair.no("unknown")
-    size = pair.out_shapes()[0][join] // pair.shapes(0)[0][join]
-    if cut == join or label.kind != "rows" or label.outer == ANY or label.dim not in (cut, join):
-        return label
-    if label.dim == join:
-        return label.with_(outer=label.outer * size)
-    return label.with_(outer=label.outer // size) if label.outer % size == 0 else pair.no("unknown")
-
-
-def _over_model_axes(pair: Pair, label: Label) -> Label:
-    """Over other axes than the rows': each device has the same rows there."""
-    (old, _), (new, _) = pair.shapes(0), pair.out_shapes()
-    if label.kind == "total":
-        is_sum = pair.adds_up or kind_of(pair.one) != "all_reduce"
-        return label if is_sum and label.by == "sum" else pair.no("statistic", label.trail)
-    if label.kind == "rows" and (len(old) != len(new) or old[label.dim] != new[label.dim] or label.place):
-        return pair.no("unknown")
-    return label.with_(value=None)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxshard.programs.jaxprs import is_float
 from jaxshard.programs.rows.arithmetic import Pair, summed
@@ -48,7 +49,7 @@ def gather(pair: Pair, labels: Sequence[Label]) -> Label:
 def _fills(pair: Pair) -> bool:
     """Whether elements past the end are a number other than 0, which no ratio fits (NaN fits any)."""
     fill, mode = pair.one.params["fill_value"], pair.one.params["mode"]
-    is_nan = fill is None and is_float(pair.one.outvars[0])
+    is_nan = is_float(pair.one.outvars[0]) and (fill is None or bool(np.isnan(fill)))
     return mode == jax.lax.GatherScatterMode.FILL_OR_DROP and not is_nan and (fill is None or bool(fill != 0))
 
 

@@ -101,7 +101,7 @@ def worst(labels: Sequence[Label]) -> Label | None:
 
 def near(one: Ratio, two: Ratio) -> bool:
     """Whether two ratios are equal, but for a rounding of numbers in the program: of float32, if 64 bits are off."""
-    return one is None or two is None or math.isclose(one, two, rel_tol=1e-13 if jax.config.jax_enable_x64 else 1e-6)
+    return one is None or two is None or math.isclose(one, two, rel_tol=1e-13 if jax.config.jax_enable_x64 else 1e-6)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shifted(label: Label, gone: Iterable[int]) -> Label:

@@ -25,10 +25,18 @@ from jaxshard.programs.rows.pairs import Labels, PairedWalk, same_params
 from jaxshard.programs.rows.rules import Rule
 
 _AWAY = lost("pairs", ())
-_KEEP_PLACES: tuple[Kind, ...] = (
-    *("pointwise", "broadcast", "reshape", "squeeze", "concatenate", "transpose", "slice", "gather", "scatter"),
-)
-"""What may be done to places in the batch, until they are indices."""
+_KEEP_PLACES: dict[Kind, str] = {
+    "broadcast": "moves them",
+    "concatenate": "makes them a column of indices",
+    "gather": "reads by them",
+    "pointwise": "casts them, or compares them with 0",
+    "reshape": "moves them",
+    "scatter": "writes by them",
+    "slice": "moves them",
+    "squeeze": "moves them",
+    "transpose": "moves them",
+}
+"""What may be done with places in the batch; anything else gives numbers that depend on these."""
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "exchange")
 
 _RULES: dict[Kind, Callable[[Pair, Sequence[Label]], Label | Labels]] = {
@@ -114,7 +122,7 @@ class Proof(PairedWalk):
             found = pair.no("position").with_(first=1.0 if len(self._split) == 1 else None)
             return [SAME if self._split.keys().isdisjoint(axes_of_equation(eqn)) else found]
         if kind in _COLLECTIVES:
-            return [arithmetic.collective(pair, label, self._split) for label in known][:count]
+            return [products.collective(pair, label, self._split) for label in known][:count]
         if not same_params(pair):
             return [pair.no("count" if kind == "pointwise" else "unknown")] * count
         if kind is None:
