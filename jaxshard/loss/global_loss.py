@@ -197,7 +197,8 @@ def why_global(plan: LossPlan) -> str:
         return ""
     if verdict.in_microbatches:  # which are the same in the global view
         return ""
-    return verdict.problem or verdict.unknown or next(_wrong_aux(plan.program), "")
+    own = f'{verdict.unknown}. If it is a mean over rows all the same, loss_view="local" says so.'
+    return verdict.problem or (own if verdict.unknown else next(_wrong_aux(plan.program), ""))
 
 
 def _wrong_aux(program: Program) -> Iterator[str]:

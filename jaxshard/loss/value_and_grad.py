@@ -101,8 +101,8 @@ def value_and_grad(
         microbatch has its own. In the global view, several microbatches alone fold theirs.
       loss_view: "local": each device computes the loss of its own rows of a microbatch, and results are averaged; right
         for a mean over rows, and sends the least. "global": the loss sees all rows of a microbatch, and XLA partitions
-        it; right for any loss that names no axis of the mesh. "auto": global where the trace
-        shows that local would be wrong and the loss names no axes; else local. `f.layout(...)` says which, and why.
+        it; right for any loss that names no axis of the mesh. "auto": local where the trace proves that this is right,
+        or the loss names axes of the mesh; else global. `f.layout(...)` says which, why, and what it costs.
 
     Returns:
       `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are

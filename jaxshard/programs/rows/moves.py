@@ -246,6 +246,8 @@ def _linear(pair: Pair, labels: Sequence[Label]) -> Sequence[Label]:
 def triangular_solve(pair: Pair, labels: Sequence[Label]) -> list[Label]:
     """Each right-hand side is solved by itself: a column of the right matrix, or a row if that comes first."""
     matrix, right = labels
+    if matrix.kind == "same" and near(matrix.ratio, 1.0) and right.kind == "total" and right.by == "sum":
+        return [right.with_(value=None)]
     if matrix.kind != "same" or right.kind != "rows" or not near(matrix.ratio, 1.0):
         return leading(pair, labels)
     ndim = len(pair.shapes(1)[0])

@@ -13,7 +13,7 @@ from jaxshard.programs.jaxprs import is_literal, is_ref, number_of, open_jaxpr, 
 from jaxshard.programs.paired import Partners, Unlike, paired, same
 from jaxshard.programs.primitives import BROADCAST, ONLY_READS, OWN_GRADIENT, RESHAPES, Kind, kind_of, takes_whole_ref
 from jaxshard.programs.rows.arithmetic import Pair
-from jaxshard.programs.rows.labels import ROW, SAME, Label, Trail, lost, number
+from jaxshard.programs.rows.labels import ANY, ROW, SAME, Label, Trail, lost, number
 from jaxshard.programs.rows.rules import backward
 from jaxshard.programs.walk import Walk
 
@@ -111,13 +111,27 @@ class PairedWalk(Walk[Label]):
             return SAME
         if np.shape(x) == np.shape(y) == () and not isinstance(x, jax.core.Tracer):  # pyright: ignore
             return number(float(np.asarray(x)), float(np.asarray(y))) or lost("count", self._trail)
-        return lost("position", self._trail)
+        return self._equal_rows(x, y) or lost("position", self._trail)
+
+    def _equal_rows(self, x: object, y: object) -> Label | None:
+        """The label of constants of equal elements, of which one has more: ones for each row."""
+        one, two = np.shape(x), np.shape(y)
+        if len(one) != len(two) or isinstance(x, jax.core.Tracer) or 0 in one:  # pyright: ignore
+            return None
+        grown, values = [d for d in range(len(one)) if one[d] != two[d]], (np.asarray(x), np.asarray(y))
+        if len(grown) != 1 or any((v != v.flat[0]).any() for v in values):
+            return None
+        label = number(*(float(v.flat[0]) for v in values))
+        return label and label.with_(kind="rows", dim=grown[0], outer=ANY, fixed=True)
 
     def _pair(self, a: Equation, b: Equation, known: Labels) -> Sequence[Label]:
         before = self._trail
         self._trail = (*before, a)
+        programs = [*subprograms(a)], [*subprograms(b)]
+        if len(programs[0]) != len(programs[1]):
+            raise Unlike(a, b)
         try:
-            with self._inside([*zip(subprograms(a), subprograms(b), strict=True)]):
+            with self._inside([*zip(*programs, strict=True)]):
                 self._two = b
                 outs = self._equation(a, known)
             return [self._checked(Pair(a, b, self._parts, self._trail), i, x) for i, x in enumerate(outs)]

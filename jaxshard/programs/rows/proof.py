@@ -106,8 +106,8 @@ class Proof(PairedWalk):
             return [known[1 + int(known[0].value)]]
         if kind == "barrier":
             return known
-        if kind in ("placement", "access") and (kind == "placement" or takes_whole_ref(eqn)):
-            return known[:1]
+        if kind == "placement" or (kind == "access" and takes_whole_ref(eqn)):
+            return known[:count]
         if kind == "pointwise" and any(map(_is_device_index, known)):
             return [arithmetic.with_index(pair, known)]
         indexed = (kind == "gather" or kind == "scatter") and known[1].columns
