@@ -158,7 +158,7 @@ def _verdict(
         trace=trace,
         num_rows=jax.tree.leaves(batch)[0].shape[0],
         batch=[role == "batch" for role in roles],
-        folded=[role in ("key", "raw key") and options.fold_keys for role in roles],
+        folded=[role in ("key", "raw key") or not options.fold_keys for role in roles],
         weighted=options.weighted,
         per_row=options.per_row,
         differentiated=options.differentiate,
