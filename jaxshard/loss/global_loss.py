@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxshard import platforms
 from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
@@ -93,8 +94,6 @@ _whole.defvjp(_whole_forward, _whole_backward)
 class GlobalLoss(DeviceLoss):
     """The loss of all rows, and its gradients; `params` and `batch` are global arrays, and XLA partitions."""
 
-    orders_backward = False
-
     def _parts(self) -> tuple[tuple[str, ...], int]:
         return (), 1
 
@@ -173,7 +172,7 @@ def run(plan: LossPlan, *inputs: Tree) -> Tree:
     grads = tuple(jax.tree.leaves(options.setup.layout(params).grad_specs)) if options.differentiate else ()
 
     def body(*inputs: Tree) -> Tree:
-        with in_global_view(options.setup.sizes):
+        with in_global_view(options.setup.sizes), platforms.on(options.setup.mesh):
             return GlobalLoss(options, plan.leaves, *inputs).run(program)
 
     return global_view.globally(body, options.setup.mesh, ((P(), averaged, P()), with_rows, grads))(*inputs)

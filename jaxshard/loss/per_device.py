@@ -60,8 +60,6 @@ class DeviceLoss:
       num_shards: the number of parts of the batch, over which results are averaged.
     """
 
-    orders_backward = True
-
     def __init__(
         self,
         options: LossOptions,
@@ -165,7 +163,7 @@ class DeviceLoss:
         return jax.tree.unflatten(self.program.out_tree, [jnp.asarray(x) for x in outs])
 
     def _run_program(self, flat: Sequence[Tree]) -> list[Value]:
-        if not (self.options.differentiate and self.orders_backward):
+        if not self.options.differentiate:
             return Evaluation.run(self.program.jaxpr, flat)
         smooth = [role == "param" for role in self.program.roles]
         return ordered.run(self.program.jaxpr, flat, range(len(self.plans)), smooth)

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from jaxshard.base.tree import shape_of
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import View
 from jaxshard.loss.gradients import LossFunction
 from jaxshard.loss.loss_report import Price
 from jaxshard.mesh import platform_of, torus_dims
@@ -31,6 +30,7 @@ from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline
 from jaxshard.step.step import TrainStep, loss_of
 
+_View: TypeAlias = Literal["local", "global"]
 KINDS = ("params", "grads", "state", "batch", "activations")
 
 
@@ -263,7 +263,7 @@ def price_of(loss: LossFunction, params: Tree, batch: Tree, args: Sequence[Tree]
     return Price((local.wire_bytes, whole.wire_bytes), (local.peak_bytes, whole.peak_bytes))
 
 
-def _costs(loss: LossFunction, view: View, params: Tree, batch: Tree, args: Sequence[Tree]) -> Costs:
+def _costs(loss: LossFunction, view: _View, params: Tree, batch: Tree, args: Sequence[Tree]) -> Costs:
     setup = loss.setup
     run = LossFunction(dataclasses.replace(loss.options, loss_view=view))
     inputs = jax.tree.map(shape_of, (params, batch, *args))

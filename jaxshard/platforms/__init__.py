@@ -1,5 +1,9 @@
 """What the compilers of one platform want: XLA for CPU, GPU and TPU."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.mesh import platform_here, platform_of
@@ -24,5 +28,18 @@ def of(mesh: Mesh | AbstractMesh) -> Platform:
 
 
 def here() -> Platform:
-    """The platform of the mesh in whose `shard_map` this is traced."""
-    return named(platform_here())
+    """The platform of the mesh in whose `shard_map` this is traced, or of `on`."""
+    return named(_on.get() or platform_here())
+
+
+@contextlib.contextmanager
+def on(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Within it, what is traced runs on this mesh: for programs that XLA partitions, which have no `shard_map`."""
+    token = _on.set(platform_of(mesh))
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+_on: contextvars.ContextVar[str] = contextvars.ContextVar("on", default="")

@@ -88,7 +88,7 @@ def record(
     rows = each if parts is None else total
 
     def traced(rows: int) -> tuple[Jaxpr, list[jax.Array]]:
-        some = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.resize(x, (rows, *x.shape[1:])), batch))
+        some = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (rows, *x.shape[1:])), batch))
         leaves, treedef = jax.tree.flatten((given, some))
         trace = jax.make_jaxpr(lambda *xs: of_rows(*jax.tree.unflatten(treedef, xs[:-2]), *xs[-2:]))
         return without_consts(trace(*leaves, jnp.int32(0), jnp.int32(0)))

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -113,7 +113,7 @@ class PairedWalk(Walk[Label]):
             return number(float(np.asarray(x)), float(np.asarray(y))) or lost("count", self._trail)
         return self._equal_rows(x, y) or lost("position", self._trail)
 
-    def _equal_rows(self, x: object, y: object) -> Label | None:
+    def _equal_rows(self, x: Any, y: Any) -> Label | None:
         """The label of constants of equal elements, of which one has more: ones for each row."""
         one, two = np.shape(x), np.shape(y)
         if len(one) != len(two) or isinstance(x, jax.core.Tracer) or 0 in one:  # pyright: ignore
