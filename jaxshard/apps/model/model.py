@@ -106,7 +106,7 @@ class LanguageModel:
           batch: `{"tokens": (B, L + 1) int32}`; each position predicts the next.
           key: for dropout; None: no dropout.
         """
-        return self._mean(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
+        return self._reduced(params, batch, key, lambda losses_BxL, _: jnp.mean(losses_BxL))
 
     def empty_cache(self, rows: int) -> Cache:
         """An empty cache for `extended`."""
@@ -151,14 +151,13 @@ class LanguageModel:
     def weighted_loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of `weights * loss` in nats, sum of `weights`); `batch["weights"]` is `(B, L)` float32."""
 
-        def total(losses_BxL: jax.Array, batch: Batch) -> jax.Array:
-            return jnp.sum(losses_BxL * batch["weights"])
+        def totals(losses_BxL: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            return jnp.sum(losses_BxL * batch["weights"]), jnp.sum(batch["weights"])
 
-        count = self.pipelined.num_microbatches if self.pipelined else 1
-        return count * self._mean(params, batch, None, total), jnp.sum(batch["weights"])
+        return self._reduced(params, batch, None, totals)
 
-    def _mean(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> jax.Array:
-        """The mean over microbatches of `reduce(losses, batch)`, with losses (B, L)."""
+    def _reduced(self, params: Params, batch: Batch, key: jax.Array | None, reduce: Callable[..., Any]) -> Any:
+        """`reduce(losses, batch)`, with losses (B, L): in a pipeline the mean over microbatches, or sums of a pair."""
         shared = {name: part for name, part in params.items() if name != "blocks"}
 
         def stage(blocks: Tree, x_BxLxD: jax.Array, info: Info) -> jax.Array:
