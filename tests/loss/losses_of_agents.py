@@ -10,9 +10,9 @@ from jax import lax
 CASES = {}
 
 
-def case(params, batch, mean=None, args=(), aux=False, weighted=False, **_):
+def case(params, batch, mean=None, args=(), aux=False, weighted=False, ms=(1, 2), **_):
     def kept(loss):
-        CASES[loss.__name__] = (loss, params, batch, args, aux, weighted)
+        CASES[loss.__name__] = (loss, params, batch, args, aux, weighted, ms)
         return loss
 
     return kept
@@ -431,14 +431,14 @@ def maml_half(p, b):
 def sam(p, b):
     L = lambda q: jnp.mean((jnp.tanh(b["x"] @ q["w"]) @ q["v"] - b["adv"]) ** 2)
     g = jax.grad(L)(p)
-    n = optax.global_norm(g)
+    n = optax.tree.norm(g)
     return L(jax.tree.map(lambda a, c: a + 0.05 * lax.stop_gradient(c / n), p, g))
 
 
 @case(P, B, mean=False)
 def gradpen_batch(p, b):
     L = lambda q: jnp.mean((jnp.tanh(b["x"] @ q["w"]) @ q["v"] - b["adv"]) ** 2)
-    return L(p) + 0.1 * optax.global_norm(jax.grad(L)(p)) ** 2
+    return L(p) + 0.1 * optax.tree.norm(jax.grad(L)(p)) ** 2
 
 
 @case(P, B, mean=True)

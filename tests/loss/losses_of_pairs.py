@@ -9,9 +9,9 @@ from jax import lax
 CASES = {}
 
 
-def case(params, batch, mean=None, args=(), aux=False, weighted=False, **_):
+def case(params, batch, mean=None, args=(), aux=False, weighted=False, ms=(1, 2), **_):
     def kept(loss):
-        CASES[loss.__name__] = (loss, params, batch, args, aux, weighted)
+        CASES[loss.__name__] = (loss, params, batch, args, aux, weighted, ms)
         return loss
 
     return kept

@@ -41,7 +41,7 @@ def on_one_device(loss, params, batch, args, aux, weighted, m):
 
 
 def check(name, strategy, m):
-    loss, params_of, batch_of, args_of, aux, weighted = CASES[name]
+    loss, params_of, batch_of, args_of, aux, weighted, _ = CASES[name]
     rng = np.random.default_rng(0)
     params = jax.tree.map(np.asarray, params_of(rng))
     batch, args = batch_of(np.random.default_rng(100), ROWS), args_of(rng) if callable(args_of) else args_of
@@ -61,8 +61,7 @@ def test_a_few_of_them(x64, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "m"), [(name, m) for name, case in CASES.items() for m in case[-1]])
 def test_all_of_them(x64, name, strategy, m):
     check(name, strategy, m)
