@@ -150,6 +150,18 @@ def test_rows_are_followed_through_experts(x64, sizes):
             jaxshard.value_and_grad(wrong, opt, has_aux=True)(opt.place(params()), given)
 
 
+def test_a_loss_of_experts_that_takes_no_more_rows_is_not_known():
+    """Axes of experts are judged one by one, each with a trace of more rows."""
+
+    def loss(p, b):
+        assert b["ids"].shape[0] <= 2, "of one device alone"
+        return loss_of("expert")(p, b)
+
+    opt = jaxshard.zero2(inner(), mesh_of(2, 4), **OVER_BOTH)
+    line = jaxshard.value_and_grad(loss, opt).layout(params(), batches(1)[0]).loss_rows
+    assert line.startswith("not known: it cannot be traced with the rows of all devices")
+
+
 def test_experts_are_neither_gathered_nor_reduced_over_their_axis():
     opt = jaxshard.zero3(optax.sgd(0.1), mesh_of(2, 4), **OVER_BOTH)
     step = jaxshard.train_step(loss_of("expert"), opt, max_skips=None)

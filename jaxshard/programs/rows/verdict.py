@@ -93,15 +93,17 @@ def judge(question: Question, jaxpr: Jaxpr) -> Verdict:
     """
     own = [axis for axis in question.split if any(axis in cut for cut in question.cut)]
     rest = {axis: size for axis, size in question.split.items() if axis not in own}
-    steps = [rest, *({axis: question.split[axis]} for axis in own)] if own else [question.split]
-    verdicts, rows, gone, program = list[Verdict](), question.num_rows, (), jaxpr
-    for split in filter(None, steps) if own else steps:
+    steps = [rest] * bool(rest or not own) + [{axis: question.split[axis]} for axis in own]
+    verdicts, rows, gone = list[Verdict](), question.num_rows, ()
+    for split in steps:
         parts = math.prod(split.values()) if own else question.parts
         step = dataclasses.replace(question, num_rows=rows, split=split, parts=parts, gone=gone)
-        before = program if program is not None else _traced(step, rows, alone=False)
-        found = Verdict(unknown="it cannot be traced with more rows") if before is None else _in_step(step, before)
-        verdicts.append(found)
-        rows, gone, program = rows * parts, (*gone, *split), None
+        program = _traced(step, rows, alone=False) if gone else jaxpr
+        if program is None:
+            verdicts.append(_unknown(step, jaxpr, None, "it cannot be traced with the rows of several devices"))
+        else:
+            verdicts.append(_in_step(step, program))
+        rows, gone = rows * parts, (*gone, *split)
     return functools.reduce(_both, verdicts)
 
 
