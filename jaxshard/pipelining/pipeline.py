@@ -127,7 +127,6 @@ def _at_once(
 
 def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tree, axis: str) -> Tree:
     """Runs the microbatches one after another, and recomputes them in the backward pass."""
-    differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
     @jax.checkpoint
     def one(blocks, shared, microbatch, index):
@@ -142,7 +141,7 @@ def _loop(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: Tr
     shapes = collectives.shapes_of(one, blocks, shared, first, indices[0])
     start = [collectives.vary_as(jnp.zeros((), sum_dtype(x)), x) for x in shapes]
     totals, _ = lax.scan(step, start, (indices, microbatches))
-    totals = [lax.psum(x, axis) if differs else x for x in totals]
+    totals = [lax.psum(x, axis) if _differs(blocks, axis) else x for x in totals]
     return stages.combined(totals, plan)
 
 
@@ -151,11 +150,15 @@ def _one(
 ) -> list[jax.Array]:
     """The losses of one microbatch, by all layers."""
     x = parts.first_fn(shared, microbatch, Info(jnp.int32(0), index))
-    differs = any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
-    x = stages.cast(x, (axis,)) if differs else x
+    x = stages.cast(x, (axis,)) if _differs(blocks, axis) else x
     for chunk in range(plan.virtual):
         x = parts.stage(stages.of_round(blocks, chunk, plan), x, Info(jnp.int32(chunk), index))
     return stages.losses(parts.last_fn(shared, x, microbatch, Info(jnp.int32(plan.virtual - 1), index)))
+
+
+def _differs(blocks: Tree, axis: str) -> bool:
+    """Whether the types of the blocks vary over the axis, though it has one stage."""
+    return any(axis in collectives.varying(leaf) for leaf in jax.tree.leaves(blocks))
 
 
 # GPipe: all forward, then all backward, by autodiff through the scan of ticks.

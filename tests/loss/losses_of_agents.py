@@ -5,18 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from field_cases import case
 from jax import lax
-
-CASES = {}
-
-
-def case(params, batch, mean=None, args=(), aux=False, weighted=False, ms=(1, 2), **_):
-    def kept(loss):
-        CASES[loss.__name__] = (loss, params, batch, args, aux, weighted, ms)
-        return loss
-
-    return kept
-
 
 P = lambda rng: {
     "w": rng.normal(size=(6, 8)) / 3,

@@ -66,12 +66,12 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     ((dim, axes),) = dims
     if not _takes_rows(eqn) or ids.ndim < 2 or dim == -table.ndim:
         return False
-    sizes, count = _global_sizes.get(), ids.size // ids.shape[-1]
+    sizes = _global_sizes.get()
     num = math.prod(sizes[axis] if sizes else collectives.axis_size(axis) for axis in axes)
-    if sizes:  # ids are those of all devices
-        return asked or 2 * (count * table.size // table.shape[0] // num + ids.size) <= table.size
+    of_all = ids.size if sizes else num * ids.size
     row = table.size // table.shape[0] * table.dtype.itemsize
-    return asked or 2 * (count * row + num * ids.size * ids.dtype.itemsize) <= table.shape[0] * row
+    own = of_all // ids.shape[-1] // num  # ids that each device looks up
+    return asked or 2 * (own * row + of_all * ids.dtype.itemsize) <= table.shape[0] * row
 
 
 def _takes_rows(eqn: Equation) -> bool:

@@ -100,14 +100,13 @@ def record(
             program = program if scale_alike([one, program, many], [1, 2, 4 * count]) else None
     except Exception:  # of any type: it is the user's own code, on a batch of another size
         program, consts = None, []
-    leaves = jax.tree.leaves((given, batch))
-    num_given = len(jax.tree.leaves(given))
-    of_batch = tuple(i >= num_given for i in range(len(leaves)))
-    part = Microbatched(program, of_batch, count, max(each, 2))
     values, structure = jax.tree.flatten((given, batch))
+    num_given = len(jax.tree.leaves(given))
+    of_batch = tuple(i >= num_given for i in range(len(values)))
+    part = Microbatched(program, of_batch, count, max(each, 2))
 
-    def named(*values: jax.Array) -> Tree:
-        return run(*jax.tree.unflatten(structure, values[: len(leaves)]))
+    def named(*operands: jax.Array) -> Tree:
+        return run(*jax.tree.unflatten(structure, operands[: len(values)]))
 
     named.__name__ = f"{_NAME}{next(_numbers)}"
     _known[named.__name__] = part

@@ -200,8 +200,6 @@ def scale_alike(programs: Sequence[Jaxpr], rows: Sequence[int]) -> bool:
     They have the same operations on the same values, reshapes aside, for which a dim of one row needs not to be the
     same; and all numbers in them, and all sizes, are powers of the number of rows times a constant.
     """
-    if any(len(open_jaxpr(x).invars) != len(open_jaxpr(programs[0]).invars) for x in programs):
-        return False
     try:
         return _Triple(rows).alike(programs)
     except Exception:  # of any type: a user's own rule may be traced anew
@@ -216,10 +214,12 @@ class _Triple:
 
     def alike(self, programs: Sequence[Jaxpr]) -> bool:
         """Whether the programs have the same operations, numbers and sizes, as functions of the number of rows."""
+        if len({(len(open_jaxpr(x).constvars), len(open_jaxpr(x).invars)) for x in programs}) > 1:
+            return False
         steps, outs = zip(*map(_steps, programs), strict=True)
         if len({*map(len, steps)}) > 1 or not self._operands(outs):
             return False
-        consts = zip(*(getattr(x, "consts", ()) for x in programs), strict=False)
+        consts = zip(*(getattr(x, "consts", ()) for x in programs), strict=True)
         return all(map(self._step, zip(*steps, strict=True))) and all(map(self._constant, consts))
 
     def _step(self, steps: Sequence[tuple[Equation, list[object]]]) -> bool:
