@@ -121,16 +121,15 @@ def checked_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions)
     """The further arguments, with `Whole` removed.
 
     Raises:
-      ValueError: one has as many rows as the batch, and is not marked `whole`; or another mesh is set.
+      ValueError: in the local view one has as many rows as the batch, and is not marked `whole`; or another mesh is set.
       TypeError: one has a leaf that is neither an array nor a number.
     """
     check_context("the loss", options.setup.mesh)
     for i, arg in enumerate(args):
         _check_leaves(i, arg)
-    if options.setup.num_batch_shards * options.microbatches > 1:
-        num_rows = np.shape(jax.tree.leaves(batch)[0])[0]
-        for i, arg in enumerate(args):
-            _check_argument(i, arg, num_rows)
+    if options.is_meant and options.setup.num_batch_shards * options.microbatches > 1:
+        if found := like_rows(args, np.shape(jax.tree.leaves(batch)[0])[0]):
+            raise ValueError(found)
     return jax.tree.map(lambda x: x.tree if _is_whole(x) else x, args, is_leaf=_is_whole)
 
 
@@ -144,17 +143,19 @@ def _check_leaves(position: int, arg: Tree) -> None:
             )
 
 
-def _check_argument(position: int, arg: Tree, num_rows: int) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(arg, is_leaf=_is_whole)[0]:
+def like_rows(args: tuple[Tree, ...], num_rows: int) -> str:
+    """Which further argument has as many rows as the batch, and is not marked `whole`; "" if none."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_whole)[0]:
         shape = np.shape(leaf) if not _is_whole(leaf) else ()
         if shape[:1] != (num_rows,) or (len(shape) == 1 and is_like_raw_key(leaf)):
             continue
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
-        raise ValueError(
-            f"further argument {position}{': ' + where if where else ''} has shape {shape}, and the batch has "
+        position, *rest = (jax.tree_util.keystr((key,), simple=True) for key in path)
+        return (
+            f"further argument {position}{': ' + '/'.join(rest) if rest else ''} has shape {shape}, and the batch has "
             f"{num_rows} rows: the batch is split over devices, further arguments are not, so its rows would meet "
             "others. Make it a part of the batch, such as (x, y); or, where it is meant whole, pass jaxshard.whole(y)"
         )
+    return ""
 
 
 def _is_whole(x: object) -> bool:

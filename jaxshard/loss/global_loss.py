@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -23,6 +24,7 @@ from jaxshard.loss.params import uses
 from jaxshard.loss.params.lookup import Lookup, in_global_view
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
+from jaxshard.programs import activations
 from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
 from jaxshard.programs.primitives import UNPARTITIONED
 from jaxshard.programs.rows.verdict import RowsWarning
@@ -111,6 +113,24 @@ class GlobalLoss(DeviceLoss):
 
     def _constrained(self, x: jax.Array, spec: P) -> jax.Array:
         return global_view.constrained(x, self.setup.mesh, spec)
+
+    def plan(self) -> LossPlan:
+        """As `DeviceLoss.plan`; the rows of products of activations and weights stay on their devices.
+
+        Otherwise XLA may lay activations out as the gradients of weights are cut: along features, with all rows.
+        """
+        found, shards = super().plan(), self.setup.num_batch_shards
+        num_rows = jax.tree.leaves(self.batch)[0].shape[1]
+        if shards == 1 or num_rows % shards:
+            return found
+        by_rows = [role == "batch" for role in found.program.roles]
+        jaxpr = activations.with_each(found.program.jaxpr, by_rows, num_rows, self._rows_stay)
+        return dataclasses.replace(found, program=dataclasses.replace(found.program, jaxpr=jaxpr))
+
+    def _rows_stay(self, x: jax.Array, dim: int) -> jax.Array:
+        spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
+        spec[dim] = self.setup.batch_axes
+        return self._constrained(x, P(*spec))
 
     def _at_the_start(self, x: jax.Array, plan: LeafPlan) -> jax.Array:
         return self._constrained(x, plan.leaf.spec) if plan.gather == "start" else x
@@ -203,8 +223,8 @@ def why_global(plan: LossPlan) -> str:
 def _wrong_aux(program: Program) -> Iterator[str]:
     """The leaves of aux whose average over devices is not one device's result, with why."""
     outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    for (names, number), dim in zip(named_leaves(outputs[2]), program.row_dims, strict=True):
-        why = program.verdict.averaged[number] if program.verdict.averaged and dim is None else ""
+    for names, number in named_leaves(outputs[2]):
+        why = program.verdict.averaged[number] if program.verdict.averaged else ""
         if why:
             yield f"{f'aux leaf {path_of(names)}' if names else 'aux'} {why}"
 

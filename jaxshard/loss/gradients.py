@@ -16,7 +16,7 @@ from jaxshard.base.types import T, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import global_loss
-from jaxshard.loss.arguments import LossOptions, PartsError, View, check_batch, checked_arguments
+from jaxshard.loss.arguments import LossOptions, PartsError, View, check_batch, checked_arguments, like_rows
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
 from jaxshard.loss.loss_program import Program
 from jaxshard.loss.loss_report import Price
@@ -127,12 +127,13 @@ class LossFunction:
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
             may_be_global = view == "auto" and not self.options.checked and not isinstance(error, PartsError)
             why = f"on one device's rows it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            plan = self._plan_if_global(why, inputs) if may_be_global else None
-            if plan is None:
-                raise
-            return plan
+            if may_be_global and (plan := self._plan_if_global(why, inputs)):
+                return plan
+            raise
         why = global_loss.why_global(plan) if view == "auto" else ""
         globally = self._plan_if_global(why, inputs) if why else None
+        if why and globally is None and (found := like_rows(inputs[2], jax.tree.leaves(inputs[1])[0].shape[0])):
+            raise ValueError(f'{found} and loss_view="local"')
         return globally or dataclasses.replace(plan, why_global=why)
 
     def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:

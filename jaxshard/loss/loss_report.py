@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
+from jaxshard.loss.arguments import like_rows
 from jaxshard.system.text import size_in_words
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -121,6 +122,8 @@ def noted(error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], pa
             f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
             "rows belong together, each device's microbatch needs whole groups of them."
         )
+        if found := like_rows(args, mine * parts):
+            error.add_note(found)
     return error
 
 

@@ -1,11 +1,13 @@
 """Follows one dim of an array through operations that treat all elements along it apart and alike."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxshard.base.types import Equation
+from jaxshard.base.types import Equation, Jaxpr
 from jaxshard.programs.primitives import KINDS, Kind, kind_of, mixed_dims
+from jaxshard.programs.walk import Walk
 
 Dim: TypeAlias = int | None  # the dim's index in an array; None: the array does not have it
 Dims: TypeAlias = Sequence[Dim]
@@ -23,6 +25,50 @@ def keeps_apart(eqn: Equation, ins: Dims, outs: Dims) -> bool:
     """
     kind = kind_of(eqn)
     return kind in _RULES and _RULES[kind](eqn, ins, outs)
+
+
+def dims_of_rows(program: Jaxpr, batch: Sequence[bool]) -> list[frozenset[int]]:
+    """For each output, the dims along which it holds the batch's rows in their order; none if unknown.
+
+    What stands in row i may depend on all rows, as logits after a BatchNorm do. A dim that has nothing to do with the
+    batch may be among them, as one of zeros is: rows lie in those whose size follows the number of rows.
+
+    Args:
+      batch: which inputs are leaves of the batch, with its rows along their first dims.
+    """
+    return _DimsOfRows().through(program, [frozenset({0} if yes else ()) for yes in batch])
+
+
+class _DimsOfRows(Walk[frozenset[int]]):
+    nothing = frozenset[int]()
+
+    def of(self, eqn: Equation, known: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+        dims = range(getattr(eqn.outvars[0].aval, "ndim", 0))
+        if kind_of(eqn) in ("iota", "random"):  # element i goes with row i
+            found = frozenset(dims)
+        else:
+            ways = _ways(known)
+            found = frozenset(d for d in dims if any(keeps_apart(eqn, ins, [d] * len(eqn.outvars)) for ins in ways))
+        return [found] * len(eqn.outvars)
+
+    def join(self, one: frozenset[int], other: frozenset[int]) -> frozenset[int]:
+        return one & other
+
+    def unknown(self, eqn: Equation, known: Sequence[frozenset[int]]) -> frozenset[int]:
+        return frozenset()
+
+    def slice(self, value: frozenset[int]) -> frozenset[int]:
+        return frozenset(d - 1 for d in value if d)
+
+    def stack(self, value: frozenset[int]) -> frozenset[int]:
+        return frozenset(d + 1 for d in value)
+
+
+def _ways(known: Sequence[frozenset[int]]) -> list[Dims]:
+    """The choices of one dim, or none, of each operand; of many operands, only those of the same dim of all."""
+    if len(known) <= 3:
+        return list(itertools.product(*([None, *dims] for dims in known)))
+    return [[d if d in dims else None for dims in known] for d in frozenset[int]().union(*known)]
 
 
 def moved_dims(name: str, params: Mapping[str, Any], ndim: int) -> dict[int, int] | None:
@@ -160,6 +206,21 @@ def _dot_general(eqn: Equation, ins: Dims, outs: Dims) -> bool:
     return _at(len(batch[0]) + side * len(free[0]) + free[side].index(d), outs)
 
 
+def _conv(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    """Only the batch's dim is known."""
+    numbers = eqn.params["dimension_numbers"]
+    is_batch = ins[0] == numbers.lhs_spec[0] and _at(numbers.out_spec[0], outs)
+    return is_batch and ins[1] is None and eqn.params["batch_group_count"] == 1
+
+
+def _window(eqn: Equation, ins: Dims, outs: Dims) -> bool:
+    d, sizes = ins[0], eqn.params["window_dimensions"]
+    if not _at(d, outs) or any(each != d for each in ins if each is not None):
+        return False
+    plain = [eqn.params.get(key, (1,) * len(sizes))[d] for key in ("window_strides", "base_dilation", "window_dilation")]
+    return sizes[d] == 1 and plain == [1, 1, 1] and tuple(eqn.params["padding"][d]) == (0, 0)
+
+
 def _gather(eqn: Equation, ins: Dims, outs: Dims) -> bool:
     """The gathered slices must span the whole dim, or each slice along it gathers by indices of its own."""
     numbers, (d, by) = eqn.params["dimension_numbers"], ins
@@ -197,6 +258,7 @@ _RULES: dict[Kind, Rule] = {
     "barrier": _barrier,
     "broadcast": _broadcast_in_dim,
     "concatenate": _along("dimension"),
+    "conv": _conv,
     "cumulative": _along("axis"),
     "dot": _dot_general,
     "dynamic_slice": _dynamic_slice,
@@ -218,4 +280,5 @@ _RULES: dict[Kind, Rule] = {
     "transpose": _transpose,
     "triangular_solve": _leading(mixed_dims),
     "update": _dynamic_update_slice,
+    "window": _window,
 }

@@ -4,7 +4,7 @@ If there is no exact answer, a question gets its safe one; each function says wh
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -114,10 +114,20 @@ class _Smooth(_Marks):
 
 def variables_that_vary_smoothly(jaxpr: OpenJaxpr, wrt: Sequence[bool]) -> set[Var]:
     """All variables of a program that may have a gradient with respect to an input that is marked in `wrt`."""
+    return _variables(jaxpr, lambda whole: varies_smoothly(whole, wrt))
+
+
+def variables_that_depend(jaxpr: OpenJaxpr, differs: Sequence[bool]) -> set[Var]:
+    """All variables of a program that may depend on `axis_index` or on an input marked in `differs`."""
+    return _variables(jaxpr, lambda whole: depends(whole, differs))
+
+
+def _variables(jaxpr: OpenJaxpr, question: Callable[[OpenJaxpr], list[bool]]) -> set[Var]:
+    """The variables for which a question about a program's outputs is answered with yes."""
     made = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, core().DropVar)]
     variables = [*jaxpr.invars, *made]
     whole = jaxpr.replace(outvars=variables, debug_info=unnamed(jaxpr, len(jaxpr.invars), len(variables)))
-    return {v for v, smooth in zip(variables, varies_smoothly(whole, wrt), strict=True) if smooth}
+    return {v for v, yes in zip(variables, question(whole), strict=True) if yes}
 
 
 def reaches(program: Jaxpr, names: frozenset[str], inputs: Sequence[bool]) -> list[bool]:

@@ -9,14 +9,14 @@ import json
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves
+from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of
 from jaxshard.base.types import Metrics, T, Tree
 from jaxshard.collectives import global_view
 from jaxshard.digest import digests
@@ -77,7 +77,12 @@ def collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def kinds_of(tree: Tree) -> Counter[tuple[Hashable, ...]]:
+def donated(state: Tree, after: Tree) -> tuple[int, ...]:
+    """The arguments that a step donates; not the state if one of its leaves matches no result in shape and dtype."""
+    return (0, 1) if _kinds_of(state) <= _kinds_of(after) else (0,)
+
+
+def _kinds_of(tree: Tree) -> Counter[tuple[Hashable, ...]]:
     return Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
@@ -136,6 +141,24 @@ def placed(tree: T, shardings: Tree) -> T:
 def placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:
     """`x` itself if it has this sharding, else a copy, so that a donating step consumes the copy, not `x`."""
     return x if isinstance(x, jax.Array) and x.sharding == sharding else global_view.copy_to(x, sharding)
+
+
+def check_not_donated(args: tuple[Tree, ...], donated: Mapping[str, Tree]) -> None:
+    """Refuses a further argument that is an array of the donated trees: the runtime (jax 0.10 to 0.12) would crash.
+
+    Raises:
+      ValueError: names the argument, the array that it is, and the cure.
+    """
+    arrays = {id(x) for x in jax.tree.leaves(args) if isinstance(x, jax.Array)}
+    if not arrays or arrays.isdisjoint(map(id, jax.tree.leaves(donated))):
+        return
+    given = {id(x): names for names, x in named_leaves(args)}
+    names, at = next((given[id(x)], at) for at, x in named_leaves(donated) if id(x) in given)
+    raise ValueError(
+        f"train_step: further argument {path_of(names)} is the array {path_of(at)} itself, which the step donates, so "
+        "that its memory is used again. Begin with a copy, such as target = jax.tree.map(jnp.copy, params); or give "
+        "train_step donate=False"
+    )
 
 
 def run(program: Tree, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree, Metrics]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.loss_scale import LossScale
 from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
@@ -30,9 +29,10 @@ from jaxshard.step.program import (
     KeyWatch,
     Program,
     Returned,
+    check_not_donated,
     check_processes,
     collector_at_rest,
-    kinds_of,
+    donated,
     placed,
     placed_leaf,
     run,
@@ -165,6 +165,8 @@ class TrainStep:
             params, state = self._placed(program, params, state)
         given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
         args = within_reach(self._setup, args)
+        if self.donate:
+            check_not_donated(args, {"params": params, "state": state})
         if jax.process_count() > 1 and program not in self._agreed:
             check_processes(program, params, state, batch, args)
             self._agreed.append(program)
@@ -238,16 +240,11 @@ class TrainStep:
         run = jax.jit(
             self._step,
             out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
-            donate_argnums=self._donated(shapes, settled.state),
+            donate_argnums=donated(shapes, settled.state) if self.donate else (),
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
         return Program(run, wanted, before, batch, Names(of_params, of_state))
-
-    def _donated(self, state: Tree, after: Tree) -> tuple[int, ...]:
-        """The donated arguments; not the state if one of its leaves matches no result in shape and dtype."""
-        fits = self.donate and kinds_of(state) <= kinds_of(after)
-        return (0, 1) if fits else (0,) if self.donate else ()
 
     def _check_skips(self, settled: Settled) -> None:
         if settled.binding and (self._max_skips is not None or self._loss.options.weighted):
@@ -286,15 +283,11 @@ class TrainStep:
             stays = skipped & finite  # a batch of weight 0, or a bad update, is no reason to change the scale
             if self._loss.options.weighted:
                 stays |= found.weight == 0
-            next_scale = _next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
+            next_scale = scaling.after(state.extra["loss_scale"], ~finite, stays)
             after = after._replace(extra=after.extra | {"loss_scale": next_scale})
         if self._loss.options.has_aux:
             metrics["aux"] = found.aux
         return params, after, metrics
-
-
-def _next_scale(scaling: LossScale, old: dict[str, jax.Array], overflowed: jax.Array, stays: jax.Array) -> Tree:
-    return jax.tree.map(lambda n, o: jnp.where(stays, o, n), scaling.after(old, overflowed), old)
 
 
 def loss_of(step: TrainStep) -> LossFunction:

@@ -21,14 +21,43 @@ def fit(w, x, y):
     return jnp.mean((x @ w - y) ** 2)
 
 
-def test_an_argument_with_the_batchs_rows_is_refused():
-    """With as many rows as devices it would broadcast, and train something else in silence."""
+def test_an_argument_with_the_batchs_rows_meets_all_rows():
+    """On one device's rows it would broadcast where there are as many rows as devices, and train something else."""
+    for rows in (8, 16):
+        x, y = X[:rows], Y[:rows]
+        f = jaxshard.value_and_grad(fit, opt_of())
+        value, grads = f(W, x, y)
+        wanted = jax.value_and_grad(fit)(W, x, y)
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+        np.testing.assert_allclose(grads, wanted[1], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(jaxshard.evaluate(fit, opt_of())(W, x, y), wanted[0], rtol=1e-6)
+        assert "XLA partitions it" in str(f.layout(W, x, y))
+
+
+def test_a_network_as_wide_as_the_batch_is_no_part_of_it():
+    """The weights of another network, as of a target or a critic, may have any shape."""
+
+    def follow(w, x, target):
+        return jnp.mean((x @ w - x @ target) ** 2)
+
+    target = np.random.default_rng(1).normal(size=W.shape).astype(np.float32)
+    x = X[: len(target)]
+    for n, microbatches in ((8, 1), (4, 1), (4, 2)):
+        f = jaxshard.value_and_grad(follow, opt_of(n=n), microbatches=microbatches)
+        wanted = jax.value_and_grad(follow)(W, x, target)
+        value, grads = f(W, x, target)
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+        np.testing.assert_allclose(grads, wanted[1], rtol=1e-5, atol=1e-7)
+        assert "rows: the loss is a mean over rows" in str(f.layout(W, x, target))
+
+
+def test_an_argument_with_the_batchs_rows_is_refused_in_the_local_view():
     x, y = X[:8], Y[:8]
     for make in (jaxshard.value_and_grad, jaxshard.evaluate):
         with pytest.raises(ValueError, match=r"argument 0 has shape \(8, 4\).*8 rows.*\(x, y\).*jaxshard.whole\(y\)"):
-            make(fit, opt_of())(W, x, y)
+            make(fit, opt_of(), loss_view="local")(W, x, y)
     opt = opt_of()
-    step = jaxshard.train_step(fit, opt)
+    step = jaxshard.train_step(fit, opt, loss_view="local")
     params = opt.place(W)
     for call in (step, step.lower, step.trace):
         with pytest.raises(ValueError, match="argument 0 has shape"):
@@ -36,8 +65,18 @@ def test_an_argument_with_the_batchs_rows_is_refused():
     with pytest.raises(ValueError, match="further argument 0: targets/1 has shape"):
         step(params, opt.init(params), x, {"targets": [np.zeros(3), y]})
     with pytest.raises(ValueError, match="argument 0 has shape"):
-        jax.jit(jaxshard.value_and_grad(fit, opt))(W, x, y)
+        jax.jit(jaxshard.value_and_grad(fit, opt, loss_view="local"))(W, x, y)
     step(params, opt.init(params), x, Y[:1])
+
+
+def test_rows_in_an_argument_of_several_microbatches_are_refused():
+    f = jaxshard.value_and_grad(fit, opt_of(), microbatches=2)
+    with pytest.raises(ValueError, match=r"further argument 0 has shape \(16, 4\), and the batch has 16 rows"):
+        f(W, X[:16], Y[:16])  # one row for each device and microbatch would broadcast
+    f = jaxshard.value_and_grad(fit, opt_of(n=4), microbatches=2)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        f(W, X[:16], Y[:16])
+    assert "further argument 0 has shape (16, 4), and the batch has 16 rows" in "".join(caught.value.__notes__)
 
 
 def test_it_is_taken_where_it_is_meant_whole():
@@ -100,8 +139,9 @@ def by_rows(params, batch):
 def test_nothing_is_refused_where_nothing_is_split():
     opt = opt_of(n=1)
     np.testing.assert_allclose(jaxshard.evaluate(fit, opt)(W, X, Y), fit(W, X, Y), rtol=1e-6)
-    with pytest.raises(ValueError, match="argument 0 has shape"):
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
         jaxshard.value_and_grad(fit, opt, microbatches=2)(W, X, Y)
+    assert "argument 0 has shape" in "".join(caught.value.__notes__)
 
 
 def test_leaves_of_a_batch_with_other_numbers_of_rows_are_refused():

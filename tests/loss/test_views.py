@@ -85,6 +85,50 @@ def test_any_loss_is_right_under_any_strategy(name, strategy, microbatches):
     assert ("XLA partitions it" in layout) != (CASES[name].right and CASES[name].proved)
 
 
+def with_batch_norm(p, b):
+    z = b["x"] @ p["w"]
+    z = jnp.tanh((z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5))
+    return jnp.mean(z**2 * b["y"][:, None]), {"logits": z, "first": z[:, 0]}
+
+
+def with_pairs(p, b):
+    z = b["x"] @ p["w"]
+    losses = jax.nn.logsumexp(z @ z.T, 0) - (z * z).sum(-1)
+    return losses.mean(), {"losses": losses}
+
+
+def with_ranks(p, b):
+    z = b["x"] @ p["w"]
+    return jnp.mean(z**2), {"centred": z - z.mean(0)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("view", ["auto", "global"])
+@pytest.mark.parametrize("loss", [with_batch_norm, with_pairs, with_ranks])
+def test_rows_in_aux_that_depend_on_others_come_back_in_their_order(loss, view, microbatches):
+    opt, batch = STRATEGIES["zero2"](), batch_of(ROWS)
+    f = jaxshard.value_and_grad(loss, opt, has_aux=True, microbatches=microbatches, loss_view=view)
+    (value, aux), _ = f(weights(), batch)
+    each = [loss(weights(), jax.tree.map(jnp.asarray, part)) for part in parts_of(batch, microbatches)]
+    assert float(value) == pytest.approx(sum(float(x[0]) for x in each) / microbatches, rel=1e-12)
+
+    def in_order(*parts):  # undoes `parts_of`
+        x = np.stack(parts).reshape(microbatches, DEVICES, -1, *parts[0].shape[1:])
+        return np.swapaxes(x, 0, 1).reshape(ROWS, *parts[0].shape[1:])
+
+    assert_trees_all_close(jax.device_get(aux), jax.tree.map(in_order, *(x[1] for x in each)), rtol=1e-10)
+
+
+def test_sorted_rows_of_microbatches_have_no_order():
+    def loss(p, b):
+        z = b["x"] @ p["w"]
+        return jnp.mean(z**2), jnp.sort(z[:, 0])
+
+    f = jaxshard.value_and_grad(loss, STRATEGIES["zero2"](), has_aux=True, microbatches=2, loss_view="global")
+    with pytest.raises(ValueError, match=r"aux leaf .* has shape \(16,\), in which the batch's rows"):
+        f(weights(), batch_of(ROWS))
+
+
 @pytest.mark.parametrize("view", ["auto", "global"])
 def test_dropout_has_the_masks_of_one_device(view):
     """Bit for bit in the global view: no key is folded."""

@@ -32,6 +32,16 @@ def whole_slices(x, i):
     return gather(x, i, {"offset_dims": (0,), "collapsed_slice_dims": (0,), "start_index_map": (0,)}, (1, SIZE))
 
 
+def convolution(images):
+    numbers = (images, "HWIO", images)
+    return lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+def reduce_window(x, by, sizes, padding):
+    start = -jnp.inf if by is lax.max else 0.0
+    return lax.reduce_window(x, start, by, sizes, (1,) * x.ndim, padding)
+
+
 CASES = {  # a function whose last operation is meant, and shapes of floats; whole numbers where a shape has "i"
     "add": (jnp.add, [(2, 5, 5), (2, 5, 5)]),
     "add to each": (lambda x, y: lax.add_p.bind(x, y), [(5, 5), (1, 5)]),
@@ -66,6 +76,11 @@ CASES = {  # a function whose last operation is meant, and shapes of floats; who
     "dot of many": (dot(((2,), (1,)), ((0,), (0,))), [(5, 5, 3), (5, 3, 5)]),
     "dot of many, last": (dot(((0,), (1,)), ((2,), (0,))), [(3, 5, 5), (5, 3, 2)]),
     "dot free": (dot(((0,), (1,)), ((), ())), [(3, 5, 2), (5, 3)]),
+    "conv": (convolution("NHWC"), [(5, 6, 6, 5), (3, 3, 5, 5)]),
+    "conv, channels first": (convolution("NCHW"), [(5, 5, 6, 6), (3, 3, 5, 5)]),
+    "max_pool": (lambda x: reduce_window(x, lax.max, (1, 2, 1), "VALID"), [(5, 6, 5)]),
+    "max_pool over all": (lambda x: reduce_window(x, lax.max, (2, 2, 1), "SAME"), [(5, 5, 5)]),
+    "sums of windows": (lambda x: reduce_window(x, lax.add, (1, 2, 1), "SAME"), [(5, 6, 5)]),
     "gather rows": (whole_slices, [(3, 5), "i4,1"]),
     "gather of many": (jax.vmap(lambda x, i: x[i]), [(5, 4), "i5"]),
     "scatter rows": (lambda x, i, u: x.at[i].add(u), [(3, 5), "i2", (2, 5)]),
@@ -185,6 +200,66 @@ def test_every_rule_is_measured():
     pointwise = POINTWISE | LINEAR_ALGEBRA  # of which two of each kind are
     names = {last_equation(*case)[0].primitive.name for case in CASES.values()}
     alike = {f"reduce_{name}" for name in ("min", "prod", "and", "or", "xor")} | {"argmin"}
-    alike |= {"cumprod", "cummax", "cummin", "cumlogsumexp", "scatter-mul", "scatter-min", "scatter-max"}
+    alike |= {"reduce_window_min", "cumprod", "cummax", "cummin", "cumlogsumexp", "scatter-mul", "scatter-min", "scatter-max"}
     known = {name for name, kind in KINDS.items() if kind in dims._RULES}
     assert known - pointwise - alike - names == {"lu_pivots_to_permutation"}
+
+
+# Where the batch's rows lie.
+
+ROWS = 6
+
+
+W = np.random.default_rng(1).normal(size=(4, 4))
+X = np.random.default_rng(2).normal(size=(ROWS, 4))
+ORDER = np.array([3, 0, 5, 1, 4, 2])
+
+
+def normed(x):
+    return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+
+
+def with_layers(x, w):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum(-1)), x, jnp.stack([w, w]))
+
+
+LIE = {  # a function of rows and weights, and the dims in which its result has the rows
+    "batch norm": (lambda x, w: normed(x), {0}),
+    "a network with batch norm": (lambda x, w: jax.nn.relu(normed(x)) @ w, {0}),
+    "transposed": (lambda x, w: x.T, {1}),
+    "all pairs": (lambda x, w: x @ w @ x.T, {0, 1}),
+    "contrastive": (lambda x, w: jnp.diagonal(jax.nn.log_softmax(x @ x.T)), {0}),
+    "over the other rows": (lambda x, w: jax.nn.logsumexp(x @ w @ x.T, 0), {0}),
+    "centred apart": (lambda x, w: jax.vmap(lambda row: (row - x.mean(0)).sum())(x), {0}),
+    "layers": (lambda x, w: with_layers(normed(x), w)[0], {0}),
+    "each layer's": (lambda x, w: with_layers(normed(x), w)[1], {1}),
+    "sorted": (lambda x, w: jnp.sort(x, 0), set()),
+    "ordered": (lambda x, w: x[jnp.argsort(x[:, 0])], set()),
+    "reversed": (lambda x, w: x[::-1], set()),
+    "rolled": (lambda x, w: jnp.roll(x, 1, 0), set()),
+    "halves": (lambda x, w: jnp.concatenate([x[3:], x[:3]]), set()),
+    "sums so far": (lambda x, w: jnp.cumsum(x, 0), set()),
+    "mixed up": (lambda x, w: x.T.reshape(ROWS, 4), set()),
+    "a product with rows": (lambda x, w: x.T @ x, set()),
+}
+
+
+@pytest.mark.parametrize("name", LIE)
+def test_where_rows_lie(name):
+    """Rows in another order give a result in that order."""
+    fn, wanted = LIE[name]
+    (found,) = dims.dims_of_rows(jax.make_jaxpr(fn)(X, W), [True, False])
+    assert found == wanted
+    moved_rows, result = fn(X[ORDER], W), fn(X, W)
+    for d in found if len(found) == 1 else ():
+        np.testing.assert_allclose(moved_rows, jnp.take(result, ORDER, d), rtol=1e-4, atol=1e-5)
+    if name == "all pairs":
+        np.testing.assert_allclose(moved_rows, result[ORDER][:, ORDER], rtol=1e-4, atol=1e-5)
+
+
+def test_places_and_draws_go_with_their_rows():
+    def fn(x):
+        return x[:, 0] + jnp.arange(ROWS), x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+
+    places, draws = dims.dims_of_rows(jax.make_jaxpr(fn)(X), [True])
+    assert places == draws == {0}

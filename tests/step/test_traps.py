@@ -341,6 +341,29 @@ def test_uneven_weights_give_the_exact_mean_not_the_mean_of_means(strategy, micr
 # Arrays' lives.
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_target_network_that_is_the_params_is_an_error_not_a_crash(strategy):
+    """At the first step and at a later one, as where a target follows every k steps; the runtime dies of it."""
+
+    def follow(params, batch, target):
+        return fit(params, batch) + 0.1 * sum(jnp.sum((params[k] - target[k]) ** 2) for k in params)
+
+    opt = opt_of(strategy)
+    params, state = opt.place(weights()), opt.init(weights())
+    step, batch = jaxshard.train_step(follow, opt), rows(1)[0]
+    said = r"train_step: further argument 0/a is the array params/a itself.*jax.tree.map\(jnp.copy, params\).*donate=False"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            step(params, state, batch, params)
+        target = jax.tree.map(jnp.copy, params)
+        params, state, _ = step(params, state, batch, target)
+        params, state, _ = step(params, state, batch, target)
+    with pytest.raises(ValueError, match="further argument 0 is the array state/"):
+        step(params, state, batch, next(x for x in jax.tree.leaves(state) if x.ndim))
+    kept = jaxshard.train_step(follow, opt, donate=False)
+    kept(params, state, batch, params)
+
+
 def test_params_used_after_donation_are_an_error_not_a_crash():
     opt = opt_of("zero2")
     params, state = opt.place(weights()), opt.init(weights())

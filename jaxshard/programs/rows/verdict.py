@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshard.base.types import Jaxpr
+from jaxshard.programs.dims import dims_of_rows
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.paired import Unlike
 from jaxshard.programs.rows import words
@@ -153,19 +154,41 @@ def _compared(question: Question, rows: int, jaxpr: Jaxpr) -> Verdict:
 def _unknown(question: Question, jaxpr: Jaxpr, whole: Jaxpr | None, why: str) -> Verdict:
     shapes, count = [v.aval.shape for v in open_jaxpr(jaxpr).outvars], len(open_jaxpr(jaxpr).outvars)
     folded = [bool(shape) for shape in shapes] if whole is None else _grown(jaxpr, whole)
-    averaged = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2))
-    found = Verdict(unknown=why, row_dims=(None,) * count, folded=tuple(folded), averaged=averaged)
-    return dataclasses.replace(found, row_dims=_by_shape(question, jaxpr, found.row_dims, folded))
+    averaged, row_dims = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2)), (None,) * count
+    row_dims = row_dims if whole is None else _placed(question, jaxpr, whole, row_dims)
+    folded = [yes and dim is None for yes, dim in zip(folded, row_dims, strict=True)]
+    found = Verdict(unknown=why, row_dims=row_dims, folded=tuple(folded), averaged=averaged)
+    return dataclasses.replace(found, row_dims=_by_shape(question, jaxpr, row_dims, folded))
+
+
+def _placed(
+    question: Question, jaxpr: Jaxpr, whole: Jaxpr, row_dims: Sequence[int | None]
+) -> tuple[int | None, ...]:
+    """`row_dims`, and those of outputs whose rows depend on other rows too, but stand in the batch's order."""
+    rows, lies = _rows_in(question, jaxpr), [frozenset[int]()] * 2 + dims_of_rows(jaxpr, question.batch)[2:]  # a loss and its weight have no dims
+    outs = (open_jaxpr(program).outvars for program in (jaxpr, whole))
+    shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(*outs, strict=True)]
+
+    def placed(dim: int | None, dims: frozenset[int], one: Sequence[int], two: Sequence[int]) -> int | None:
+        grown = [d for d in sorted(dims) if two[d] == one[d] * question.parts and one[d] == rows]
+        return dim if dim is not None or not grown or question.parts == 1 else grown[0]
+
+    return tuple(placed(dim, dims, *both) for dim, dims, both in zip(row_dims, lies, shapes, strict=True))
 
 
 def _by_shape(
     question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None], sized: Sequence[bool]
 ) -> tuple[int | None, ...]:
     """Outputs of `predict` that depend on several rows have their rows in the first dim, if it has as many."""
-    rows = next(v.aval.shape[0] for v, yes in zip(open_jaxpr(jaxpr).invars, question.batch, strict=True) if yes)
+    rows = _rows_in(question, jaxpr)
     each = zip(row_dims, sized, open_jaxpr(jaxpr).outvars, strict=True)
     fits = question.per_row
     return tuple(0 if fits and dim is None and yes and v.aval.shape[:1] == (rows,) else dim for dim, yes, v in each)
+
+
+def _rows_in(question: Question, jaxpr: Jaxpr) -> int:
+    """The number of the batch's rows in a trace of the loss."""
+    return next(v.aval.shape[0] for v, yes in zip(open_jaxpr(jaxpr).invars, question.batch, strict=True) if yes)
 
 
 def _grown(jaxpr: Jaxpr, whole: Jaxpr) -> list[bool]:
@@ -187,9 +210,10 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
     outs = proof.outputs(jaxpr, whole, _inputs(question))
     sizes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     row_dims = tuple(_row_dim(x, size, rows) for x, size in zip(outs, sizes, strict=True))
+    placed = _placed(question, jaxpr, whole, row_dims)
     found = Verdict(
-        row_dims=row_dims,
-        folded=tuple(yes and dim is None for yes, dim in zip(_grown(jaxpr, whole), row_dims, strict=True)),
+        row_dims=placed,
+        folded=tuple(yes and dim is None for yes, dim in zip(_grown(jaxpr, whole), placed, strict=True)),
         counted=tuple(map(_of_count, outs)),
         averaged=tuple("" if dim is not None else _of_average(question, outs, i) for i, dim in enumerate(row_dims)),
         group=1 if any(question.cut) else proof.group,  # parts of params are no groups of rows

@@ -1,0 +1,135 @@
+"""What the compilers make of the global view, beside the best GSPMD step that we know, for machines that are not here.
+
+    python benchmarks/global_view.py --machine h100:8
+
+The TPU or GPU compiler must be installed. Nothing runs. Three losses: of a network whose BatchNorm takes the
+statistics of all rows, of CLIP's two towers, which compares each image with each text, and of a transformer, whose
+loss is a mean over rows and which is forced to the global view.
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jaxshard
+from jaxshard.apps.bench import gspmd, models
+from jaxshard.apps.bench.decoders import Decoder
+from jaxshard.apps.bench.step import Task, figures, ours
+
+BEST = {"zero2": "gspmd-zero-best", "zero3": "gspmd-fsdp-best"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormNet(models.ConvNet):
+    """The convolutional network of the benchmarks, whose norms are over rows: each channel over rows and image."""
+
+    def block(self, layer, x):
+        """Two convolutions and a residual connection, which is widened if the channels change."""
+        layer = jax.tree.map(lambda w: w.astype(self.dtype), layer)
+        stride = 2 if "widen" in layer else 1
+        y = models._convolved(jax.nn.relu(normed_by_batch(x, layer["norm1"])), layer["conv1"], stride)
+        y = models._convolved(jax.nn.relu(normed_by_batch(y, layer["norm2"])), layer["conv2"])
+        return y + (models._convolved(x, layer["widen"], stride) if "widen" in layer else x)
+
+
+def normed_by_batch(x, scale):
+    """Normalizes each channel over the batch and the image, as `flax.linen.BatchNorm` does without `axis_name`."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, (0, 1, 2))
+    variance = jnp.mean(wide * wide, (0, 1, 2)) - mean * mean
+    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * scale).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoTowers:
+    """CLIP: a transformer of image patches and one of tokens; the loss compares all pairs of images and texts."""
+
+    layers: int = 12
+    patches: int = 256
+    words: int = 64
+    widths: tuple[int, int] = (768, 512)
+    joint: int = 512
+    dtype: str = "float32"
+    scanned: bool = True
+
+    def tower(self, place):
+        """The decoder whose blocks make the tower."""
+        width = self.widths[place]
+        return Decoder(self.layers, width, 4 * width, width // 64, vocabulary=49408, dtype=self.dtype)
+
+    def shapes(self):
+        """The parameters' shapes."""
+        towers = [self.tower(0).shapes()["blocks"], self.tower(1).shapes()["blocks"]]
+        images, texts = self.widths
+        return {
+            "patch": (768, images),
+            "embed": (49408, texts),
+            "blocks": {"images": towers[0], "texts": towers[1]},
+            "norm": (images,),
+            "head": (images, self.joint),
+            "text_norm": (texts,),
+            "text_head": (texts, self.joint),
+        }
+
+    def batch(self, rows):
+        """The shapes of images, cut into patches, and texts."""
+        return {
+            "images": jax.ShapeDtypeStruct((rows, self.patches, 768), jnp.float32),
+            "texts": jax.ShapeDtypeStruct((rows, self.words), jnp.int32),
+        }
+
+    def first(self, params, batch):
+        """The two inputs of the blocks."""
+        images = batch["images"].astype(self.dtype) @ params["patch"].astype(self.dtype)
+        return images, params["embed"][batch["texts"]].astype(self.dtype)
+
+    def block(self, layer, x):
+        """A block of each tower."""
+        return self.tower(0).block(layer["images"], x[0]), self.tower(1).block(layer["texts"], x[1])
+
+    def last(self, params, x, batch):
+        """The symmetric cross-entropy of all pairs, in nats."""
+        images = unit(jnp.mean(x[0], 1) * params["norm"] @ params["head"])
+        texts = unit(jnp.mean(x[1], 1) * params["text_norm"] @ params["text_head"])
+        logits = 10.0 * images @ texts.T
+        both = jax.nn.logsumexp(logits, 0) + jax.nn.logsumexp(logits, 1) - 2 * jnp.diagonal(logits)
+        return jnp.mean(both) / 2
+
+
+def unit(x):
+    """Vectors of length 1."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+MODELS = {"batchnorm": BatchNormNet, "clip": TwoTowers, "decoder": Decoder}
+
+
+def main():
+    """Prints a line for each step and two ratios for each strategy."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--machine", default="h100:8")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
+    parser.add_argument("--strategies", nargs="+", default=[*BEST], choices=BEST)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--masters", action="store_true", help="bfloat16 params with float32 masters")
+    parser.add_argument("--layers", type=int, help="of the transformers")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a microbatch, of all devices")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # nothing runs
+    mesh = jax.sharding.Mesh(jaxshard.aot.devices(jaxshard.aot.machine(options.machine)), ("data",))
+    for name in options.models:
+        sizes = {"layers": options.layers} if options.layers and name != "batchnorm" else {}
+        model = MODELS[name](dtype="bfloat16" if options.masters else "float32", **sizes)
+        task = Task(model, mesh, options.rows * options.microbatches, options.microbatches, options.masters)
+        for strategy in options.strategies:
+            own = figures(ours(strategy, task, loss_view="global").lower().compile())
+            best = figures(gspmd.build(BEST[strategy], task).lower().compile())
+            peak, wire = own.peak_bytes / best.peak_bytes, own.wire_bytes / best.wire_bytes
+            print(f"{name} {strategy}: peak {peak:.3f}, wire {wire:.3f}\n  {own}\n  {best}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
