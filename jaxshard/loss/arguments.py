@@ -117,19 +117,23 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
             )
 
 
-def checked_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -> tuple[Tree, ...]:
-    """The further arguments, with `Whole` removed.
+def check_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -> None:
+    """Checks the further arguments.
 
     Raises:
-      ValueError: in the local view one has as many rows as the batch, and is not marked `whole`; or another mesh is set.
+      ValueError: in the local view one has as many rows as the batch, and no mark `whole`; or another mesh is set.
       TypeError: one has a leaf that is neither an array nor a number.
     """
     check_context("the loss", options.setup.mesh)
     for i, arg in enumerate(args):
         _check_leaves(i, arg)
-    if options.is_meant and options.setup.num_batch_shards * options.microbatches > 1:
-        if found := like_rows(args, np.shape(jax.tree.leaves(batch)[0])[0]):
-            raise ValueError(found)
+    is_split = options.setup.num_batch_shards * options.microbatches > 1
+    if options.is_meant and is_split and (text := like_rows(args, batch)):
+        raise ValueError(text)
+
+
+def unmarked(args: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """The further arguments, with `Whole` removed."""
     return jax.tree.map(lambda x: x.tree if _is_whole(x) else x, args, is_leaf=_is_whole)
 
 
@@ -143,8 +147,9 @@ def _check_leaves(position: int, arg: Tree) -> None:
             )
 
 
-def like_rows(args: tuple[Tree, ...], num_rows: int) -> str:
-    """Which further argument has as many rows as the batch, and is not marked `whole`; "" if none."""
+def like_rows(args: tuple[Tree, ...], batch: Tree, parts: int = 1) -> str:
+    """Which further argument has as many rows as `parts` times `batch`, and is not marked `whole`; "" if none."""
+    num_rows = np.shape(jax.tree.leaves(batch)[0])[0] * parts
     for path, leaf in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_whole)[0]:
         shape = np.shape(leaf) if not _is_whole(leaf) else ()
         if shape[:1] != (num_rows,) or (len(shape) == 1 and is_like_raw_key(leaf)):

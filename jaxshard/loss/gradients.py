@@ -16,7 +16,7 @@ from jaxshard.base.types import T, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import global_loss
-from jaxshard.loss.arguments import LossOptions, PartsError, View, check_batch, checked_arguments, like_rows
+from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, like_rows
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
 from jaxshard.loss.loss_program import Program
 from jaxshard.loss.loss_report import Price
@@ -66,7 +66,7 @@ class LossFunction:
         setup = self.setup
         shardings = setup.param_shardings(params)
         check_batch(batch, self.options)
-        args = checked_arguments(args, batch, self.options)
+        check_arguments(args, batch, self.options)
         if is_traced(params, batch, args):
             return self._differentiable(params, batch, *args)
         check_alive("params", params)
@@ -108,7 +108,7 @@ class LossFunction:
     def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
         """The traced loss and the plan of each parameter; takes the arguments of `layout`."""
         check_batch(batch, self.options)
-        args = checked_arguments(args, batch, self.options)
+        check_arguments(args, batch, self.options)
         return self._priced(self._plan(params, batch, args, None), params, batch, args)
 
     def _priced(self, plan: LossPlan, params: Tree, batch: Tree, args: tuple[Tree, ...]) -> LossPlan:
@@ -119,8 +119,7 @@ class LossFunction:
 
     def _plan(self, *inputs: Tree) -> LossPlan:
         """The plan in the view that is asked for; by default in the global one where the local one would be wrong."""
-        view = self.options.loss_view
-        if view == "global":
+        if (view := self.options.loss_view) == "global":
             return self._plan_globally(inputs)
         try:
             plan = self._plan_in("local", *inputs)
@@ -131,10 +130,11 @@ class LossFunction:
                 return plan
             raise
         why = global_loss.why_global(plan) if view == "auto" else ""
-        globally = self._plan_if_global(why, inputs) if why else None
-        if why and globally is None and (found := like_rows(inputs[2], jax.tree.leaves(inputs[1])[0].shape[0])):
-            raise ValueError(f'{found} and loss_view="local"')
-        return globally or dataclasses.replace(plan, why_global=why)
+        if why and (globally := self._plan_if_global(why, inputs)):
+            return globally
+        if not plan.program.verdict.is_proved and (text := like_rows(inputs[2], inputs[1])):
+            raise ValueError(text)
+        return dataclasses.replace(plan, why_global=why)
 
     def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:
         """The plan in the global view; None for a loss that cannot be traced there: most often it names a mesh axis."""

@@ -122,7 +122,7 @@ def noted(error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], pa
             f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
             "rows belong together, each device's microbatch needs whole groups of them."
         )
-        if found := like_rows(args, mine * parts):
+        if found := like_rows(args, batch, parts):
             error.add_note(found)
     return error
 

@@ -14,7 +14,7 @@ from jaxshard.base.axes import axes_of_dims, beyond
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import Jaxpr, Tree
 from jaxshard.loss import ordered
-from jaxshard.loss.arguments import LossOptions, folded
+from jaxshard.loss.arguments import LossOptions, folded, unmarked
 from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
@@ -69,7 +69,7 @@ class DeviceLoss:
         args: tuple[Tree, ...],
         scale: Scale,
     ):
-        self.options, self.setup, self.args, self.scale = options, options.setup, args, scale
+        self.options, self.setup, self.args, self.scale = options, options.setup, unmarked(args), scale
         self.axes, self.num_shards = self._parts()
         self.plans, self.treedef = plans, jax.tree.structure(params)
         self.shards = [self._at_the_start(x, plan) for x, plan in zip(jax.tree.leaves(params), plans, strict=True)]

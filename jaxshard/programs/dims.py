@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxshard.base.types import Equation, Jaxpr
+from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import KINDS, Kind, kind_of, mixed_dims
 from jaxshard.programs.walk import Walk
 
@@ -37,6 +38,21 @@ def dims_of_rows(program: Jaxpr, batch: Sequence[bool]) -> list[frozenset[int]]:
       batch: which inputs are leaves of the batch, with its rows along their first dims.
     """
     return _DimsOfRows().through(program, [frozenset({0} if yes else ()) for yes in batch])
+
+
+def row_dims_of(few: Jaxpr, many: Jaxpr, batch: Sequence[bool]) -> list[int | None]:
+    """For each output, the dim that holds the batch's rows in their order, alone; None if unknown.
+
+    Args:
+      few, many: the program, traced with fewer and with more rows.
+      batch: as for `dims_of_rows`.
+    """
+    one, two = open_jaxpr(few), open_jaxpr(many)
+    first = list(batch).index(True)
+    rows = one.invars[first].aval.shape[0], two.invars[first].aval.shape[0]
+    each = zip(dims_of_rows(few, batch), one.outvars, two.outvars, strict=True)
+    grown = [[d for d in sorted(dims) if (a.aval.shape[d], b.aval.shape[d]) == rows] for dims, a, b in each]
+    return [dims[0] if dims and rows[0] != rows[1] else None for dims in grown]
 
 
 class _DimsOfRows(Walk[frozenset[int]]):
@@ -217,8 +233,9 @@ def _window(eqn: Equation, ins: Dims, outs: Dims) -> bool:
     d, sizes = ins[0], eqn.params["window_dimensions"]
     if not _at(d, outs) or any(each != d for each in ins if each is not None):
         return False
-    plain = [eqn.params.get(key, (1,) * len(sizes))[d] for key in ("window_strides", "base_dilation", "window_dilation")]
-    return sizes[d] == 1 and plain == [1, 1, 1] and tuple(eqn.params["padding"][d]) == (0, 0)
+    steps = ("window_strides", "base_dilation", "window_dilation")
+    plain = all(key not in eqn.params or eqn.params[key][d] == 1 for key in steps)
+    return sizes[d] == 1 and plain and tuple(eqn.params["padding"][d]) == (0, 0)
 
 
 def _gather(eqn: Equation, ins: Dims, outs: Dims) -> bool:

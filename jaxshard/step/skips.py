@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,16 @@ class Names(NamedTuple):
 
     params: list[str]
     state: list[str]
+
+
+def check_may_be_skipped(binding: Sequence[tuple[str, ...]]) -> None:
+    """Raises a ValueError if the first update changes which leaves the state has, or their shapes."""
+    if binding:
+        raise ValueError(
+            f"train_step: the first update makes or drops {path_of(binding[0])} in the state, or gives it another "
+            "shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip nothing "
+            "(max_skips=None, and no weighted=True)"
+        )
 
 
 class NonFiniteError(FloatingPointError):

@@ -14,10 +14,10 @@ from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import LossOptions, View, check_batch, check_options, checked_arguments
+from jaxshard.loss.arguments import LossOptions, View, check_arguments, check_batch, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
 from jaxshard.mesh import check_has_devices
-from jaxshard.optimizer.inner.update import Settled, fast
+from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import check_state, nearest, within_reach
@@ -37,7 +37,7 @@ from jaxshard.step.program import (
     placed_leaf,
     run,
 )
-from jaxshard.step.skips import Names, Verdicts, judged
+from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged
 from jaxshard.system.interrupts import Interrupts
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
@@ -152,7 +152,7 @@ class TrainStep:
             state = self._arrays(state, params)
         check_batch(batch, self._loss.options)
         program = known or self._program(params, state)
-        args = checked_arguments(args, batch, self._loss.options)
+        check_arguments(args, batch, self._loss.options)
         unknown = {"params": params, "state": state} if known is None else {}
         if is_traced(unknown, batch, args):
             return self._step(params, state, batch, *args)
@@ -195,7 +195,7 @@ class TrainStep:
         state = self._arrays(state, params)
         check_batch(batch, self._loss.options)
         program = self._program(params, state)
-        args = checked_arguments(args, batch, self._loss.options)
+        check_arguments(args, batch, self._loss.options)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
         batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
         return program.run.trace(params, state, batch, *args)
@@ -232,7 +232,8 @@ class TrainStep:
         check_state("train_step", setup, state, params)
         shapes, wanted = shapes_of(state), setup.param_shardings(params)
         settled = setup.settled(params, shapes)
-        self._check_skips(settled)
+        if self._max_skips is not None or self._loss.options.weighted:
+            check_may_be_skipped(settled.binding)
         compilers.check_known("train_step", setup.mesh, self._given)
         before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
         batch = NamedSharding(setup.mesh, P(setup.batch_axes))
@@ -245,14 +246,6 @@ class TrainStep:
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
         return Program(run, wanted, before, batch, Names(of_params, of_state))
-
-    def _check_skips(self, settled: Settled) -> None:
-        if settled.binding and (self._max_skips is not None or self._loss.options.weighted):
-            raise ValueError(
-                f"train_step: the first update makes or drops {path_of(settled.binding[0])} in the state, or gives it "
-                "another shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip "
-                "nothing (max_skips=None, and no weighted=True)"
-            )
 
     @collector_at_rest()
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:

@@ -69,6 +69,17 @@ def test_an_argument_with_the_batchs_rows_is_refused_in_the_local_view():
     step(params, opt.init(params), x, Y[:1])
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_an_argument_with_the_batchs_rows_is_refused_where_axes_are_named(rows):
+    def named(w, x, y):
+        return jax.lax.pmean(jnp.mean((x @ w - y[: len(x)]) ** 2), "data")
+
+    f = jaxshard.value_and_grad(named, opt_of())
+    with pytest.raises(ValueError, match=rf"argument 0 has shape \({rows}, 4\).*jaxshard.whole\(y\)"):
+        f(W, X[:rows], Y[:rows])
+    f(W, X[:rows], jaxshard.whole(Y[:rows]))
+
+
 def test_rows_in_an_argument_of_several_microbatches_are_refused():
     f = jaxshard.value_and_grad(fit, opt_of(), microbatches=2)
     with pytest.raises(ValueError, match=r"further argument 0 has shape \(16, 4\), and the batch has 16 rows"):

@@ -351,7 +351,7 @@ def test_a_target_network_that_is_the_params_is_an_error_not_a_crash(strategy):
     opt = opt_of(strategy)
     params, state = opt.place(weights()), opt.init(weights())
     step, batch = jaxshard.train_step(follow, opt), rows(1)[0]
-    said = r"train_step: further argument 0/a is the array params/a itself.*jax.tree.map\(jnp.copy, params\).*donate=False"
+    said = r"further argument 0/a is the array params/a itself.*jax.tree.map\(jnp.copy, params\).*donate=False"
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
             step(params, state, batch, params)

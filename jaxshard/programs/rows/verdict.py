@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxshard.base.types import Jaxpr
-from jaxshard.programs.dims import dims_of_rows
+from jaxshard.programs.dims import row_dims_of
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.paired import Unlike
 from jaxshard.programs.rows import words
@@ -45,6 +45,11 @@ class Verdict:
     group: int = 1
     alone: bool = False
     in_microbatches: bool = False
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether averaging over devices is known to be right."""
+        return self.alone or not (self.problem or self.unknown)
 
     def __str__(self) -> str:
         if self.problem:
@@ -154,26 +159,17 @@ def _compared(question: Question, rows: int, jaxpr: Jaxpr) -> Verdict:
 def _unknown(question: Question, jaxpr: Jaxpr, whole: Jaxpr | None, why: str) -> Verdict:
     shapes, count = [v.aval.shape for v in open_jaxpr(jaxpr).outvars], len(open_jaxpr(jaxpr).outvars)
     folded = [bool(shape) for shape in shapes] if whole is None else _grown(jaxpr, whole)
-    averaged, row_dims = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2)), (None,) * count
-    row_dims = row_dims if whole is None else _placed(question, jaxpr, whole, row_dims)
+    averaged = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2))
+    row_dims = _placed(question, jaxpr, whole or jaxpr, (None,) * count)
     folded = [yes and dim is None for yes, dim in zip(folded, row_dims, strict=True)]
-    found = Verdict(unknown=why, row_dims=row_dims, folded=tuple(folded), averaged=averaged)
-    return dataclasses.replace(found, row_dims=_by_shape(question, jaxpr, row_dims, folded))
+    row_dims = _by_shape(question, jaxpr, row_dims, folded)
+    return Verdict(unknown=why, row_dims=row_dims, folded=tuple(folded), averaged=averaged)
 
 
-def _placed(
-    question: Question, jaxpr: Jaxpr, whole: Jaxpr, row_dims: Sequence[int | None]
-) -> tuple[int | None, ...]:
+def _placed(question: Question, jaxpr: Jaxpr, whole: Jaxpr, row_dims: Sequence[int | None]) -> tuple[int | None, ...]:
     """`row_dims`, and those of outputs whose rows depend on other rows too, but stand in the batch's order."""
-    rows, lies = _rows_in(question, jaxpr), [frozenset[int]()] * 2 + dims_of_rows(jaxpr, question.batch)[2:]  # a loss and its weight have no dims
-    outs = (open_jaxpr(program).outvars for program in (jaxpr, whole))
-    shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(*outs, strict=True)]
-
-    def placed(dim: int | None, dims: frozenset[int], one: Sequence[int], two: Sequence[int]) -> int | None:
-        grown = [d for d in sorted(dims) if two[d] == one[d] * question.parts and one[d] == rows]
-        return dim if dim is not None or not grown or question.parts == 1 else grown[0]
-
-    return tuple(placed(dim, dims, *both) for dim, dims, both in zip(row_dims, lies, shapes, strict=True))
+    found = [None, None, *row_dims_of(jaxpr, whole, question.batch)[2:]]  # a loss and its weight have no dims
+    return tuple(other if dim is None else dim for dim, other in zip(row_dims, found, strict=True))
 
 
 def _by_shape(
