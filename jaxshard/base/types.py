@@ -76,6 +76,7 @@ class Equation(Protocol):
     """One operation of a traced program."""
 
     primitive: Primitive
+    replace: Any
     invars: list[Var]
     outvars: list[Var]
     params: dict[str, Any]

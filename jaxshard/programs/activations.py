@@ -1,7 +1,7 @@
 """Adds an operation to each product of activations and weights in a traced program."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -67,7 +67,8 @@ class _Rewriting:
         if dim is None:
             return [eqn]
         result = eqn.outvars[0]
-        after = open_jaxpr(jax.make_jaxpr(lambda x: self._then(x, dim))(result.aval))
+        trace: Any = jax.make_jaxpr(self._then, static_argnums=1)  # pyright: ignore[reportUnknownMemberType]
+        after = open_jaxpr(trace(result.aval, dim))
         *before, last = after.eqns
         return [eqn.replace(outvars=after.invars), *before, last.replace(outvars=[result])]
 
