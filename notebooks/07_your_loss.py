@@ -385,11 +385,10 @@ for step in (0, 1):
 assert (masks["an argument, step 0"] != masks["an argument, step 1"]).any()
 
 # %% [markdown]
-# ## What a trace does not show
+# ## Rules of your own
 #
-# A rule of your own for a gradient may do anything, and jaxshard does not look into it. `limited` changes nothing on
-# the way forward, and limits the norm of what comes back. The layout says "not known", and the devices average:
-# `loss_view="global"` is right here.
+# A rule of your own for a gradient may do anything. `limited` changes nothing on the way forward, and limits the norm
+# of what comes back. jaxshard traces the rule too: it is not known to be one for each row, so the loss sees all rows.
 
 
 # %%
@@ -415,13 +414,13 @@ def limited_loss(params, batch):
 
 _, _, text = averaged(limited_loss)
 assert "not known" in text
-_, grads = jaxshard.value_and_grad(limited_loss, opt, loss_view="global")(params, batch)
+_, grads = jaxshard.value_and_grad(limited_loss, opt)(params, batch)
 one = jax.grad(limited_loss)(params, batch)
 np.testing.assert_allclose(jax.device_get(grads["w"]), one["w"], rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# Each device would limit what it sees of its own rows. The numbers show it, so ask for the check once with each loss
-# whose verdict is "not known".
+# In the local view each device would limit what it sees of its own rows. The numbers show it, so ask for the check once
+# with each loss that you run by `loss_view="local"`.
 
 # %%
 report = checked("custom gradient", limited_loss)

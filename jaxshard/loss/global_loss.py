@@ -19,14 +19,14 @@ from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.leaf_plan import LeafPlan
-from jaxshard.loss.loss_program import Program
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.lookup import Lookup, in_global_view
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
-from jaxshard.programs import activations
 from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
 from jaxshard.programs.primitives import UNPARTITIONED
+from jaxshard.programs.questions import variables_that_depend
+from jaxshard.programs.rerun import followed
 from jaxshard.programs.rows.verdict import RowsWarning
 from jaxshard.programs.source import line_of
 from jaxshard.system.users_lines import warn
@@ -124,7 +124,7 @@ class GlobalLoss(DeviceLoss):
         if shards == 1 or num_rows % shards:
             return found
         by_rows = [role == "batch" for role in found.program.roles]
-        jaxpr = activations.with_each(found.program.jaxpr, by_rows, num_rows, self._rows_stay)
+        jaxpr = followed(found.program.jaxpr, by_rows, num_rows, variables_that_depend, self._rows_stay)
         return dataclasses.replace(found, program=dataclasses.replace(found.program, jaxpr=jaxpr))
 
     def _rows_stay(self, x: jax.Array, dim: int) -> jax.Array:
@@ -217,11 +217,12 @@ def why_global(plan: LossPlan) -> str:
     if verdict.in_microbatches:  # which are the same in the global view
         return ""
     own = f'{verdict.unknown}. If it is a mean over rows all the same, loss_view="local" says so.'
-    return verdict.problem or (own if verdict.unknown else next(_wrong_aux(plan.program), ""))
+    return verdict.problem or (own if verdict.unknown else next(_wrong_aux(plan), ""))
 
 
-def _wrong_aux(program: Program) -> Iterator[str]:
+def _wrong_aux(plan: LossPlan) -> Iterator[str]:
     """The leaves of aux whose average over devices is not one device's result, with why."""
+    program = plan.program
     outputs = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
     for names, number in named_leaves(outputs[2]):
         why = program.verdict.averaged[number] if program.verdict.averaged else ""
@@ -266,5 +267,5 @@ def warn_if_wrong(plan: LossPlan) -> None:
             'loss_view="local".',
             RowsWarning,
         )
-    for text in () if options.per_row or verdict.alone else _wrong_aux(plan.program):
+    for text in () if options.per_row or verdict.alone else _wrong_aux(plan):
         warn(text, RowsWarning)

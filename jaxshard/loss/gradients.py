@@ -18,7 +18,6 @@ from jaxshard.layout.layout import Layout
 from jaxshard.loss import global_loss
 from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, like_rows
 from jaxshard.loss.leaf_plan import LeafPlan, before_the_trace
-from jaxshard.loss.loss_program import Program
 from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.loss.per_device import DeviceLoss, LossPlan
@@ -26,7 +25,6 @@ from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import within_reach
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import StepKind, Value
-from jaxshard.programs.jaxprs import axes_named
 from jaxshard.system.users_lines import warn
 
 PART = "the gradients"  # in a step, for `programs.source`
@@ -206,7 +204,7 @@ class LossFunction:
         """
         plan, setup = self._plan(params, batch, args, scale), self.setup
         options, found, auto = plan.options, setup.layout(params), setup.config.auto_axes
-        _warn_if_repeated(plan.program, setup, axes_of(found.param_specs))
+        _warn_if_repeated(plan, setup, axes_of(found.param_specs))
         if options.loss_view == "global":
             self._tell_price(plan, params, batch, args)
             return self._measured(plan, params, *global_loss.run(plan, params, batch, args, scale))
@@ -243,7 +241,7 @@ class LossFunction:
         loss, averaged, weight = values
         if self.options.differentiate:
             grads = jax.tree.unflatten(jax.tree.structure(self.setup.trained(params)), grads)
-        return Measured(loss, _put_together(plan.program, averaged, rows), weight, grads)
+        return Measured(loss, _put_together(plan, averaged, rows), weight, grads)
 
 
 class Measured(NamedTuple):
@@ -255,16 +253,16 @@ class Measured(NamedTuple):
     grads: Tree
 
 
-def _put_together(program: Program, averaged: Sequence[jax.Array], rows: Sequence[jax.Array]) -> Tree:
+def _put_together(plan: LossPlan, averaged: Sequence[jax.Array], rows: Sequence[jax.Array]) -> Tree:
     """aux, from its averaged leaves and its leaves with the batch's rows in the first dim."""
-    rest, with_rows = iter(averaged), iter(rows)
+    program, rest, with_rows = plan.program, iter(averaged), iter(rows)
     leaves = [next(rest) if dim is None else jnp.moveaxis(next(with_rows), 0, dim) for dim in program.row_dims]
     return jax.tree.unflatten(program.out_tree, [None, None, *leaves])[2]
 
 
-def _warn_if_repeated(program: Program, setup: Setup, cut_over: set[str]) -> None:
+def _warn_if_repeated(plan: LossPlan, setup: Setup, cut_over: set[str]) -> None:
     """Warns of mesh axes along which all devices do the same work on the same rows."""
-    used = {*setup.batch_axes, *setup.config.auto_axes, *cut_over, *axes_named(program.jaxpr)}
+    used = {*setup.batch_axes, *setup.config.auto_axes, *cut_over, *plan.program.axes}
     idle = {axis: size for axis, size in setup.sizes.items() if size > 1 and axis not in used}
     if idle:
         warn(

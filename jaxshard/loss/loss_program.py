@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
 from jaxshard.base.types import Jaxpr, Tree, TreeDef
-from jaxshard.loss.arguments import LossOptions
+from jaxshard.loss.arguments import LossOptions, like_rows
 from jaxshard.loss.loss_report import explained, noted
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
-from jaxshard.programs.jaxprs import core, equations, open_jaxpr
+from jaxshard.programs.jaxprs import axes_named, core, equations, open_jaxpr
 from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.microbatches import Found, recording
@@ -40,6 +40,11 @@ class Program:
     def row_dims(self) -> tuple[int | None, ...]:
         """For each leaf of aux, the dim that holds the batch's rows, or None."""
         return self.verdict.row_dims[2:] or (None,) * (self.out_tree.num_leaves - 2)
+
+    @property
+    def axes(self) -> set[str]:
+        """The mesh axes that the loss names."""
+        return axes_named(self.jaxpr)
 
     @property
     def roles_of_args(self) -> list[str]:
@@ -76,7 +81,9 @@ class Program:
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except (TypeError, ValueError) as error:
-            raise noted(explained(error, options.checked), batch, args, options.num_parts) from error
+            parts = options.num_parts
+            text = like_rows(args, batch, parts)
+            raise noted(explained(error, options.checked), batch, args, parts, text) from error
         roles = (
             ["frozen" if yes else "param" for yes in frozen]
             + ["batch"] * len(jax.tree.leaves(batch))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
-from jaxshard.loss.arguments import like_rows
 from jaxshard.system.text import size_in_words
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -106,11 +105,26 @@ class Price(NamedTuple):
         )
 
 
+FOLDED = (
+    '; each device folds its index into the keys, and so draws other numbers than one device (loss_view="global" draws '
+    "the same)"
+)
+
+
+def in_words(why: str, price: Price | None) -> str:
+    """That a loss sees all rows, why, and at what price."""
+    given = f": {why}".removesuffix(".") if why else ""
+    after = f". {price}." if price else "." if why.endswith(".") else ""
+    return f"the loss sees all of a microbatch, and XLA partitions it{given}{after}"
+
+
 # Errors in the trace of a loss.
 
 
-def noted(error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int) -> TypeError | ValueError:
-    """The error, with notes: the number of rows that the loss gets, and that flags among its arguments are traced."""
+def noted(
+    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int, rows_in_args: str
+) -> TypeError | ValueError:
+    """The error, with notes: the number of rows that the loss gets; that flags among its arguments are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
         error.add_note(
             "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
@@ -122,8 +136,8 @@ def noted(error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], pa
             f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
             "rows belong together, each device's microbatch needs whole groups of them."
         )
-        if found := like_rows(args, batch, parts):
-            error.add_note(found)
+        if rows_in_args:
+            error.add_note(rows_in_args)
     return error
 
 

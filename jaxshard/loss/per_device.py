@@ -18,7 +18,7 @@ from jaxshard.loss.arguments import LossOptions, folded, unmarked
 from jaxshard.loss.evaluation import Evaluation
 from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
-from jaxshard.loss.loss_report import Price
+from jaxshard.loss.loss_report import FOLDED, Price, in_words
 from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value, at_the_start, without_gradient
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward
@@ -45,11 +45,11 @@ class LossPlan:
     price: Price | None = None
 
     def __str__(self) -> str:
-        if self.options.loss_view != "global":
-            return str(self.program.verdict)
-        why = f": {self.why_global}".removesuffix(".") if self.why_global else ""
-        price = f". {self.price}." if self.price else "." if self.why_global.endswith(".") else ""
-        return f"the loss sees all of a microbatch, and XLA partitions it{why}{price}"
+        if self.options.loss_view == "global":
+            return in_words(self.why_global, self.price)
+        is_split = self.options.num_parts > 1 and self.options.fold_keys
+        folds = is_split and any("key" in role for role in self.program.roles_of_args)
+        return f"{self.program.verdict}{FOLDED if folds else ''}"
 
 
 class DeviceLoss:

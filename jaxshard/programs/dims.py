@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxshard.base.types import Equation, Jaxpr
-from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import KINDS, Kind, kind_of, mixed_dims
 from jaxshard.programs.walk import Walk
 
@@ -47,11 +46,10 @@ def row_dims_of(few: Jaxpr, many: Jaxpr, batch: Sequence[bool]) -> list[int | No
       few, many: the program, traced with fewer and with more rows.
       batch: as for `dims_of_rows`.
     """
-    one, two = open_jaxpr(few), open_jaxpr(many)
     first = list(batch).index(True)
-    rows = one.invars[first].aval.shape[0], two.invars[first].aval.shape[0]
-    each = zip(dims_of_rows(few, batch), one.outvars, two.outvars, strict=True)
-    grown = [[d for d in sorted(dims) if (a.aval.shape[d], b.aval.shape[d]) == rows] for dims, a, b in each]
+    rows = few.in_avals[first].shape[0], many.in_avals[first].shape[0]
+    each = zip(dims_of_rows(few, batch), few.out_avals, many.out_avals, strict=True)
+    grown = [[d for d in sorted(dims) if (a.shape[d], b.shape[d]) == rows] for dims, a, b in each]
     return [dims[0] if dims and rows[0] != rows[1] else None for dims in grown]
 
 

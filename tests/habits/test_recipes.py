@@ -20,6 +20,7 @@ RESULTS = {
     "flax.linen, with BatchNorm, TrainState and train_step": "params, state, stats",
     "equinox, with BatchNorm and train_step": "params, state, norms",
     "haiku": "params, state, norms",
+    "Several networks: GAN, actor and critic": "generator, discriminator, states",
 }
 
 

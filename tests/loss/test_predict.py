@@ -108,35 +108,54 @@ def test_one_row_on_each_device():
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "aux",
-    [
-        lambda z: z.reshape(-1),
-        lambda z: z[::-1],
-        lambda z: z - z.mean(0),
-        lambda z: jnp.sort(z[:, 0]),
-        lambda z: jax.nn.softmax(z, 0),
-        lambda z: (z - z.mean(0)) / z.std(0),
-        lambda z: z @ z.T,
-        lambda z: z[:, 0] * jnp.arange(len(z)),
-        lambda z: jnp.arange(1.0 * len(z)),
-        lambda z: z[:, 0].at[0].set(0),
-        lambda z: z[: len(z) // 2, 0],
-        lambda z: z / len(z),
-        lambda z: jnp.argsort(z[:, 0]),
-    ],
-)
-def test_rows_of_aux_that_are_none_are_what_one_device_returns(aux):
-    """They were averaged over unrelated rows; the local view refuses them."""
-
+def with_aux_of(aux):
     def loss(w, batch):
         z = batch["x"] @ w
         return jnp.mean(z**2), {"z": aux(z)}
 
-    with pytest.raises(ValueError, match=r"aux leaf z has shape .* return it as \(rows, ...\), or its mean"):
-        jaxshard.evaluate(loss, opt_of(), has_aux=True, loss_view="local")(W, BATCH)
+    return loss
+
+
+IN_ORDER = [
+    lambda z: z - z.mean(0),
+    lambda z: jax.nn.softmax(z, 0),
+    lambda z: (z - z.mean(0)) / z.std(0),
+    lambda z: z @ z.T,
+    lambda z: z[:, 0] * jnp.arange(len(z)),
+    lambda z: jnp.arange(1.0 * len(z)),
+    lambda z: z / len(z),
+]
+OUT_OF_ORDER = [
+    lambda z: z.reshape(-1),
+    lambda z: z[::-1],
+    lambda z: jnp.sort(z[:, 0]),
+    lambda z: z[:, 0].at[0].set(0),
+    lambda z: z[: len(z) // 2, 0],
+    lambda z: jnp.argsort(z[:, 0]),
+]
+
+
+@pytest.mark.parametrize("aux", IN_ORDER + OUT_OF_ORDER)
+def test_rows_of_aux_that_depend_on_others_are_what_one_device_returns(aux):
+    """They were averaged over unrelated rows."""
+    loss = with_aux_of(aux)
     found = jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)
     chex.assert_trees_all_close(found, loss(W, jax.tree.map(jnp.asarray, BATCH)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aux", IN_ORDER)
+def test_the_local_view_returns_what_each_device_makes_of_its_rows(aux):
+    loss = with_aux_of(aux)
+    _, found = jaxshard.evaluate(loss, opt_of(), has_aux=True, loss_view="local")(W, BATCH)
+    each = [jax.tree.map(lambda x, d=d: jnp.split(jnp.asarray(x), 8)[d], BATCH) for d in range(8)]
+    wanted = jnp.concatenate([loss(W, rows)[1]["z"] for rows in each])
+    np.testing.assert_allclose(found["z"], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aux", OUT_OF_ORDER)
+def test_the_local_view_refuses_rows_in_another_order(aux):
+    with pytest.raises(ValueError, match=r"aux leaf z has shape .* return it as \(rows, ...\), or its mean"):
+        jaxshard.evaluate(with_aux_of(aux), opt_of(), has_aux=True, loss_view="local")(W, BATCH)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,26 @@ def test_dropout_has_the_masks_of_one_device(view):
     assert float(value) == pytest.approx(float(wanted), rel=1e-12)
 
 
+def test_the_layout_says_where_keys_are_folded():
+    def loss(p, b, key):
+        return jnp.mean((b["x"] @ p["w"] + jax.random.normal(key, (len(b["x"]), p["w"].shape[1]))) ** 2)
+
+    for view, said in (("auto", True), ("global", False)):
+        f = jaxshard.value_and_grad(loss, STRATEGIES["zero2"](), loss_view=view)
+        last = str(f.layout(weights(), batch_of(ROWS), jax.random.key(3))).splitlines()[-1]
+        assert ("each device folds its index into the keys" in last) == said
+
+    def drawn(p, b, key):
+        return loss(p, b, key), jax.random.normal(key, (len(b["x"]),))
+
+    for m in (1, 2):  # docs/loss.md says which numbers these are
+        f = jaxshard.value_and_grad(drawn, STRATEGIES["zero2"](), has_aux=True, microbatches=m)
+        (_, got), _ = f(weights(), batch_of(ROWS), jax.random.key(3))
+        keys = [jax.random.fold_in(jax.random.key(3), d * m + i) for d in range(DEVICES) for i in range(m)]
+        wanted = np.concatenate([jax.random.normal(key, (ROWS // DEVICES // m,)) for key in keys])
+        assert np.array_equal(got, wanted)
+
+
 def test_several_microbatches_have_keys_of_their_own():
     def loss(p, b, key):
         return jnp.mean((b["x"] @ p["w"]) ** 2), jax.random.uniform(key, b["x"].shape)

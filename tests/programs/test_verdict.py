@@ -260,7 +260,7 @@ def test_an_aux_leaf_that_is_refused_comes_with_what_is_wrong_with_the_loss():
     def loss(p, batch):
         hidden = batch["x"] @ p["w"]
         hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)
-        return jnp.mean(hidden**4), hidden
+        return jnp.mean(hidden**4), hidden[::-1]
 
     f = jaxshard.value_and_grad(loss, opt_of(), has_aux=True, loss_view="local")
     with pytest.raises(ValueError, match=r"or its mean\. The loss may show the cause: `reduce_sum` at .*axis_name="):

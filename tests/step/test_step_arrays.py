@@ -47,6 +47,27 @@ def test_what_it_gave_back_is_looked_at_twice(looked_at):
     assert len(looked_at) == 2
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_step_in_a_scan_of_ones_own(strategy):
+    _, step, p, s = started(strategy)
+    batches = np.stack([BATCH + i for i in range(4)])
+
+    @jax.jit
+    def four(p, s):
+        def one(carry, x):
+            p, s, metrics = step(*carry, x)
+            return (p, s), metrics["loss"]
+
+        return jax.lax.scan(one, (p, s), batches)
+
+    (got, after), losses = four(*jax.tree.map(jnp.copy, (p, s)))
+    for x, loss_before in zip(batches, losses, strict=True):
+        p, s, metrics = step(p, s, x)
+        assert float(metrics["loss"]) == pytest.approx(float(loss_before), rel=1e-6)
+    chex.assert_trees_all_close((got, after), (p, s), rtol=1e-5, atol=1e-7)
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, p)
+
+
 def exchanged(p, s):
     return p | {"a": p["b"], "b": p["a"]}, s
 

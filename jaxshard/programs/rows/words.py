@@ -47,7 +47,8 @@ _CURES = {
     ),
     "some": (
         "takes some of the rows, by their places in the batch, and each device has rows of its own alone. Choose, mix "
-        "or reorder rows where the batch is made; or give it a leaf with a weight for each row, and set weighted=True."
+        "or reorder rows where the batch is made; or give it a leaf with a weight for each row, and set weighted=True; "
+        "or gather each array that it takes them from: jax.lax.all_gather(x, {axes}, tiled=True)."
     ),
     "position": (
         "treats rows by their places in the batch, and each device counts from its own first row. Make the array that "
@@ -96,7 +97,8 @@ def _of_statistic(trouble: Trouble, axes: str) -> str:
         )
     return (
         f"{used}, where each device has rows of its own alone. Take it over all devices: jax.lax.pmean(x, {axes}) of a "
-        f"mean, jax.lax.psum(x, {axes}) of a sum or a count; or axis_name={axes} in a BatchNorm."
+        f"mean, jax.lax.psum(x, {axes}) of a sum or a count; or axis_name={axes} in a BatchNorm. A variance is the "
+        "mean of the squares, less the square of the mean."
     )
 
 
