@@ -1,4 +1,4 @@
-"""Exact figures of six small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
+"""Exact figures of eight small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
 
     python benchmarks/gate.py                                # compares; status 1 where a figure changed
     python benchmarks/gate.py --write "why they changed"     # keeps the new figures, with the reason
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from global_view import BatchNormNet
 
 import jaxshard
 from jaxshard.apps.bench.models import model
@@ -31,13 +32,27 @@ Figures = dict[str, Any]
 
 def _case(strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bool = False) -> Callable[[], Figures]:
     def figures() -> Figures:
-        mesh = jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
-        dtype = "bfloat16" if masters else "float32"
+        mesh, dtype = _mesh(replica), "bfloat16" if masters else "float32"
         small = model("decoder", layers=2, width=1024, hidden=2048, heads=8, vocabulary=4096, length=128, dtype=dtype)
         step = ours(strategy, Task(small, mesh, 16 * microbatches, microbatches, masters))
         return _figures(jaxshard.inspect.report(step.lower().compile()))
 
     return figures
+
+
+def _with_batch_norm(strategy: str) -> Callable[[], Figures]:
+    """A small convolutional network, which runs in the global view."""
+
+    def figures() -> Figures:
+        small = BatchNormNet(channels=(128, 256), depth=1, size=16, classes=128)
+        step = ours(strategy, Task(small, _mesh(), 64), loss_view="global")
+        return _figures(jaxshard.inspect.report(step.lower().compile()))
+
+    return figures
+
+
+def _mesh(replica: int = 1) -> jax.sharding.Mesh:
+    return jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
 
 
 def _figures(report: jaxshard.inspect.Report) -> Figures:
@@ -59,6 +74,8 @@ CASES = {
     "zero2, bfloat16 with masters, 2 microbatches": _case("zero2", masters=True, microbatches=2),
     "zero3": _case("zero3"),
     "hsdp, 2 replicas": _case("hsdp", replica=2),
+    "zero2, BatchNorm in the global view": _with_batch_norm("zero2"),
+    "zero3, BatchNorm in the global view": _with_batch_norm("zero3"),
 }
 
 
