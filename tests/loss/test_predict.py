@@ -152,6 +152,13 @@ def test_the_local_view_returns_what_each_device_makes_of_its_rows(aux):
     np.testing.assert_allclose(found["z"], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("aux", IN_ORDER)
+def test_predict_in_the_local_view_returns_what_each_device_makes_of_its_rows(aux):
+    found = jaxshard.predict(lambda w, batch: aux(batch["x"] @ w), opt_of(), loss_view="local")(W, BATCH)
+    each = [jnp.split(jnp.asarray(BATCH["x"]), 8)[d] @ W for d in range(8)]
+    np.testing.assert_allclose(found, jnp.concatenate([aux(z) for z in each]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("aux", OUT_OF_ORDER)
 def test_the_local_view_refuses_rows_in_another_order(aux):
     with pytest.raises(ValueError, match=r"aux leaf z has shape .* return it as \(rows, ...\), or its mean"):

@@ -219,7 +219,7 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
         moved = [x.trouble is not None and x.trouble.cause == "some" for x in outs]
         sized = [yes and not elsewhere for yes, elsewhere in zip(found.folded, moved, strict=True)]
         return dataclasses.replace(
-            found, row_dims=_by_shape(question, jaxpr, row_dims, sized), problem=problem, averaged=()
+            found, row_dims=_by_shape(question, jaxpr, placed, sized), problem=problem, averaged=()
         )
     return _of_loss(question, found, outs, proof)
 
