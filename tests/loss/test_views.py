@@ -81,8 +81,9 @@ def test_any_strategy_is_right(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ANYBODYS)
 def test_any_loss_is_right_under_any_strategy(name, strategy, microbatches):
-    layout = str(check_equal(name, strategy, microbatches))
-    assert ("XLA partitions it" in layout) != (CASES[name].right and CASES[name].proved)
+    case, layout = CASES[name], str(check_equal(name, strategy, microbatches))
+    is_proved = case.right and case.proved and case.rows <= ROWS // DEVICES // microbatches  # whole groups of rows
+    assert ("XLA partitions it" in layout) != is_proved
 
 
 def with_batch_norm(p, b):
