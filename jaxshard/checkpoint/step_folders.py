@@ -26,6 +26,7 @@ from jaxshard.checkpoint.storage.leaves import Index
 from jaxshard.checkpoint.storage.manifest import Manifest
 from jaxshard.system import files
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # of `gs://bucket` a `Path` makes `gs:/bucket`
 _DELETED = re.compile(r"\d+\.deleted\.[0-9a-f]{8}")
 _LISTINGS = 100  # of a folder whose steps come and go while it is listed
 _Found = TypeVar("_Found")
@@ -225,7 +226,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
         raise TypeError(f"Checkpointer: {path!r:.80} is no path of a folder")
     if not str(path):
         raise ValueError("Checkpointer: '' is no folder; name one, or '.' for the working folder")
-    if "://" in str(path):
+    if _URL.match(str(path)):
         raise ValueError(
             f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
         )

@@ -5,6 +5,7 @@ With several processes only process 0 calls these.
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ class Writer:
         self._errors, self._warned = list[str](), False
         self._on_disk: int | None = None  # the last step that was written completely
         self.corrupt: set[int] = set()
+        self._claiming = threading.Lock()  # threads may save at once
 
     def claim(self) -> str:
         """Makes the folder and locks it until `release`; returns the run's id.
@@ -49,6 +51,10 @@ class Writer:
           OSError: the folder cannot be made or written to, or another run is writing there.
         """
         check_path(self._folders.path)
+        with self._claiming:
+            return self._claimed()
+
+    def _claimed(self) -> str:
         run = self._lock.run if self._lock else None
         if self._lock is not None and not self._lock.is_held():  # the folder was deleted, or its lock
             self.release()

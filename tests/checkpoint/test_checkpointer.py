@@ -1,11 +1,13 @@
 """Checkpoints: any strategy's state fits any other, every flipped bit is found, and nothing is lost."""
 
+import concurrent.futures
 import errno
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 
 import jax
@@ -454,10 +456,25 @@ def test_folders_of_others_are_left_alone(tmp_path):
         shutil.rmtree(tmp_path)
         checkpoints.save(9, {"x": jnp.ones(3)}, blocking=True)
         assert checkpoints.steps() == [9]
-    for wrong in ("gs://bucket/x", ""):
+    for wrong in ("gs://bucket/x", pathlib.Path("gs://bucket/x"), ""):
         with pytest.raises(ValueError, match="is no folder"):
             Checkpointer(wrong)
     assert Checkpointer("~/x").path == pathlib.Path.home() / "x"
+
+
+def test_several_threads_begin_to_save_at_once(tmp_path):
+    """Each took the folder's lock for itself, and all but one lost its checkpoint."""
+    for turn in range(4):
+        with Checkpointer(tmp_path / str(turn), keep_last=10) as checkpoints:
+            ready = threading.Barrier(4)
+
+            def save(step, checkpoints=checkpoints, ready=ready):
+                ready.wait()
+                checkpoints.save(step, {"x": jnp.ones(3) * step}, blocking=True)
+
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                list(pool.map(save, range(4)))
+            assert checkpoints.steps() == [0, 1, 2, 3]
 
 
 def test_whatever_mesh_is_set(tmp_path):
