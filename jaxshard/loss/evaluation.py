@@ -179,7 +179,7 @@ _remats: weakref.WeakKeyDictionary[OpenJaxpr, dict] = weakref.WeakKeyDictionary(
 
 def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Value:
     """A parameter after its mark: whole, unless lookups follow."""
-    if isinstance(value, Sharded) and value.local is not None:
+    if isinstance(value, Sharded) and (value.local is not None or value.looked_up_by):
         asked = uses.mark(eqn) == LOOKUP_MARK
         if asked or uses.is_looked_up(jaxpr, eqn.outvars[0], value.looked_up_by):
             return AtFirstUse(value, asked=asked)

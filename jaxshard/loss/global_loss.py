@@ -20,7 +20,7 @@ from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.leaf_plan import LeafPlan
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.lookup import Lookup, in_global_view
+from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cut_by_rows
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
 from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
@@ -62,7 +62,14 @@ class Constrained(Sharded):
         assert self.mesh is not None
         if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in self.row_axes):
             return how.rows(cast(self.whole()), ids)
-        found = how.rows(cast(_whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)), ids)
+        table: jax.Array = _whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)
+        if is_cut_by_rows(table, self.table):
+            rows = P(self.row_axes)
+            body = lambda local, ids: exchanged(cast(local), ids, how, self.table, is_shard=True)  # noqa: E731
+            mesh = None if global_view.is_explicit(self.mesh) else self.mesh
+            specs = (self.table_spec, rows)
+            return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(table, ids)
+        found = how.rows(cast(table), ids)
         free = [P.UNCONSTRAINED] * (found.ndim - 1)
         return global_view.constrained(found, self.mesh, P(self.row_axes, *free))
 

@@ -1,7 +1,9 @@
-"""Lookups in tables cut along their features: each device looks up all ids in its shard, and devices exchange rows.
+"""Lookups in cut tables: each device looks up all devices' ids in its shard, and devices exchange what they found.
 
-With T ids per device, each device exchanges T rows, and their gradients, in an all-to-all; gathering a table of V rows
-and scattering its gradient would move V rows. No device computes the whole gradient.
+With T ids on each of N devices, of a table cut along its features each device exchanges T rows, and their gradients,
+in an all-to-all. Of one cut along its rows it finds some of N * T rows: a reduce-scatter gives each device its T, and
+an all-gather returns their gradients, N * T rows. Gathering a table of V rows and scattering its gradient would move V
+rows. No device computes the whole gradient.
 """
 
 import contextlib
@@ -41,6 +43,13 @@ class Lookup:
         sizes = (1, *table.shape[1:])
         return lax.gather(table, ids, self.numbers, sizes, mode=self.mode, fill_value=self.fill_value)
 
+    def filled(self, rows: jax.Array, ids: jax.Array, num_rows: int) -> jax.Array:
+        """The rows of these ids, those that a table of `num_rows` does not have filled as `rows` fills them."""
+        if self.mode != lax.GatherScatterMode.FILL_OR_DROP:
+            return rows
+        fill = jnp.zeros(1, rows.dtype).at[1].get(mode="fill", fill_value=self.fill_value)
+        return jnp.where(_beside(rows, (ids[..., 0] >= 0) & (ids[..., 0] < num_rows)), rows, fill)
+
 
 @contextlib.contextmanager
 def in_global_view(sizes: AxisSizes) -> Iterator[None]:
@@ -63,15 +72,21 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     if eqn.primitive.name != GATHER or position != 0 or len(dims) != 1:
         return False
     table, ids = (v.aval for v in eqn.invars)
-    ((dim, axes),) = dims
-    if not _takes_rows(eqn) or ids.ndim < 2 or dim == -table.ndim:
+    ((_, axes),) = dims
+    if not _takes_rows(eqn) or ids.ndim < 2:
         return False
     sizes = _global_sizes.get()
     num = math.prod(sizes[axis] if sizes else collectives.axis_size(axis) for axis in axes)
     of_all = ids.size if sizes else num * ids.size
     row = table.size // table.shape[0] * table.dtype.itemsize
-    own = of_all // ids.shape[-1] // num  # ids that each device looks up
-    return asked or 2 * (own * row + of_all * ids.dtype.itemsize) <= table.shape[0] * row
+    looked_up = of_all // ids.shape[-1]
+    moved = looked_up if is_cut_by_rows(table, dims) else looked_up // num
+    return asked or 2 * (moved * row + of_all * ids.dtype.itemsize) <= table.shape[0] * row
+
+
+def is_cut_by_rows(table: jax.Array, dims: Dims) -> bool:
+    """Whether a table that is cut along one dim is cut along its rows, not its features."""
+    return dims[0][0] == -table.ndim
 
 
 def _takes_rows(eqn: Equation) -> bool:
@@ -95,12 +110,15 @@ def exchanged(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_s
       local: this device's shard of the table (`is_shard`), or the whole table.
       ids: (..., 1) or (..., 1 + more starts), as for `lax.gather`.
     """
-    if not is_shard:
-        return lookup.rows(local, ids)
-    return _to_own_rows(lookup.rows(local, _all(ids, dims)), dims)
+    return _exchanged(local, ids, _all(ids, dims), lookup, dims) if is_shard else lookup.rows(local, ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _exchanged(local: jax.Array, ids: jax.Array, of_all: jax.Array, lookup: Lookup, dims: Dims) -> jax.Array:
+    if is_cut_by_rows(local, dims):
+        return _from_owners(local, ids, of_all, lookup, dims)
+    return _to_own_rows(lookup.rows(local, of_all), dims)
+
+
 def looked_up(
     local: jax.Array, stand_in: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims, is_shard: bool
 ) -> jax.Array:
@@ -108,33 +126,68 @@ def looked_up(
 
     `stand_in`, the gradient slot, is zeros of the shard's shape, in the dtype in which gradients are reduced.
     """
+    return _looked_up(local, stand_in, ids, _all(ids, dims), lookup, dims, is_shard)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _looked_up(local, stand_in, ids, of_all, lookup, dims, is_shard):
     del stand_in
-    return exchanged(local, ids, lookup, dims, is_shard)
+    return _exchanged(local, ids, of_all, lookup, dims) if is_shard else lookup.rows(local, ids)
 
 
-def _forward(local, stand_in, ids, lookup, dims, is_shard):
-    return looked_up(local, stand_in, ids, lookup, dims, is_shard), (local, stand_in, ids)
+def _forward(local, stand_in, ids, of_all, lookup, dims, is_shard):
+    return _looked_up(local, stand_in, ids, of_all, lookup, dims, is_shard), (local, stand_in, ids, of_all)
 
 
 def _backward(lookup, dims, is_shard, kept, cotangent):
-    local, stand_in, ids = kept
+    local, stand_in, ids, of_all = kept
     wide = sum_dtype(cotangent)
     zeros = collectives.vary(jnp.zeros(stand_in.shape, wide), tuple(collectives.varying(cotangent)))
-    rows = _to_own_features(cotangent, dims).astype(wide)
-    (scattered,) = jax.vjp(lambda table: lookup.rows(table, _all(ids, dims)), zeros)[1](rows)
+    by_rows = is_cut_by_rows(stand_in, dims)
+    rows = (_all if by_rows else _to_own_features)(cotangent, dims).astype(wide)
+    find = functools.partial(_own, lookup=lookup, dims=dims) if by_rows else lookup.rows
+    (scattered,) = jax.vjp(lambda table: find(table, of_all), zeros)[1](rows)
     if is_shard:
         of_local = scattered.astype(local.dtype)
     else:
         (of_local,) = jax.vjp(lambda table: lookup.rows(table, ids), local)[1](cotangent)
-    return of_local, scattered.astype(stand_in.dtype), None
+    return of_local, scattered.astype(stand_in.dtype), None, None
 
 
-looked_up.defvjp(_forward, _backward)
+_looked_up.defvjp(_forward, _backward)
 
 
 def _all(ids: jax.Array, dims: Dims) -> jax.Array:
-    """(B, ...) -> (N * B, ...), the ids of all devices."""
+    """(B, ...) -> (N * B, ...), the ids of all devices, or what each of them has for its ids."""
     return lax.all_gather(ids, _axes(dims), axis=0, tiled=True)
+
+
+def _from_owners(local: jax.Array, ids: jax.Array, of_all: jax.Array, lookup: Lookup, dims: Dims) -> jax.Array:
+    """The rows of this device's ids, from a table of which each device has some rows."""
+    found = _own(local, of_all, lookup, dims)
+    rows = lax.psum_scatter(found, _axes(dims), scatter_dimension=0, tiled=True)
+    return lookup.filled(rows, ids, local.shape[0] * _num_parts(dims))
+
+
+def _own(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims) -> jax.Array:
+    """The rows of these ids that this device has, and zeros for the others."""
+    held, first = local.shape[0], ids[..., :1]
+    if lookup.mode == lax.GatherScatterMode.CLIP:
+        first = jnp.clip(first, 0, held * _num_parts(dims) - 1)
+    here = first.astype(jnp.promote_types(first.dtype, jnp.int32)) - lax.axis_index(_axes(dims)) * held
+    is_own = (here >= 0) & (here < held)
+    starts = jnp.concatenate([jnp.where(is_own, here, 0), ids[..., 1:].astype(here.dtype)], -1)
+    rows = lookup.rows(local, starts)
+    return jnp.where(_beside(rows, is_own[..., 0]), rows, jnp.zeros((), rows.dtype))
+
+
+def _beside(rows: jax.Array, of_ids: jax.Array) -> jax.Array:
+    """An array with a number for each id, with as many dims as the array of their rows."""
+    return of_ids.reshape(*of_ids.shape, *(1,) * (rows.ndim - of_ids.ndim))
+
+
+def _num_parts(dims: Dims) -> int:
+    return math.prod(collectives.axis_size(axis) for axis in _axes(dims))
 
 
 def _to_own_rows(x: jax.Array, dims: Dims) -> jax.Array:
