@@ -148,7 +148,10 @@ class GlobalLoss(DeviceLoss):
     def _by_uses(self, jaxpr: Jaxpr, index: int, plan: LeafPlan) -> LeafPlan:
         reason = uses.why_not_lazy(jaxpr, index, plan.leaf.dims, looked_up_by=())
         inputs, table = open_jaxpr(jaxpr), plan.table_dims if plan.held else ()
-        looks_up = bool(table) and uses.only_looked_up(inputs, inputs.invars[index], table)
+        var = inputs.invars[index]
+        looks_up = bool(table) and uses.only_looked_up(inputs, var, table)
+        if looks_up and is_cut_by_rows(var.aval, table):
+            looks_up = not any(plan.leaf.spec)  # rows are found by one axis alone
         return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
 
     def _differentiated(self) -> list[jax.Array]:

@@ -102,6 +102,8 @@ EXCHANGED = {
     "negative": lambda t, ids: t[ids - VOCABULARY],
     "filled": lambda t, ids: t.at[2 * ids].get(mode="fill", fill_value=0.25),
     "clipped": lambda t, ids: jnp.take(t, 2 * ids - 100, axis=0, mode="clip"),
+    "beyond": lambda t, ids: t[2 * ids - 100],
+    "promised, beyond": lambda t, ids: t.at[2 * ids].get(mode="promise_in_bounds"),
     "promised": lambda t, ids: t.at[ids].get(mode="promise_in_bounds"),
     "of rows": lambda t, ids: find(t, ids[:, 0])[:, None],
     "of four dims": lambda t, ids: find(t, jnp.stack([ids, ids[:, ::-1]], 1)[:, :, None]).sum((1, 2)),
@@ -332,6 +334,27 @@ def test_checked_types_beside_a_tensor_axis(zero):
     opt = jaxshard.hybrid(sgd(), mesh, specs, zero=zero, min_shard_size=1)
     want, got = one_device(loss, sgd(), params, batches()), sharded(loss, opt, params, batches())
     for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*all devices compute the same:UserWarning")
+@pytest.mark.parametrize("rows_of", [plain, find])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(), P(None, "tensor"), P("tensor", None)])
+def test_the_global_view_beside_a_tensor_axis(kind, spec, rows_of):
+    """The data axis cuts the rows, or the features, and `specs` the same dim or the other."""
+    shapes = {"by rows": (248, 6), "by features": (249, 8)}
+    rng = np.random.default_rng(4)
+    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+    def loss(params, batch):
+        found = [rows_of(params[name], batch["ids"]) for name in shapes]
+        return sum(jnp.mean((jnp.tanh(x) - x.mean(0)) ** 3) for x in found)
+
+    specs = [("by rows", spec), ("by features", P())]
+    opt = opt_of("zero3", mesh=mesh_of(kind, data=4, tensor=2), specs=specs)
+    want = one_device(loss, sgd(), params, batches())
+    for a, b in zip(sharded(loss, opt, params, batches(), loss_view="global"), want, strict=True):
         assert_close(a, b, 1e-12)
 
 

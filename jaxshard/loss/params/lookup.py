@@ -171,13 +171,16 @@ def _from_owners(local: jax.Array, ids: jax.Array, of_all: jax.Array, lookup: Lo
 
 def _own(local: jax.Array, ids: jax.Array, lookup: Lookup, dims: Dims) -> jax.Array:
     """The rows of these ids that this device has, and zeros for the others."""
-    held, first = local.shape[0], ids[..., :1]
-    if lookup.mode == lax.GatherScatterMode.CLIP:
-        first = jnp.clip(first, 0, held * _num_parts(dims) - 1)
-    here = first.astype(jnp.promote_types(first.dtype, jnp.int32)) - lax.axis_index(_axes(dims)) * held
+    held, num_rows = local.shape[0], local.shape[0] * _num_parts(dims)
+    given = ids[..., :1].astype(jnp.promote_types(ids.dtype, jnp.int32))
+    fills = lookup.mode == lax.GatherScatterMode.FILL_OR_DROP
+    here = (given if fills else jnp.clip(given, 0, num_rows - 1)) - lax.axis_index(_axes(dims)) * held
     is_own = (here >= 0) & (here < held)
     starts = jnp.concatenate([jnp.where(is_own, here, 0), ids[..., 1:].astype(here.dtype)], -1)
     rows = lookup.rows(local, starts)
+    if lookup.mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:  # XLA clips other ids, and drops their gradients
+        is_kept = (given >= 0) & (given < num_rows)
+        rows = jnp.where(_beside(rows, is_kept[..., 0]), rows, lax.stop_gradient(rows))
     return jnp.where(_beside(rows, is_own[..., 0]), rows, jnp.zeros((), rows.dtype))
 
 

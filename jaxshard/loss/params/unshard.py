@@ -58,10 +58,11 @@ def unshard(tree: T) -> T:
 def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
     """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
 
-    If the data axes cut the table along its features, devices exchange these rows, and in the backward pass their
-    gradients, instead of gathering the table and scattering its gradient; no device then holds more than its shard of
-    the gradient. `table[ids]` does the same if that moves less than half of the bytes, as for most vocabularies;
-    `lookup` always does. Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
+    If the data axes cut the table, devices exchange these rows, and in the backward pass their gradients, instead of
+    gathering the table and scattering its gradient; no device then holds more than its shard of the gradient.
+    `table[ids]` does the same if that moves less than half of the bytes, as for most vocabularies; `lookup` always
+    does. A table cut along its features moves the fewest, and one cut along its rows N times as many on N devices.
+    Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
 
     Args:
       table: (V, ..., D), a parameter as passed to the loss function, or cast to another dtype.
