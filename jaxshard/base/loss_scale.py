@@ -62,13 +62,8 @@ class LossScale:
             "hysteresis": jnp.int32(self.hysteresis),
         }
 
-    def after(self, state: dict[str, jax.Array], overflowed: jax.Array, stays: jax.Array) -> dict[str, jax.Array]:
-        """The state after a step.
-
-        Args:
-          overflowed: a boolean scalar, whether its gradients were not finite.
-          stays: a boolean scalar, whether the state stays as it is.
-        """
+    def after(self, state: dict[str, jax.Array], overflowed: jax.Array) -> dict[str, jax.Array]:
+        """The state after a step; `overflowed`, a boolean scalar, says whether its gradients were not finite."""
         scale, hysteresis = state["scale"], state["hysteresis"]
         good_steps = jnp.where(overflowed, 0, state["good_steps"] + 1)
         grows = good_steps >= self.growth_interval
@@ -76,9 +71,8 @@ class LossScale:
         shrinks = overflowed & (hysteresis == 0)
         grown = jnp.minimum(scale * self.factor, self.maximum)
         shrunk = jnp.maximum(scale / self.factor, self.minimum)
-        new = {
+        return {
             "scale": jnp.where(shrinks, shrunk, jnp.where(grows, grown, scale)),
             "good_steps": jnp.where(grows, 0, good_steps),
             "hysteresis": jnp.where(grows, self.hysteresis, hysteresis),
         }
-        return {name: jnp.where(stays, state[name], value) for name, value in new.items()}

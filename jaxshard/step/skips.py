@@ -43,6 +43,11 @@ def check_may_be_skipped(binding: Sequence[tuple[str, ...]]) -> None:
         )
 
 
+def next_scale(scaling: LossScale, old: Tree, overflowed: jax.Array, stays: jax.Array) -> Tree:
+    """The state of the loss scale after a step; where `stays` is true, as it was."""
+    return jax.tree.map(lambda new, was: jnp.where(stays, was, new), scaling.after(old, overflowed), old)
+
+
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss, a gradient or an update that is not finite.
 

@@ -37,7 +37,7 @@ from jaxshard.step.program import (
     placed_leaf,
     run,
 )
-from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged
+from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged, next_scale
 from jaxshard.system.interrupts import Interrupts
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
@@ -276,8 +276,8 @@ class TrainStep:
             stays = skipped & finite  # a batch of weight 0, or a bad update, is no reason to change the scale
             if self._loss.options.weighted:
                 stays |= found.weight == 0
-            next_scale = scaling.after(state.extra["loss_scale"], ~finite, stays)
-            after = after._replace(extra=after.extra | {"loss_scale": next_scale})
+            following = next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
+            after = after._replace(extra=after.extra | {"loss_scale": following})
         if self._loss.options.has_aux:
             metrics["aux"] = found.aux
         return params, after, metrics
