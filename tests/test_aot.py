@@ -265,7 +265,7 @@ def _step(strategy, machine, dtype):
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
     )
-    rows = jax.ShapeDtypeStruct((32, 4), jnp.int32)
+    rows = jax.ShapeDtypeStruct((32, 16), jnp.int32)  # too many for an exchange of rows in the place of the table
     step, batch = jaxshard.train_step(_loss, opt), {"x": rows, "y": rows}
     return step.lower(placed, opt.init(params), batch), opt, params, plan.predict(step, params, batch)
 
@@ -276,7 +276,7 @@ def _check(strategy, machine, dtype):
     assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]
     at_rest = opt.layout(params).bytes_per_device
-    rows = 2 * 32 * 4 * 4 // machine.num_devices
+    rows = 2 * 32 * 16 * 4 // machine.num_devices
     assert report.arguments == (at_rest["params"], at_rest["state"], rows)
     assert sum(report.arguments) <= report.argument_bytes < sum(report.arguments) + 2**14  # what the tiles pad
     assert report.peak_bytes > sum(report.arguments)

@@ -39,9 +39,9 @@ def loss(p, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def batch(rows=32):
+def batch(rows=32, length=4):
     rng = np.random.default_rng(0)
-    shape = (rows, 16)  # too many ids for an exchange of rows in the place of the table
+    shape = (rows, length)
     return {"x": rng.integers(0, VOCABULARY, shape), "y": rng.integers(0, VOCABULARY, shape)}
 
 
@@ -57,7 +57,8 @@ def compiled(strategy, m=1, n=8, loss=loss):
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, opt.shardings(shapes).params
     )
-    return jaxshard.train_step(loss, opt, microbatches=m).lower(placed, state, batch()).compile()
+    many = batch(length=16)  # too many ids for an exchange of rows in the place of the table
+    return jaxshard.train_step(loss, opt, microbatches=m).lower(placed, state, many).compile()
 
 
 def formula(strategy, m, n=8):
