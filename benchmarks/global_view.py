@@ -21,25 +21,15 @@ from jaxshard.apps.bench.step import Task, figures, ours
 BEST = {"zero2": "gspmd-zero-best", "zero3": "gspmd-fsdp-best"}
 
 
-@dataclasses.dataclass(frozen=True)
 class BatchNormNet(models.ConvNet):
-    """The convolutional network of the benchmarks, whose norms are over rows: each channel over rows and image."""
+    """The convolutional network of the benchmarks; the norms in its blocks are over rows."""
 
-    def block(self, layer, x):
-        """Two convolutions and a residual connection, which is widened if the channels change."""
-        layer = jax.tree.map(lambda w: w.astype(self.dtype), layer)
-        stride = 2 if "widen" in layer else 1
-        y = models._convolved(jax.nn.relu(normed_by_batch(x, layer["norm1"])), layer["conv1"], stride)
-        y = models._convolved(jax.nn.relu(normed_by_batch(y, layer["norm2"])), layer["conv2"])
-        return y + (models._convolved(x, layer["widen"], stride) if "widen" in layer else x)
-
-
-def normed_by_batch(x, scale):
-    """Normalizes each channel over the batch and the image, as `flax.linen.BatchNorm` does without `axis_name`."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, (0, 1, 2))
-    variance = jnp.mean(wide * wide, (0, 1, 2)) - mean * mean
-    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * scale).astype(x.dtype)
+    def normed(self, x, scale):
+        """Normalizes each channel over the batch and the image, as `flax.linen.BatchNorm` without `axis_name`."""
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, (0, 1, 2))
+        variance = jnp.mean(wide * wide, (0, 1, 2)) - mean * mean
+        return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * scale).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,18 +57,20 @@ class Constrained(Sharded):
         return self.table
 
     def rows(self, ids: jax.Array, how: Lookup, cast: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The rows of these ids: each device finds its features of all, and sends them to their devices."""
+        """The rows of these ids: each device finds what it has of all, and sends it to their devices."""
         assert self.stand_in is not None
         assert self.mesh is not None
         if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in self.row_axes):
             return how.rows(cast(self.whole()), ids)
         table: jax.Array = _whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)
         if is_cut_by_rows(table, self.table):
-            rows = P(self.row_axes)
-            body = lambda local, ids: exchanged(cast(local), ids, how, self.table, is_shard=True)  # noqa: E731
-            mesh = None if global_view.is_explicit(self.mesh) else self.mesh
+
+            def of_device(local: jax.Array, ids: jax.Array) -> jax.Array:
+                return exchanged(cast(local), ids, how, self.table, is_shard=True)
+
+            mesh, rows = None if global_view.is_explicit(self.mesh) else self.mesh, P(self.row_axes)
             specs = (self.table_spec, rows)
-            return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(table, ids)
+            return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(table, ids)
         found = how.rows(cast(table), ids)
         free = [P.UNCONSTRAINED] * (found.ndim - 1)
         return global_view.constrained(found, self.mesh, P(self.row_axes, *free))
@@ -148,10 +150,9 @@ class GlobalLoss(DeviceLoss):
     def _by_uses(self, jaxpr: Jaxpr, index: int, plan: LeafPlan) -> LeafPlan:
         reason = uses.why_not_lazy(jaxpr, index, plan.leaf.dims, looked_up_by=())
         inputs, table = open_jaxpr(jaxpr), plan.table_dims if plan.held else ()
-        var = inputs.invars[index]
+        var, is_cut_further = inputs.invars[index], any(plan.leaf.spec)
         looks_up = bool(table) and uses.only_looked_up(inputs, var, table)
-        if looks_up and is_cut_by_rows(var.aval, table):
-            looks_up = not any(plan.leaf.spec)  # rows are found by one axis alone
+        looks_up = looks_up and not (is_cut_further and is_cut_by_rows(var.aval, table))
         return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
 
     def _differentiated(self) -> list[jax.Array]:

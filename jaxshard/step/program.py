@@ -77,7 +77,7 @@ def collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def donated(state: Tree, after: Tree) -> tuple[int, ...]:
+def donated_arguments(state: Tree, after: Tree) -> tuple[int, ...]:
     """The arguments that a step donates; not the state if one of its leaves matches no result in shape and dtype."""
     return (0, 1) if _kinds_of(state) <= _kinds_of(after) else (0,)
 
@@ -149,7 +149,7 @@ def check_not_donated(args: tuple[Tree, ...], donated: Mapping[str, Tree]) -> No
     Raises:
       ValueError: names the argument, the array that it is, and the cure.
     """
-    arrays = {id(x) for x in jax.tree.leaves(args) if isinstance(x, jax.Array)}
+    arrays = {id(x) for x in jax.tree.leaves(args) if isinstance(x, jax.Array) and not is_key(x)}
     if not arrays or arrays.isdisjoint(map(id, jax.tree.leaves(donated))):
         return
     given = {id(x): names for names, x in named_leaves(args)}

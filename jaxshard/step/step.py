@@ -32,7 +32,7 @@ from jaxshard.step.program import (
     check_not_donated,
     check_processes,
     collector_at_rest,
-    donated,
+    donated_arguments,
     placed,
     placed_leaf,
     run,
@@ -87,8 +87,9 @@ def train_step(
       NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
         only lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
-      ValueError: the compiler does not know an option (at the first step); arrays were donated to an earlier step; the
-        batch's rows do not divide, or (several processes) the batch does not consist of global arrays.
+      ValueError: the compiler does not know an option (at the first step); arrays were donated to an earlier step; a
+        further argument is an array of params or state, and so donated; the batch's rows do not divide, or (several
+        processes) the batch does not consist of global arrays.
     """
     setup = setup_of(opt, "train_step")
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
@@ -241,7 +242,7 @@ class TrainStep:
         run = jax.jit(
             self._step,
             out_shardings=(wanted, after, NamedSharding(setup.mesh, P())),
-            donate_argnums=donated(shapes, settled.state) if self.donate else (),
+            donate_argnums=donated_arguments(shapes, settled.state) if self.donate else (),
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)

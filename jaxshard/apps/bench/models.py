@@ -179,9 +179,13 @@ class ConvNet:
         """Two convolutions and a residual connection, which is widened if the channels change."""
         layer = cast(layer, self.dtype)
         stride = 2 if "widen" in layer else 1
-        y = _convolved(jax.nn.relu(_grouped_norm(x, layer["norm1"])), layer["conv1"], stride)
-        y = _convolved(jax.nn.relu(_grouped_norm(y, layer["norm2"])), layer["conv2"])
+        y = _convolved(jax.nn.relu(self.normed(x, layer["norm1"])), layer["conv1"], stride)
+        y = _convolved(jax.nn.relu(self.normed(y, layer["norm2"])), layer["conv2"])
         return y + (_convolved(x, layer["widen"], stride) if "widen" in layer else x)
+
+    def normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """The norm before each convolution of a block."""
+        return _grouped_norm(x, scale)
 
     def last(self, params: Tree, x: jax.Array, batch: Tree) -> jax.Array:
         """The mean cross-entropy in nats per image."""

@@ -160,14 +160,18 @@ def _unknown(question: Question, jaxpr: Jaxpr, whole: Jaxpr | None, why: str) ->
     shapes, count = [v.aval.shape for v in open_jaxpr(jaxpr).outvars], len(open_jaxpr(jaxpr).outvars)
     folded = [bool(shape) for shape in shapes] if whole is None else _grown(jaxpr, whole)
     averaged = ("", "", *[f"is not known to be a mean over rows: {why}"] * (count - 2))
-    row_dims = _placed(question, jaxpr, whole or jaxpr, (None,) * count)
+    row_dims = (None,) * count if whole is None else _placed(question, jaxpr, whole, (None,) * count, folded)
     folded = [yes and dim is None for yes, dim in zip(folded, row_dims, strict=True)]
     row_dims = _by_shape(question, jaxpr, row_dims, folded)
     return Verdict(unknown=why, row_dims=row_dims, folded=tuple(folded), averaged=averaged)
 
 
-def _placed(question: Question, jaxpr: Jaxpr, whole: Jaxpr, row_dims: Sequence[int | None]) -> tuple[int | None, ...]:
+def _placed(
+    question: Question, jaxpr: Jaxpr, whole: Jaxpr, row_dims: tuple[int | None, ...], grown: Sequence[bool]
+) -> tuple[int | None, ...]:
     """`row_dims`, and those of outputs whose rows depend on other rows too, but stand in the batch's order."""
+    if not any(yes and dim is None for yes, dim in zip(grown, row_dims, strict=True)):
+        return row_dims
     found = [None, None, *row_dims_of(jaxpr, whole, question.batch)[2:]]  # a loss and its weight have no dims
     return tuple(other if dim is None else dim for dim, other in zip(row_dims, found, strict=True))
 
@@ -176,15 +180,10 @@ def _by_shape(
     question: Question, jaxpr: Jaxpr, row_dims: Sequence[int | None], sized: Sequence[bool]
 ) -> tuple[int | None, ...]:
     """Outputs of `predict` that depend on several rows have their rows in the first dim, if it has as many."""
-    rows = _rows_in(question, jaxpr)
+    rows = next(v.aval.shape[0] for v, yes in zip(open_jaxpr(jaxpr).invars, question.batch, strict=True) if yes)
     each = zip(row_dims, sized, open_jaxpr(jaxpr).outvars, strict=True)
     fits = question.per_row
     return tuple(0 if fits and dim is None and yes and v.aval.shape[:1] == (rows,) else dim for dim, yes, v in each)
-
-
-def _rows_in(question: Question, jaxpr: Jaxpr) -> int:
-    """The number of the batch's rows in a trace of the loss."""
-    return next(v.aval.shape[0] for v, yes in zip(open_jaxpr(jaxpr).invars, question.batch, strict=True) if yes)
 
 
 def _grown(jaxpr: Jaxpr, whole: Jaxpr) -> list[bool]:
@@ -206,10 +205,11 @@ def _judged(question: Question, rows: int, jaxpr: Jaxpr, whole: Jaxpr) -> Verdic
     outs = proof.outputs(jaxpr, whole, _inputs(question))
     sizes = [v.aval.shape for v in open_jaxpr(jaxpr).outvars]
     row_dims = tuple(_row_dim(x, size, rows) for x, size in zip(outs, sizes, strict=True))
-    placed = _placed(question, jaxpr, whole, row_dims)
+    grown = _grown(jaxpr, whole)
+    placed = _placed(question, jaxpr, whole, row_dims, grown)
     found = Verdict(
         row_dims=placed,
-        folded=tuple(yes and dim is None for yes, dim in zip(_grown(jaxpr, whole), placed, strict=True)),
+        folded=tuple(yes and dim is None for yes, dim in zip(grown, placed, strict=True)),
         counted=tuple(map(_of_count, outs)),
         averaged=tuple("" if dim is not None else _of_average(question, outs, i) for i, dim in enumerate(row_dims)),
         group=1 if any(question.cut) else proof.group,  # parts of params are no groups of rows
