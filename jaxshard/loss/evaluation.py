@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard import collectives, platforms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.lookup import Lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 from jaxshard.programs.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
 from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, mark_of
@@ -128,7 +127,7 @@ class Evaluation:
             return [table.as_dtype(eqn.params["new_dtype"])]
         ids = values[1]
         assert isinstance(ids, jax.Array)
-        return [table.rows(ids, Lookup.of(eqn))]
+        return [table.rows(ids, eqn)]
 
     def _run_called(self, eqn: Equation) -> list[Value]:
         return self.run(inner_jaxpr(eqn), [self._read(v) for v in eqn.invars], in_loop=self.in_loop)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from jaxshard.base.types import T
 from jaxshard.hardware.chips import ring_bytes
 from jaxshard.programs.dims import moved_dims
-from jaxshard.programs.primitives import COND, CONVOLUTION, PRODUCT, RESHAPE, SCAN
+from jaxshard.programs.primitives import COND, CONVOLUTION, PRODUCT, RESHAPE, RESHARD, SCAN
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim, the axes that shard it
 
@@ -156,9 +156,12 @@ class _Rescaler:
 
     def op(self, op: Op) -> Op:
         ins, outs = [self.value(x) for x in op.ins], [self.value(x) for x in op.outs]
-        moved = op.moved
-        if moved and op.ins[0].bytes:
-            moved = tuple(dataclasses.replace(m, bytes=m.bytes * ins[0].bytes // op.ins[0].bytes) for m in moved)
+        sums = op.in_global_view and op.name != RESHARD  # of the results; all else moves its operands
+        payloads = zip(op.outs, outs, strict=True) if sums else ((op.ins[0], ins[0]) for _ in op.moved)
+        moved = tuple(
+            dataclasses.replace(m, bytes=m.bytes * after.bytes // before.bytes) if before.bytes else m
+            for m, (before, after) in zip(op.moved, payloads, strict=False)
+        )
         blocks = tuple(self.block(inner) for inner in op.blocks)
         trips = self._dim(op.trips)
         return dataclasses.replace(op, ins=ins, outs=outs, moved=moved, blocks=blocks, trips=trips)

@@ -5,6 +5,8 @@ ZeRO's bytes at rest: Rajbhandari et al. 2020, section 5.
 
 import contextlib
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +17,7 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from jaxshard import strategies
 from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
+from jaxshard.loss.params.lookup import AsIf
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.prediction import LaidOut, Prediction, Row, TracedStep, predict
 from jaxshard.step.step import TrainStep, loss_of, train_step
@@ -26,9 +29,10 @@ Build: TypeAlias = Callable[[Candidate, AnyMesh], Built]
 
 
 class AnyRows:
-    """`predict` for any number of rows, from one trace.
+    """`predict` for any number of rows, from one trace, and one more for each table that fewer ids would have exchange
+    its rows.
 
-    In the trace each device has a prime number of rows that divides no other dim: so the dims made of rows are known.
+    In a trace each device has a prime number of rows that divides no other dim: so the dims made of rows are known.
 
     Args:
       step, params, batch, args: as for `predict`.
@@ -38,16 +42,15 @@ class AnyRows:
       parts: rows per step are a multiple of it: devices x microbatches x `unit`.
     """
 
-    _PRIMES = (1009, 2003, 4001, 8009)
-
     def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
         options = loss_of(step).options
         self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
+        self._given = step, params, batch, args
         sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
         sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}
-        self._prime = next(p for p in self._PRIMES if all(d % p or not d for d in sizes))
-        self._batch = batch
-        self._traced = TracedStep(LaidOut(step, params, _with_rows(batch, self._prime * self.parts), *args))
+        self._sizes = {d for d in sizes if d}
+        self._traces: list[tuple[AsIf, TracedStep]] = []
+        self._trace(1)
 
     def at(self, rows: int) -> Prediction:
         """The prediction for `rows` rows a step, over all devices and microbatches.
@@ -57,8 +60,22 @@ class AnyRows:
         """
         if rows % self.parts or rows < 1:
             raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
-        batch = _with_rows(self._batch, rows)
-        return self._traced.rescaled(self._prime, rows // self.parts, batch).prediction()
+        each = rows // self.parts
+        found = next((trace for trace in self._traces if trace[0].holds_for(each)), None)
+        as_if, traced = found or self._trace(each)
+        return traced.rescaled(as_if.traced, each, _with_rows(self._given[2], rows)).prediction()
+
+    def _trace(self, rows: int) -> tuple[AsIf, TracedStep]:
+        step, params, batch, args = self._given
+        as_if = AsIf(next(p for p in _primes if all(d % p for d in self._sizes)), rows)
+        with as_if.within():
+            traced = TracedStep(LaidOut(step, params, _with_rows(batch, as_if.traced * self.parts), *args))
+        self._traces.append((as_if, traced))
+        return self._traces[-1]
+
+
+_primes = filter(lambda n: all(n % d for d in range(2, math.isqrt(n) + 1)), itertools.count(1009))
+"""One for each trace of the process: JAX would return what it has traced for the same."""
 
 
 def _with_rows(batch: Tree, rows: int) -> Tree:

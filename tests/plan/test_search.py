@@ -673,6 +673,38 @@ def test_a_loop_over_rows_is_rescaled():
     assert found.at(64).costs.flops == plan.predict(step, *given).costs.flops
 
 
+@pytest.mark.parametrize("view", ["local", "global"])
+@pytest.mark.parametrize("machine", ["h100", "v5p"])
+def test_tables_are_exchanged_as_for_the_rows_asked_for(machine, view):
+    def loss(p, batch):
+        found = p["small"][batch[:, 0]] + p["large"][batch].mean(1)
+        if view == "global":
+            found += p["pairs"][(batch[:, None] + batch) % 512].mean((1, 2))  # as many ids as rows, squared
+        return jnp.mean(jnp.tanh(found) ** 2)
+
+    chip = plan.chip(machine)
+    target = plan.Target(chip, 8, chip.memory_bytes, torus=(2, 2, 2) if machine == "v5p" else ())
+    sizes = {"small": 2048, "large": 65536, "pairs": 512}
+    params = {name: jax.ShapeDtypeStruct((size, 64), jnp.float32) for name, size in sizes.items()}
+    candidate = plan.Candidate("zero3", data=8)
+    opt = jaxshard.zero3(optax.adam(1e-3), candidate.mesh(target))
+    step = jaxshard.train_step(loss, opt, loss_view=view)
+    counts = [16, 64, 512, 4096, 16384]
+
+    def batch(rows):
+        return jax.ShapeDtypeStruct((rows, 4), jnp.int32)
+
+    def sent(rows):
+        return plan.predict(step, params, batch(rows)).wire_bytes
+
+    assert sent(2 * counts[-1]) < 2 * sent(counts[-1])  # tables are gathered
+    for order in (counts, counts[::-1]):  # of another trace of the same step
+        found = plan.AnyRows(step, params, batch(64))
+        assert [found.at(rows).to_dict() for rows in order] == [
+            plan.predict(step, params, batch(rows)).to_dict() for rows in order
+        ]
+
+
 @pytest.mark.parametrize("option", ["--json", "--out"])
 def test_files_that_cannot_be_written_are_told_before_anything_is_planned(capsys, tmp_path, option, monkeypatch):
     monkeypatch.setattr(command, "_planned", lambda given: pytest.fail("it planned"))

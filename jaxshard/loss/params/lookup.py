@@ -64,6 +64,46 @@ def in_global_view(sizes: AxisSizes) -> Iterator[None]:
 _global_sizes: contextvars.ContextVar[AxisSizes | None] = contextvars.ContextVar("global_sizes", default=None)
 
 
+@dataclasses.dataclass
+class AsIf:
+    """Within it, programs are of `traced` rows, a prime, but tables are exchanged as they would be for `meant` rows.
+
+    Attributes:
+      limits: for each table whose ids depend on the rows, the most rows for which it is exchanged.
+    """
+
+    traced: int
+    meant: int
+    limits: set[int] = dataclasses.field(default_factory=set)
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Traces as if there were `meant` rows."""
+        token = _as_if.set(self)
+        try:
+            yield
+        finally:
+            _as_if.reset(token)
+
+    def holds_for(self, rows: int) -> bool:
+        """Whether each table is exchanged for `rows` rows if and only if it was within."""
+        return all((rows <= limit) == (self.meant <= limit) for limit in self.limits)
+
+    def pays(self, ids: Sequence[int], cost: int, saved: int) -> bool:
+        """Whether `cost` is at most `saved`, where it grows with ids of this shape."""
+        power = sum(size > 0 and size % self.traced == 0 for size in ids)
+        if not power:
+            return cost <= saved
+        limit = 1 + int(self.traced * (saved / cost) ** (1 / power))
+        while cost * limit**power > saved * self.traced**power:
+            limit -= 1
+        self.limits.add(limit)
+        return self.meant <= limit
+
+
+_as_if: contextvars.ContextVar[AsIf | None] = contextvars.ContextVar("as_if", default=None)
+
+
 def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> bool:
     """Whether an equation looks rows up in its operand at `position`, a table cut by `dims`, and should exchange rows.
 
@@ -81,7 +121,9 @@ def is_worth_it(eqn: Equation, position: int, dims: Dims, *, asked: bool) -> boo
     row = table.size // table.shape[0] * table.dtype.itemsize
     looked_up = of_all // ids.shape[-1]
     moved = looked_up if is_cut_by_rows(table, dims) else looked_up // num
-    return asked or 2 * (moved * row + of_all * ids.dtype.itemsize) <= table.shape[0] * row
+    cost, saved = 2 * (moved * row + of_all * ids.dtype.itemsize), table.shape[0] * row
+    as_if = _as_if.get()
+    return asked or (as_if.pays(ids.shape, cost, saved) if as_if else cost <= saved)
 
 
 def is_cut_by_rows(table: jax.Array, dims: Dims) -> bool:

@@ -182,9 +182,9 @@ class AtFirstUse:
         """The same parameter with another gradient slot."""
         return dataclasses.replace(self, sharded=self.sharded.with_stand_in(stand_in))
 
-    def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
-        """The rows of these ids, exchanged with other devices."""
-        return self.sharded.rows(ids, how, self._cast)
+    def rows(self, ids: jax.Array, eqn: Equation) -> jax.Array:
+        """The rows that a gather looks up, exchanged with other devices."""
+        return self.sharded.rows(ids, Lookup.of(eqn), self._cast)
 
 
 Value: TypeAlias = jax.Array | Sharded | AtFirstUse
