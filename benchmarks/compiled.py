@@ -21,7 +21,7 @@ from jaxshard.apps.bench.step import Task, figures
 def task_of(options: argparse.Namespace) -> Task:
     """What the steps are to do."""
     sizes = {"layers": options.layers, "one_hot": options.one_hot}
-    sizes["dtype"] = "bfloat16" if options.masters else "float32"
+    sizes["dtype"] = "bfloat16" if options.masters or options.cast else "float32"
     name = "unrolled" if options.unrolled and options.model == "decoder" else options.model
     model = models.model(name, **({"dtype": sizes["dtype"]} if name == "conv" else sizes))
     mesh = jax.sharding.Mesh(jaxshard.aot.devices(jaxshard.aot.machine(options.machine)), ("data",))
@@ -36,6 +36,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", nargs="+", default=steps.NAMES, choices=steps.NAMES, metavar="STEP")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--masters", action="store_true", help="bfloat16 params with float32 masters")
+    parser.add_argument("--cast", action="store_true", help="float32 params, which the loss casts to bfloat16")
     parser.add_argument("--one-hot", action="store_true", help="one-hot cross-entropy")
     parser.add_argument("--unrolled", action="store_true", help="layers in a list, not in a scan")
     parser.add_argument("--layers", type=int, default=12)

@@ -105,7 +105,8 @@ class Evaluation:
         if uses.looks_up(self.jaxpr, eqn, position, value.sharded.looked_up_by, asked=value.asked):
             return True
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None
-        return is_call and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
+        is_cast = eqn.primitive.name == CONVERT and value.sharded.computed_in is not None
+        return (is_call or is_cast) and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
 
     def _run_with_cut(self, eqn: Equation) -> list[Value]:
         values, name = [self._read(v) for v in eqn.invars], eqn.primitive.name
@@ -121,11 +122,11 @@ class Evaluation:
             return _rematerialized(type(self), eqn, self.in_loop)(*values)
         if name in INLINED:
             return self._run_called(eqn)
-        table = AtFirstUse(values[0]) if isinstance(values[0], Sharded) else values[0]
-        assert isinstance(table, AtFirstUse), name
+        cut = values[0]
+        assert isinstance(cut, Sharded | AtFirstUse), name
         if name == CONVERT:
-            return [table.as_dtype(eqn.params["new_dtype"])]
-        ids = values[1]
+            return [cut.as_dtype(eqn.params["new_dtype"])]
+        ids, table = values[1], AtFirstUse(cut) if isinstance(cut, Sharded) else cut
         assert isinstance(ids, jax.Array)
         return [table.rows(ids, eqn)]
 
@@ -187,4 +188,4 @@ def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Val
     assert isinstance(value, Sharded)
     if in_loop and platforms.here().casts_in_loops:
         value = value.cast_later()
-    return checkpoint_name(value.whole(), MARK)
+    return value.cast(checkpoint_name(value.gathered(), MARK))

@@ -7,7 +7,7 @@ microbatch are laid out as the strategy cuts them, so that no device holds more 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxshard.base.tree import Names, named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
-from jaxshard.loss.leaf_plan import LeafPlan
+from jaxshard.loss.leaf_plan import LeafPlan, with_casts
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cut_by_rows
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
@@ -56,32 +56,32 @@ class Constrained(Sharded):
         """How a table is cut for lookups that move rows; () if it is none."""
         return self.table
 
-    def rows(self, ids: jax.Array, how: Lookup, cast: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
         """The rows of these ids: each device finds what it has of all, and sends it to their devices."""
         assert self.stand_in is not None
         assert self.mesh is not None
         if ids.shape[0] % math.prod(self.mesh.shape[axis] for axis in self.row_axes):
-            return how.rows(cast(self.whole()), ids)
-        table: jax.Array = _whole(self.stand_in, self.mesh, self.table_spec, self.grad_spec)
+            return how.rows(self.whole(), ids)
+        table = self.cast(_whole(self._narrow(self.stand_in), self.mesh, self.table_spec, self.grad_spec))
         if is_cut_by_rows(table, self.table):
 
             def of_device(local: jax.Array, ids: jax.Array) -> jax.Array:
-                return exchanged(cast(local), ids, how, self.table, is_shard=True)
+                return exchanged(local, ids, how, self.table, is_shard=True)
 
             mesh, rows = None if global_view.is_explicit(self.mesh) else self.mesh, P(self.row_axes)
             specs = (self.table_spec, rows)
             return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(table, ids)
-        found = how.rows(cast(table), ids)
+        found = how.rows(table, ids)
         free = [P.UNCONSTRAINED] * (found.ndim - 1)
         return global_view.constrained(found, self.mesh, P(self.row_axes, *free))
 
-    def whole(self) -> jax.Array:
+    def gathered(self) -> jax.Array:
         """The parameter, laid out whole over the batch axes."""
         assert self.stand_in is not None
         assert self.mesh is not None
         first = self.ndim - self.stand_in.ndim
         specs = [P(*(*spec, *[None] * (self.ndim - len(spec)))[first:]) for spec in (self.spec, self.grad_spec)]
-        return _whole(self.stand_in, self.mesh, *specs)
+        return _whole(self._narrow(self.stand_in), self.mesh, *specs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -148,7 +148,8 @@ class GlobalLoss(DeviceLoss):
         return tuple(self._by_uses(jaxpr, i, plan) for i, plan in enumerate(self.plans))
 
     def _by_uses(self, jaxpr: Jaxpr, index: int, plan: LeafPlan) -> LeafPlan:
-        reason = uses.why_not_lazy(jaxpr, index, plan.leaf.dims, looked_up_by=())
+        plan = with_casts(plan, jaxpr, index, self.options)
+        reason = uses.why_not_lazy(jaxpr, index, plan.leaf.dims, looked_up_by=(), cast=plan.computed_in is not None)
         inputs, table = open_jaxpr(jaxpr), plan.table_dims if plan.held else ()
         var, is_cut_further = inputs.invars[index], any(plan.leaf.spec)
         looks_up = bool(table) and uses.only_looked_up(inputs, var, table)
@@ -163,7 +164,13 @@ class GlobalLoss(DeviceLoss):
 
         def value(x: jax.Array, plan: LeafPlan) -> Value:
             x, leaf = x if plan.leaf.frozen else next(rest), plan.leaf
-            found = Constrained(None, x, (), (), (), self.setup.mesh, leaf.spec, leaf.grads.spec, x.ndim)
+            found = Constrained(
+                *(None, x, (), (), (), plan.computed_in),
+                mesh=self.setup.mesh,
+                spec=leaf.spec,
+                grad_spec=leaf.grads.spec,
+                ndim=x.ndim,
+            )
             if not plan.looks_up:
                 return found
             rows = self.setup.batch_axes

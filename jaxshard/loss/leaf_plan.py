@@ -23,7 +23,7 @@ from jaxshard.loss.params.unshard import deferred, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr
-from jaxshard.programs.primitives import CASTS, INLINED, REMAT, SCAN
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
 
@@ -38,9 +38,11 @@ class LeafPlan:
       reduce: where its gradient is reduced: "none" (no gradient), "after" the backward pass, or "at use", within it.
       scattered: the dims along which a microbatch's gradient is scattered, and the sum over microbatches is cut.
       summed: the axes over which its gradient is summed: those that split the batch, except those in its spec.
-      sum_dtype: the dtype of these sums.
+      sum_dtype: the dtype of the sums over microbatches, and of those over devices, but for `reduced_in`.
       reason: why it is gathered at its first use; None: only marks (`unshard`) and lookups use it.
       looks_up: the loss only looks rows up in it, which devices exchange.
+      computed_in: the one narrower dtype to which the loss casts it wherever it uses it, and in which it is gathered.
+      reduced_in: the dtype in which its gradient is reduced, if it is reduced at its use; None: `sum_dtype`.
     """
 
     leaf: Leaf
@@ -51,11 +53,18 @@ class LeafPlan:
     sum_dtype: DType
     reason: str | None = None
     looks_up: bool = False
+    computed_in: DType | None = None
+    reduced_in: DType | None = None
 
     @property
     def held(self) -> Dims:
         """The dims along which it is still cut when the loss begins."""
         return self.leaf.params.dims if self.gather == "use" else ()
+
+    @property
+    def gathered_in(self) -> DType:
+        """The dtype in which it is gathered."""
+        return self.leaf.dtype if self.computed_in is None else self.computed_in
 
     @property
     def is_moved(self) -> bool:
@@ -72,17 +81,19 @@ class LeafPlan:
         return {axis: dim for dim, entry in enumerate(self.leaf.spec) for axis in axes_in(entry) if axis in axes}
 
     def __str__(self) -> str:
+        gathered = f"gathered in {self.computed_in}" if self.computed_in is not None else "gathered"
         if self.gather == "start":
-            return "gathered once per step"
+            return f"{gathered} once per step"
         if self.leaf.frozen:
-            return f"gathered {self._where}" if self.gather == "use" else "never moved"
+            return f"{gathered} {self._where}" if self.gather == "use" else "never moved"
         if not self.is_moved:
             return "never moved but for its gradient" if self.reduce == "after" else "never moved"
         if self.looks_up:
             exchanged = "its rows exchanged where the loss looks them up"
             return exchanged if self.gather == "use" else "its rows' gradients exchanged"
         gradient = "its gradient scattered" if self.leaf.dims else "its gradient summed"
-        return f"{'gathered' if self.gather == 'use' else gradient} {self._where}"
+        gradient += f" in {self.reduced_in}" if self.reduced_in is not None else ""
+        return f"{gathered if self.gather == 'use' else gradient} {self._where}"
 
     @property
     def _where(self) -> str:
@@ -124,7 +135,22 @@ def after_the_trace(plans: Sequence[LeafPlan], jaxpr: Jaxpr, options: LossOption
     once = not options.setup.config.cuts.accumulators
     if once and _reduces_once(jaxpr, options):
         plans = [_reduced_once(plan, options.setup.config.min_shard_size) for plan in plans]
+    plans = [with_casts(plan, jaxpr, index, options) for index, plan in enumerate(plans)]
     return tuple(_by_uses(index, plan, jaxpr, once) for index, plan in enumerate(plans))
+
+
+def with_casts(plan: LeafPlan, jaxpr: Jaxpr, index: int, options: LossOptions) -> LeafPlan:
+    """The plan of a parameter that the loss casts: gathered so cast, and its gradient reduced so, too.
+
+    Its gradient is not if `reduce_dtype` says so, or if the dtype has a smaller range (float16): sums could overflow.
+    """
+    moved = plan.is_moved or plan.gather == "start"
+    if (narrow := uses.computed_in(jaxpr, index) if moved else None) is None:
+        return plan
+    same_range = jnp.finfo(narrow).maxexp == jnp.finfo(plan.leaf.dtype).maxexp
+    widened = options.setup.config.auto_axes and platforms.of(options.setup.mesh).widens_sums
+    as_cast = same_range and options.setup.config.reduce_dtype is None and not widened
+    return dataclasses.replace(plan, computed_in=narrow, reduced_in=narrow if as_cast else None)
 
 
 def _reduces_once(jaxpr: Jaxpr, options: LossOptions) -> bool:
@@ -142,7 +168,8 @@ def _reduced_once(plan: LeafPlan, min_shard_size: int) -> LeafPlan:
 
 def _by_uses(index: int, plan: LeafPlan, jaxpr: Jaxpr, once: bool) -> LeafPlan:
     table, inputs = plan.table_dims, open_jaxpr(jaxpr)
-    reason = uses.why_not_lazy(jaxpr, index, plan.scattered, looked_up_by=table, once=once and not plan.leaf.frozen)
+    is_cast, once = plan.computed_in is not None, once and not plan.leaf.frozen
+    reason = uses.why_not_lazy(jaxpr, index, plan.scattered, looked_up_by=table, once=once, cast=is_cast)
     looks_up = plan.is_moved and uses.only_looked_up(inputs, inputs.invars[index], table)
     return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
 
@@ -176,6 +203,62 @@ def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
         )
 
 
+# What users should know.
+
+
+def sums_in_words(plans: Sequence[LeafPlan], options: LossOptions) -> str:
+    """A sentence about gradients that are summed in 2 bytes, over several microbatches or over devices; else ""."""
+    if not options.differentiate:
+        return ""
+    dtypes = {plan.sum_dtype for plan in plans if not plan.leaf.frozen}
+    narrow = sorted(str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4)
+    if not narrow or options.microbatches == 1:
+        return _of_casts(plans)
+    return (
+        f"over {options.microbatches} microbatches gradients are added up in {', '.join(narrow)}; in bfloat16 they "
+        "are off by 0.4% with 4 microbatches, 0.8% with 64, 1.6% with 256 (measured); reduce_dtype=jnp.float32 adds "
+        "them up in float32"
+    )
+
+
+def _of_casts(plans: Sequence[LeafPlan]) -> str:
+    """A sentence about gradients that are summed over devices in the dtype to which the loss casts; else ""."""
+    cast = sorted({str(plan.reduced_in) for plan in plans if plan.reduce == "at use" and plan.reduced_in is not None})
+    if not cast:
+        return ""
+    return (
+        f"over devices the gradients of params that the loss casts are added up in {', '.join(cast)}, as they are "
+        "computed; reduce_dtype=jnp.float32 adds them up in float32, and sends twice the bytes for them"
+    )
+
+
+def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Iterator[str]:
+    """For each parameter with marks that neither gather it nor scatter its gradient: where, why, and the cure."""
+    once = not options.setup.config.cuts.accumulators and _reduces_once(jaxpr, options)
+    program = open_jaxpr(jaxpr)
+    for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
+        if plan.reason is None or plan.looks_up or not (plan.held or (plan.scattered and not once)):
+            continue
+        trails = _used(program, var, (), INLINED | REMAT | {SCAN}, through=CASTS | {CONVERT} | uses.KEEPS_NUMBERS)
+        marked = [line_of(trail) for trail in trails if uses.mark(trail[-1])]
+        if marked:
+            first = next(iter(_lines_of(program, var, plan)), "")
+            yield (
+                f"unshard: {plan.leaf.path} is marked{f' at {marked[0]}' if marked[0] else ''}, but not moved there: "
+                f"{plan}{f' ({first})' if first else ''}. {_CURES.get(plan.reason, _ALL_MARKED)}"
+            )
+
+
+_ALL_MARKED = (
+    "A mark counts only if every use of the param goes through unshard: write w = jaxshard.unshard(w), and use w alone "
+    "from there on; or leave unshard out"
+)
+_CURES = {
+    uses.CUT_LAYERS: "No other dim could be cut: make one divisible by the devices along the axis, or run the layers "
+    "in a list instead of a scan"
+}
+
+
 # Lines of the user's source.
 
 
@@ -198,15 +281,20 @@ def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
 
 
 def _used(
-    program: Jaxpr, var: Var, around: Sequence[Equation], entered: frozenset[str]
+    program: Jaxpr, var: Var, around: Sequence[Equation], entered: frozenset[str], *, through: frozenset[str] = CASTS
 ) -> Iterator[tuple[Equation, ...]]:
-    """The trail of each use of a variable: the calls around it, then the use; `entered` calls are searched inside."""
+    """The trail of each use of a variable: the calls around it, then the use.
+
+    Args:
+      entered: calls that are searched inside.
+      through: operations whose results are searched in their place.
+    """
     for eqn, position in uses.uses_of(open_jaxpr(program), var):
         trail, name = (*around, eqn), eqn.primitive.name
-        if name in CASTS:
-            yield from _used(program, eqn.outvars[0], around, entered)
+        if name in through and not uses.mark(eqn):
+            yield from _used(program, eqn.outvars[0], around, entered, through=through)
         elif name in entered and deferred(eqn) is None:
             inner = open_jaxpr(inner_jaxpr(eqn))
-            yield from _used(inner, inner.invars[position], trail, entered)
+            yield from _used(inner, inner.invars[position], trail, entered, through=through)
         else:
             yield trail

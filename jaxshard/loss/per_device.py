@@ -86,7 +86,9 @@ class DeviceLoss:
     @part("params are gathered once per step")
     def _at_the_start(self, x: jax.Array, plan: LeafPlan) -> jax.Array:
         x = collectives.vary(x, self.axes) if self.options.checked else x
-        return collectives.gather(x, plan.leaf.params.dims) if plan.gather == "start" else x
+        if plan.gather != "start":
+            return x
+        return collectives.gather(x.astype(plan.gathered_in), plan.leaf.params.dims).astype(x.dtype)
 
     def plan(self) -> LossPlan:
         """The loss, traced for whole parameters, and the plans that its uses of them give."""
@@ -143,11 +145,12 @@ class DeviceLoss:
 
         def value(x: jax.Array, plan: LeafPlan) -> Value:
             d = None if plan.leaf.frozen else next(rest)
+            casts = plan.computed_in, plan.reduced_in
             if plan.reduce == "at use":
-                return Sharded(x, d, plan.scattered, plan.held, () if plan.scattered else plan.summed)
+                return Sharded(x, d, plan.scattered, plan.held, () if plan.scattered else plan.summed, *casts)
             if plan.reduce == "after" and self.axes:
                 return Sharded(None, d, (), ())
-            return Sharded(x, None, plan.held, plan.held) if plan.held else x if d is None else d
+            return Sharded(x, None, plan.held, plan.held, (), *casts) if plan.held else x if d is None else d
 
         return [value(x, plan) for x, plan in zip(shards, self.plans, strict=True)]
 
@@ -155,12 +158,8 @@ class DeviceLoss:
         """(loss, weight, aux) of one microbatch."""
         pairs = zip(self._values(shards, diff), self.plans, strict=True)
         values = [x if plan.reason is None else self._at_first_use(x) for x, plan in pairs]
-        return jax.tree.map(self._varied, self._evaluated(values, batch, self._folded(index)))
-
-    def _evaluated(self, values: Sequence[Value], batch: Tree, args: Tree) -> Tree:
-        """(loss, weight, aux) as the loss returns them."""
-        outs = self._run_program([*values, *jax.tree.leaves((batch, args, self.scale))])
-        return jax.tree.unflatten(self.program.out_tree, [jnp.asarray(x) for x in outs])
+        outs = self._run_program([*values, *jax.tree.leaves((batch, self._folded(index), self.scale))])
+        return jax.tree.unflatten(self.program.out_tree, [self._varied(jnp.asarray(x)) for x in outs])
 
     def _run_program(self, flat: Sequence[Tree]) -> list[Value]:
         if not self.options.differentiate:

@@ -253,8 +253,9 @@ class _Parts:
         return models.loss(self.task.model, params, batch, hooks)
 
     def _at_layer(self, layer: Tree) -> Tree:
-        """A block's params, inside its remat: gathered if sharded, with their gradients sharded at once."""
+        """A block's params, inside its remat: cast, gathered if sharded, with their gradients sharded at once."""
         cuts = specs_of_layer(layer, self.mesh.size, self.peer)
+        layer = models.cast(layer, self.task.model.dtype)
         if self.peer.zero == 3:
             layer = laid(layer, self.mesh, jax.tree.map(lambda _: P(), cuts))
         if self.peer.in_loop and self.peer.zero >= 2:

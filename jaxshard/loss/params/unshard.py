@@ -13,7 +13,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,11 @@ class Sharded:
     * a parameter whose gradient is not reduced here: `local` is None.
 
     The loss is differentiated with respect to `stand_in`, a gradient slot, not `local`. `dims` cut the gradient.
+
+    Attributes:
+      computed_in: the dtype to which every use casts it, if there is one: so cast, it is gathered.
+      reduced_in: the dtype in which its gradient is reduced; None: that of `stand_in`.
+      casts: the dtypes that the loss has cast it to so far, in order.
     """
 
     local: jax.Array | None  # None: nothing is cut, and `stand_in` is the parameter itself
@@ -105,6 +110,9 @@ class Sharded:
     dims: Dims = dataclasses.field(metadata={"static": True})
     held: Dims = dataclasses.field(metadata={"static": True})
     sum_axes: Names = dataclasses.field(default=(), metadata={"static": True})
+    computed_in: DType | None = dataclasses.field(default=None, metadata={"static": True})
+    reduced_in: DType | None = dataclasses.field(default=None, metadata={"static": True})
+    casts: tuple[DType, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def with_stand_in(self, stand_in: jax.Array) -> "Sharded":
         """The same parameter with another gradient slot."""
@@ -122,19 +130,46 @@ class Sharded:
 
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here if it is a shard."""
-        if self.local is None:
-            assert self.stand_in is not None
-            return collectives.whole_with_grad_apart(self.stand_in)
-        if self.stand_in is None:
-            return collectives.gather(self.local, self.held)
-        if self.sum_axes:
-            return collectives.whole_with_summed_grad(self.local, self.stand_in, self.sum_axes)
-        return collectives.whole_with_scattered_grad(self.local, self.stand_in, self.dims, self.held)
+        return self.cast(self.gathered())
 
-    def rows(self, ids: jax.Array, how: Lookup, cast: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def gathered(self) -> jax.Array:
+        """The whole parameter, not yet cast but for the gather."""
+        if self.local is None:
+            return collectives.whole_with_grad_apart(self._stand_in)
+        local = self._narrow(self.local)
+        if self.stand_in is None:
+            return collectives.gather(local, self.held)
+        if self.sum_axes:
+            return collectives.whole_with_summed_grad(local, self._stand_in, self.sum_axes)
+        return collectives.whole_with_scattered_grad(local, self._stand_in, self.dims, self.held)
+
+    @property
+    def _stand_in(self) -> jax.Array:
+        assert self.stand_in is not None
+        return self.stand_in if self.reduced_in is None else self.stand_in.astype(self.reduced_in)
+
+    def _narrow(self, x: jax.Array) -> jax.Array:
+        return x if self.computed_in is None else x.astype(self.computed_in)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the parameter in the loss, before it is cast."""
+        x = self.stand_in if self.local is None else self.local
+        assert x is not None
+        return x.dtype
+
+    def cast(self, x: jax.Array) -> jax.Array:
+        """`x`, which may have been cast for a gather, in the dtype to which the loss has cast the parameter so far."""
+        return functools.reduce(lambda x, dtype: x.astype(dtype), (self.dtype, *self.casts), x)
+
+    def as_dtype(self, dtype: DType) -> Self:
+        """The same parameter, cast."""
+        return dataclasses.replace(self, casts=(*self.casts, dtype))
+
+    def rows(self, ids: jax.Array, how: Lookup) -> jax.Array:
         """Of a table, the rows of these ids, exchanged with other devices."""
         assert self.local is not None
-        local = cast(self.local)
+        local = self.cast(self._narrow(self.local))
         if self.stand_in is None:
             return exchanged(local, ids, how, self.dims, bool(self.held))
         return looked_up(local, self.stand_in, ids, how, self.dims, bool(self.held))
@@ -155,17 +190,15 @@ class AtFirstUse:
     """A cut parameter that is gathered at its first use in the loss, unless that is a lookup that exchanges rows.
 
     Attributes:
-      casts: the dtypes that the loss has cast it to so far, in order.
       asked: `lookup` asks for exchanged rows, whatever they cost.
     """
 
     sharded: Sharded
-    casts: tuple[DType, ...] = ()
     asked: bool = False
 
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here."""
-        return self._cast(self.sharded.whole())
+        return self.sharded.whole()
 
     def after(self, mark: str) -> "AtFirstUse":
         """The same parameter after a mark."""
@@ -173,10 +206,7 @@ class AtFirstUse:
 
     def as_dtype(self, dtype: DType) -> "AtFirstUse":
         """The same parameter, cast."""
-        return dataclasses.replace(self, casts=(*self.casts, dtype))
-
-    def _cast(self, x: jax.Array) -> jax.Array:
-        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+        return dataclasses.replace(self, sharded=self.sharded.as_dtype(dtype))
 
     def with_stand_in(self, stand_in: jax.Array) -> "AtFirstUse":
         """The same parameter with another gradient slot."""
@@ -184,7 +214,7 @@ class AtFirstUse:
 
     def rows(self, ids: jax.Array, eqn: Equation) -> jax.Array:
         """The rows that a gather looks up, exchanged with other devices."""
-        return self.sharded.rows(ids, Lookup.of(eqn), self._cast)
+        return self.sharded.rows(ids, Lookup.of(eqn))
 
 
 Value: TypeAlias = jax.Array | Sharded | AtFirstUse

@@ -1,19 +1,29 @@
 """How the traced loss uses each parameter: through marks alone, for lookups, or as a whole."""
 
 import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from jaxshard.base.axes import Dims
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.base.types import DType, Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.loss.params import lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, mark_of
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, MOVES, REMAT, SCAN, SUMS, mark_of
+
+CUT_LAYERS = "cut on the dim that a scan runs over"
 
 
 def why_not_lazy(
-    jaxpr: Jaxpr, index: int, dims: Dims, *, looked_up_by: Dims | None = None, once: bool = False
+    jaxpr: Jaxpr,
+    index: int,
+    dims: Dims,
+    *,
+    looked_up_by: Dims | None = None,
+    once: bool = False,
+    cast: bool = False,
 ) -> str | None:
     """None if only marks and lookups use input `index` of the traced loss, else its first other use, in words.
 
@@ -22,8 +32,10 @@ def why_not_lazy(
       dims: how its gradient is cut.
       looked_up_by: how a table is cut for lookups that exchange rows; None: by `dims`.
       once: its gradient is reduced once, so allowed is exactly one mark, not inside a scan that does not slice it.
+      cast: every use casts it to one dtype, and may do so before a mark.
     """
-    return _Search(dims, dims if looked_up_by is None else looked_up_by, once).why_not(jaxpr, index, in_loop=False)
+    by = dims if looked_up_by is None else looked_up_by
+    return _Search(dims, by, once, cast).why_not(jaxpr, index, in_loop=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +45,7 @@ class _Search:
     dims: Dims
     looked_up_by: Dims
     once: bool
+    cast: bool
 
     def why_not(self, jaxpr: Jaxpr, index: int, *, in_loop: bool) -> str | None:
         opened = open_jaxpr(jaxpr)
@@ -52,7 +65,7 @@ class _Search:
             return None
         if (part := deferred(eqn)) is not None:
             return part.why_not_lazy(position, eqn.invars[position].aval.ndim, self.dims)
-        if name in CASTS:
+        if name in CASTS or (self.cast and name == CONVERT):
             return self._of_variable(jaxpr, eqn.outvars[0], in_loop)
         if name in INLINED or name in REMAT:
             return self.why_not(inner_jaxpr(eqn), position, in_loop=in_loop)
@@ -64,8 +77,46 @@ class _Search:
         if self.once and position < num_consts:
             return "used in every step of a scan"
         if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in self.dims):
-            return "cut on the dim that a scan runs over"
+            return CUT_LAYERS
         return self.why_not(inner_jaxpr(eqn), position, in_loop=True)
+
+
+def computed_in(jaxpr: Jaxpr, index: int) -> DType | None:
+    """The dtype to which every use of input `index` casts it, moved or not, if that is one narrower floating dtype.
+
+    Gathered in that dtype, the parameter gives the same results.
+    """
+    inner = open_jaxpr(jaxpr)
+    var = inner.invars[index]
+    found = set(_cast_to(inner, var)) if jnp.issubdtype(var.aval.dtype, jnp.floating) else set()
+    return found.pop() if len(found) == 1 else None
+
+
+def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
+    """For each use of a variable, the narrower floating dtype to which it casts it; None: it takes it as it is."""
+    if any(out is var for out in jaxpr.outvars):
+        yield None
+    for eqn, position in uses_of(jaxpr, var):
+        name, carried = eqn.primitive.name, range(0)
+        if name == SCAN:
+            num_consts, num_carry = scan_split(eqn)
+            carried = range(num_consts, num_consts + num_carry)
+        if name == CONVERT:
+            new = jnp.dtype(eqn.params["new_dtype"])
+            is_narrower = jnp.issubdtype(new, jnp.floating) and new.itemsize < var.aval.dtype.itemsize
+            yield new if is_narrower else None
+        elif mark(eqn) or name in CASTS or name in KEEPS_NUMBERS:
+            for out in eqn.outvars:
+                yield from _cast_to(jaxpr, out)
+        elif (name in INLINED or name in REMAT or name == SCAN) and deferred(eqn) is None and position not in carried:
+            inner = open_jaxpr(inner_jaxpr(eqn))
+            yield from _cast_to(inner, inner.invars[position])
+        else:
+            yield None
+
+
+KEEPS_NUMBERS = MOVES & SUMS
+"""Operations whose results are numbers of their operands: cast before or after, they are the same."""
 
 
 def defers(jaxpr: Jaxpr) -> bool:
@@ -114,9 +165,18 @@ def num_uses(jaxpr: OpenJaxpr, var: Var) -> int:
     return len(uses_of(jaxpr, var)) + sum(v is var for v in jaxpr.outvars)
 
 
-def uses_of(jaxpr: OpenJaxpr, var: Var) -> list[tuple[Equation, int]]:
+def uses_of(jaxpr: OpenJaxpr, var: Var) -> Sequence[tuple[Equation, int]]:
     """The equations that read a variable, each with the position of that operand."""
-    return [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is var]
+    if jaxpr not in _uses:
+        found = _uses[jaxpr] = {}
+        for eqn in jaxpr.eqns:
+            for i, operand in enumerate(eqn.invars):
+                if not is_literal(operand):
+                    found.setdefault(operand, []).append((eqn, i))
+    return _uses[jaxpr].get(var, ())
+
+
+_uses: weakref.WeakKeyDictionary[OpenJaxpr, dict[Var, list[tuple[Equation, int]]]] = weakref.WeakKeyDictionary()
 
 
 def first_used_after(jaxpr: OpenJaxpr, place: int) -> list[Var]:
