@@ -127,7 +127,7 @@ class Options(CommonOptions, total=False):
     * regather: "use" or "step": gathers params wherever they are used, or once per step.
     * frozen: params that are not trained, by rules or a tree of bools.
     * min_shard_size: leaves of fewer elements stay whole; 2048.
-    * reduce_dtype: the dtype in which gradients are summed.
+    * reduce_dtype: the dtype in which gradients are summed; by default the one in which the loss computes them.
     * master_dtype: the dtype of masters, copies of the params in the state.
     * moment_dtype: jnp.bfloat16 or "int8", for the optimizer's moments.
     * stochastic_rounding: updates bf16 params in float32, without masters.

@@ -19,7 +19,7 @@ from jaxshard.base.types import DType, Equation, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.unshard import deferred, lookup_dims
+from jaxshard.loss.params.unshard import MARK, deferred, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr
@@ -240,7 +240,7 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
         if plan.reason is None or plan.looks_up or not (plan.held or (plan.scattered and not once)):
             continue
         trails = _used(program, var, (), INLINED | REMAT | {SCAN}, through=CASTS | {CONVERT} | uses.KEEPS_NUMBERS)
-        marked = [line_of(trail) for trail in trails if uses.mark(trail[-1])]
+        marked = [line_of(trail) for trail in trails if uses.mark(trail[-1]) == MARK]
         if marked:
             first = next(iter(_lines_of(program, var, plan)), "")
             yield (
