@@ -1,4 +1,4 @@
-"""Exact figures of eight small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
+"""Exact figures of nine small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
 
     python benchmarks/gate.py                                # compares; status 1 where a figure changed
     python benchmarks/gate.py --write "why they changed"     # keeps the new figures, with the reason
@@ -30,9 +30,13 @@ BY_COMPILER = ("peak_bytes", "collectives")
 Figures = dict[str, Any]
 
 
-def _case(strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bool = False) -> Callable[[], Figures]:
+def _case(
+    strategy: str, *, replica: int = 1, microbatches: int = 1, masters: bool = False, cast: bool = False
+) -> Callable[[], Figures]:
+    """A small transformer; `cast`: the loss casts float32 params to bfloat16."""
+
     def figures() -> Figures:
-        mesh, dtype = _mesh(replica), "bfloat16" if masters else "float32"
+        mesh, dtype = _mesh(replica), "bfloat16" if masters or cast else "float32"
         small = model("decoder", layers=2, width=1024, hidden=2048, heads=8, vocabulary=4096, length=128, dtype=dtype)
         step = ours(strategy, Task(small, mesh, 16 * microbatches, microbatches, masters))
         return _figures(jaxshard.inspect.report(step.lower().compile()))
@@ -73,6 +77,7 @@ CASES = {
     "zero2": _case("zero2"),
     "zero2, bfloat16 with masters, 2 microbatches": _case("zero2", masters=True, microbatches=2),
     "zero3": _case("zero3"),
+    "zero3, float32 params cast to bfloat16": _case("zero3", cast=True),
     "hsdp, 2 replicas": _case("hsdp", replica=2),
     "zero2, BatchNorm in the global view": _with_batch_norm("zero2"),
     "zero3, BatchNorm in the global view": _with_batch_norm("zero3"),
