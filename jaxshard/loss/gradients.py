@@ -205,7 +205,7 @@ class LossFunction:
         plan, setup = self._plan(params, batch, args, scale), self.setup
         options, found, auto = plan.options, setup.layout(params), setup.config.auto_axes
         _warn_if_repeated(plan, setup, axes_of(found.param_specs))
-        for text in void_marks(plan.program.jaxpr, plan.leaves, options):
+        if text := void_marks(plan.program.jaxpr, plan.leaves, options):
             warn(text)
         if options.loss_view == "global":
             self._tell_price(plan, params, batch, args)

@@ -7,7 +7,7 @@ options and the traced loss, before the loss is evaluated.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jaxshard import platforms
 from jaxshard.base.axes import Dims, axes_in, axes_of
 from jaxshard.base.tree import Names
-from jaxshard.base.types import DType, Equation, Jaxpr, Var
+from jaxshard.base.types import DType, Jaxpr, Var
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.unshard import MARK, deferred, lookup_dims
+from jaxshard.loss.params.unshard import MARK, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
-from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr
+from jaxshard.programs.jaxprs import axes_named, open_jaxpr
 from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
@@ -232,23 +232,34 @@ def _of_casts(plans: Sequence[LeafPlan]) -> str:
     )
 
 
-def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Iterator[str]:
-    """For each parameter with marks that neither gather it nor scatter its gradient: where, why, and the cure."""
+def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> str:
+    """A sentence about marks that neither gather a parameter nor scatter its gradient: where, why, and the cure.
+
+    It is "" if all these parameters together have less than 1% of the bytes.
+    """
     once = not options.setup.config.cuts.accumulators and _reduces_once(jaxpr, options)
-    program = open_jaxpr(jaxpr)
+    program, found = open_jaxpr(jaxpr), []
     for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
-        if plan.reason is None or plan.looks_up or not (plan.held or (plan.scattered and not once)):
-            continue
-        trails = _used(program, var, (), INLINED | REMAT | {SCAN}, through=CASTS | {CONVERT} | uses.KEEPS_NUMBERS)
-        marked = [line_of(trail) for trail in trails if uses.mark(trail[-1]) == MARK]
-        if marked:
-            first = next(iter(_lines_of(program, var, plan)), "")
-            yield (
-                f"unshard: {plan.leaf.path} is marked{f' at {marked[0]}' if marked[0] else ''}, but not moved there: "
-                f"{plan}{f' ({first})' if first else ''}. {_CURES.get(plan.reason, _ALL_MARKED)}"
-            )
+        is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and not once))
+        trails = uses.trails(program, var, INLINED | REMAT | {SCAN}, through=_MOVES) if is_void else ()
+        marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
+        found += [(plan, var, line_of(marked[0]))] if marked else []
+    if 100 * sum(_num_bytes(plan) for plan, *_ in found) < sum(map(_num_bytes, plans)) or not found:
+        return ""
+    plan, var, marked = max(found, key=lambda each: _num_bytes(each[0]))
+    first, more = next(iter(_lines_of(program, var, plan)), ""), len(found) - 1
+    return (
+        f"unshard: {plan.leaf.path} is marked{f' at {marked}' if marked else ''}, but not moved there: {plan}"
+        f"{f' ({first})' if first else ''}. {_CURES.get(plan.reason or '', _ALL_MARKED)}"
+        f"{f'. The layout tells of {more} more' if more else ''}"
+    )
 
 
+def _num_bytes(plan: LeafPlan) -> int:
+    return math.prod(plan.leaf.shape) * plan.leaf.dtype.itemsize
+
+
+_MOVES = CASTS | {CONVERT} | uses.KEEPS_NUMBERS
 _ALL_MARKED = (
     "A mark counts only if every use of the param goes through unshard: write w = jaxshard.unshard(w), and use w alone "
     "from there on; or leave unshard out"
@@ -274,27 +285,7 @@ def lines(jaxpr: Jaxpr, plans: Sequence[LeafPlan]) -> list[tuple[str, ...]]:
 
 def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
     if plan.reason is None or plan.looks_up:
-        trails = _used(program, var, (), INLINED | REMAT | {SCAN})
+        trails = uses.trails(program, var, INLINED | REMAT | {SCAN})
     else:
-        trails = itertools.islice(_used(program, var, (), INLINED), 1)
+        trails = itertools.islice(uses.trails(program, var, INLINED), 1)
     return tuple(dict.fromkeys(filter(None, map(line_of, trails))))
-
-
-def _used(
-    program: Jaxpr, var: Var, around: Sequence[Equation], entered: frozenset[str], *, through: frozenset[str] = CASTS
-) -> Iterator[tuple[Equation, ...]]:
-    """The trail of each use of a variable: the calls around it, then the use.
-
-    Args:
-      entered: calls that are searched inside.
-      through: operations whose results are searched in their place.
-    """
-    for eqn, position in uses.uses_of(open_jaxpr(program), var):
-        trail, name = (*around, eqn), eqn.primitive.name
-        if name in through and not uses.mark(eqn):
-            yield from _used(program, eqn.outvars[0], around, entered, through=through)
-        elif name in entered and deferred(eqn) is None:
-            inner = open_jaxpr(inner_jaxpr(eqn))
-            yield from _used(inner, inner.invars[position], trail, entered, through=through)
-        else:
-            yield trail

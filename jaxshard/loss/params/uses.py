@@ -184,3 +184,29 @@ def first_used_after(jaxpr: OpenJaxpr, place: int) -> list[Var]:
     used = {v for eqn in jaxpr.eqns[: place + 1] for v in eqn.invars if not is_literal(v)}
     later = dict.fromkeys(v for eqn in jaxpr.eqns[place + 1 :] for v in eqn.invars if not is_literal(v))
     return [v for v in later if v not in used]
+
+
+def trails(
+    program: Jaxpr,
+    var: Var,
+    entered: frozenset[str],
+    *,
+    through: frozenset[str] = CASTS,
+    around: Sequence[Equation] = (),
+) -> Iterator[tuple[Equation, ...]]:
+    """The trail of each use of a variable: the calls around it, then the use.
+
+    Args:
+      entered: calls that are searched inside.
+      through: operations whose results are searched in their place.
+      around: the calls around the program.
+    """
+    for eqn, position in uses_of(open_jaxpr(program), var):
+        trail, name = (*around, eqn), eqn.primitive.name
+        if name in through and not mark(eqn):
+            yield from trails(program, eqn.outvars[0], entered, through=through, around=around)
+        elif name in entered and deferred(eqn) is None:
+            inner = open_jaxpr(inner_jaxpr(eqn))
+            yield from trails(inner, inner.invars[position], entered, through=through, around=trail)
+        else:
+            yield trail
