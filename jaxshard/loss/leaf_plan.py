@@ -235,7 +235,7 @@ def _of_casts(plans: Sequence[LeafPlan]) -> str:
 def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> str:
     """A sentence about marks that neither gather a parameter nor scatter its gradient: where, why, and the cure.
 
-    It is "" if all these parameters together have less than 1% of the bytes.
+    It is "" if all these parameters together have less than 1 MiB, or 1% of the bytes of all.
     """
     once = not options.setup.config.cuts.accumulators and _reduces_once(jaxpr, options)
     program, found = open_jaxpr(jaxpr), []
@@ -244,7 +244,7 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
         trails = uses.trails(program, var, INLINED | REMAT | {SCAN}, through=_MOVES) if is_void else ()
         marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
         found += [(plan, var, line_of(marked[0]))] if marked else []
-    if 100 * sum(_num_bytes(plan) for plan, *_ in found) < sum(map(_num_bytes, plans)) or not found:
+    if sum(_num_bytes(plan) for plan, *_ in found) < max(2**20, sum(map(_num_bytes, plans)) // 100):
         return ""
     plan, var, marked = max(found, key=lambda each: _num_bytes(each[0]))
     first, more = next(iter(_lines_of(program, var, plan)), ""), len(found) - 1

@@ -197,27 +197,29 @@ def penalized(p, batch):
     return loss_of("marked, then cast, in a scan", jnp.bfloat16)(p, batch) + jnp.sum(p["w"] ** 2)
 
 
+def lower(loss, strategy, devices=4, width=512):
+    opt = opt_of(strategy, jaxshard.make_mesh(devices=jax.devices()[:devices]))
+    params = opt.place({"w": jax.ShapeDtypeStruct((LAYERS, width, width), jnp.float32)})
+    batch = jax.ShapeDtypeStruct((ROWS, width), jnp.float32)
+    jaxshard.train_step(loss, opt).lower(params, opt.init(params), batch)
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_mark_that_moves_nothing_is_told_with_its_line_and_the_cure(strategy):
-    opt = opt_of(strategy, jaxshard.make_mesh(devices=jax.devices()[:4]))
-    params = values_of(shapes_of(stacked=True, dtype=jnp.float32))
-    step, batch = jaxshard.train_step(penalized, opt), jnp.ones((ROWS, WIDTH))
     told = r"unshard: w is marked at .*test_casts.py:\d+, but not moved there: .*integer_pow .*test_casts.py:\d+"
     with pytest.warns(UserWarning, match=f"{told}.*w = jaxshard.unshard"):
-        step.lower(opt.place(params), opt.init(params), batch)
+        lower(penalized, strategy)
 
 
 def test_layers_that_are_cut_have_a_cure_of_their_own():
-    opt = opt_of("zero3", jaxshard.make_mesh(devices=jax.devices()[:3]))
-    params = values_of(shapes_of(stacked=True, dtype=jnp.float32))
-    step = jaxshard.train_step(loss_of("cast, then marked, in a scan", jnp.bfloat16), opt)
     with pytest.warns(UserWarning, match="cut on the dim that a scan runs over.*make one divisible by the devices"):
-        step.lower(opt.place(params), opt.init(params), jnp.ones((ROWS, WIDTH)))
+        lower(loss_of("cast, then marked, in a scan", jnp.bfloat16), "zero3", devices=3)
 
 
-def test_marks_that_work_and_marks_of_ddp_are_not_told():
-    params, batch = values_of(shapes_of(stacked=True, dtype=jnp.float32)), jnp.ones((ROWS, WIDTH))
-    mesh = jaxshard.make_mesh(devices=jax.devices()[:4])
-    for strategy, loss in [("ddp", penalized), ("zero3", loss_of("all cast before a scan", jnp.bfloat16))]:
-        opt = opt_of(strategy, mesh)
-        jaxshard.train_step(loss, opt).lower(opt.place(params), opt.init(params), batch)
+def test_marks_that_work_and_those_of_ddp_are_not_told():
+    lower(penalized, "ddp")
+    lower(loss_of("all cast before a scan", jnp.bfloat16), "zero3")
+
+
+def test_marks_that_move_little_are_not_told():
+    lower(penalized, "zero3", width=64)

@@ -452,6 +452,23 @@ def test_evaluate_and_gradients_can_be_differentiated(strategy):
     assert_close(second, jax.grad(projected(lambda p: gradient(p, batch)))(plain), 1e-12)
 
 
+def test_what_xla_fuses_is_not_held_back():
+    """A product with one row or column is a multiplication and a sum: a barrier would write its gradients out."""
+    states = jax.ShapeDtypeStruct((4, 3, 6, 8), jnp.float64)
+    opt = opt_of("ddp")
+
+    def num_barriers(of_each, of_all):
+        def loss(p, batch):
+            found = jnp.einsum(of_each, jnp.tanh(batch * p["w"]), jnp.sin(batch * p["v"])[of_all])
+            return jnp.mean(found**2)
+
+        params = {name: jax.ShapeDtypeStruct((6, 8), jnp.float64) for name in ("w", "v")}
+        return jax.jit(jaxshard.value_and_grad(loss, opt)).lower(params, states).as_text().count("optimization_barrier")
+
+    by_column = num_barriers("bldn,bln->bld", np.s_[:, :, 0])
+    assert num_barriers("bldn,blen->blde", np.s_[:, :, :3]) > by_column
+
+
 # Rematerialization.
 
 
