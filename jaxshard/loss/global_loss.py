@@ -24,7 +24,7 @@ from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cu
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
 from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
-from jaxshard.programs.primitives import UNPARTITIONED
+from jaxshard.programs.primitives import CONSTRAINT, UNPARTITIONED
 from jaxshard.programs.questions import variables_that_depend
 from jaxshard.programs.rerun import followed
 from jaxshard.programs.rows.verdict import RowsWarning
@@ -263,6 +263,15 @@ def written_for_parts(jaxpr: Jaxpr) -> str:
             return _at_line(f"it names the mesh axes {axes}", eqn)
         if eqn.primitive.name in UNPARTITIONED:
             return _at_line("it has an operation that XLA does not partition", eqn)
+    return ""
+
+
+def constraint_in(plan: LossPlan) -> str:
+    """That a loss constrains a layout along axes that the local view has taken, with the line; "" if it does not."""
+    for eqn in equations(plan.program.jaxpr):
+        names = jax.tree.leaves(tuple(eqn.params["sharding"].spec)) if eqn.primitive.name == CONSTRAINT else []
+        if axes := [x for x in names if isinstance(x, str) and x not in plan.options.setup.config.auto_axes]:
+            return _at_line(f"it constrains the layout of a value along the mesh axes {axes}", eqn)
     return ""
 
 

@@ -122,17 +122,30 @@ class LossFunction:
         try:
             plan = self._plan_in("local", *inputs)
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
-            may_be_global = view == "auto" and not self.options.checked and not isinstance(error, PartsError)
+            if view != "auto" or self.options.checked or isinstance(error, PartsError):
+                raise
             why = f"on one device's rows it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if may_be_global and (plan := self._plan_if_global(why, inputs)):
-                return plan
-            raise
+            try:
+                return dataclasses.replace(self._plan_in("global", *inputs), why_global=why)
+            except NameError:  # of an axis, which exists in the local view alone
+                raise error from None
+        if constraint := global_loss.constraint_in(plan):
+            return self._plan_constrained(constraint, inputs)
         why = global_loss.why_global(plan) if view == "auto" else ""
         if why and (globally := self._plan_if_global(why, inputs)):
             return globally
         if not plan.program.verdict.is_proved and (text := like_rows(inputs[2], inputs[1])):
             raise ValueError(text)
         return dataclasses.replace(plan, why_global=why)
+
+    def _plan_constrained(self, why: str, inputs: Sequence[Tree]) -> LossPlan:
+        """The plan in the global view of a loss that constrains layouts; a ValueError if that view is not for it."""
+        if self.options.loss_view == "auto" and (plan := self._plan_if_global(why, inputs)):
+            return plan
+        raise ValueError(
+            f"loss_fn: {why}, where each device has its own rows alone, and no such axis is left to XLA: leave the "
+            'constraint out, or, if no part of the loss names an axis, give loss_view="global"'
+        )
 
     def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:
         """The plan in the global view; None for a loss that cannot be traced there: most often it names a mesh axis."""

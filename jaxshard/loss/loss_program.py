@@ -81,9 +81,9 @@ class Program:
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
         except (TypeError, ValueError) as error:
-            parts = options.num_parts
-            text = like_rows(args, batch, parts)
-            raise noted(explained(error, options.checked), batch, args, parts, text) from error
+            part = "a microbatch" if options.loss_view == "global" else "a device's microbatch"
+            told = explained(error, options.checked), batch, args, options.num_parts, part
+            raise noted(*told, like_rows(args, batch, options.num_parts)) from error
         roles = (
             ["frozen" if yes else "param" for yes in frozen]
             + ["batch"] * len(jax.tree.leaves(batch))
@@ -249,6 +249,12 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
     for (names, leaf), varies, row_dim, folded in zip(named_leaves(shapes), outs, row_dims, folded_rows, strict=True):
         if names[0] != "2" or row_dim is not None:
             continue
+        if folded and not options.per_row and options.loss_view == "global":
+            raise ValueError(
+                f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
+                "with something else, or lie in another order, as after a sort, a cumulative sum or a roll of rows, so "
+                "microbatches cannot be put together: give microbatches=1, or return what it is made of, as (rows, ...)"
+            )
         if folded and not options.per_row:
             cause = f". The loss may show the cause: {program.verdict.problem}" if program.verdict.problem else ""
             raise ValueError(
@@ -259,9 +265,10 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
         if options.per_row:
             raise _no_rows(names, leaf)
         if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
+            parts = "microbatches" if options.loss_view == "global" or options.num_parts == 1 else "devices"
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
-                "differs between devices and has no average; cast it to a floating dtype, to be averaged"
+                f"differs between {parts} and has no average; return one for each row, or cast it to a floating dtype"
             )
 
 

@@ -122,7 +122,7 @@ def in_words(why: str, price: Price | None) -> str:
 
 
 def noted(
-    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int, rows_in_args: str
+    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int, part: str, rows_in_args: str
 ) -> TypeError | ValueError:
     """The error, with notes: the number of rows that the loss gets; that flags among its arguments are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
@@ -133,8 +133,8 @@ def noted(
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]
         error.add_note(
-            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of one device's microbatch. Where some "
-            "rows belong together, each device's microbatch needs whole groups of them."
+            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of {part}. Where some rows belong "
+            f"together, {part} needs whole groups of them."
         )
         if rows_in_args:
             error.add_note(rows_in_args)

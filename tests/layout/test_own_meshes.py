@@ -164,6 +164,16 @@ def test_a_constraint_inside_the_loss_is_refused_in_the_local_view_with_a_cure_t
     def constrained(p, b):
         return jnp.mean(jax.lax.with_sharding_constraint(b["x"] @ p["w"], P("data")) ** 2)
 
+    laid = jax.sharding.NamedSharding(opt.mesh, P("data"))
+
+    def constrained_to(p, b):
+        return jnp.mean(jax.lax.with_sharding_constraint(b["x"] @ p["w"], laid) ** 2)
+
+    with pytest.raises(ValueError, match=r"constrains the layout of a value along the mesh axes .*test_own_meshes.py"):
+        jaxshard.value_and_grad(constrained_to, opt, loss_view="local")(PARAMS, BATCH)
+    value, _ = jaxshard.value_and_grad(constrained_to, opt, microbatches=2)(PARAMS, BATCH)
+    assert float(value) == pytest.approx(float(jnp.mean((BATCH["x"] @ PARAMS["w"]) ** 2)))
+
     with pytest.raises(ValueError, match="Take the constraint out"), jax.set_mesh(opt.mesh):
         jaxshard.value_and_grad(constrained, opt, loss_view="local")(PARAMS, BATCH)
     with jax.set_mesh(opt.mesh):
