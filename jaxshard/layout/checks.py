@@ -165,10 +165,12 @@ def _check_numbers(config: Config) -> None:
     if config.rows == "mixed":
         text = 'rows="mixed" is deprecated: give train_step (or value_and_grad, evaluate, predict) loss_view="local"'
         warn(f"{config.strategy}: {text}", DeprecationWarning)
-    if config.regather not in ("use", "step"):
-        raise ValueError(f'{config.strategy}: regather={config.regather!r:.80} is unknown; give "step" or "use"')
-    if config.regather == "step" and not config.cuts.params:
-        raise ValueError(f'{config.strategy}: regather="step" is for params that are cut (zero3, hsdp); leave it out')
+    if config.regather not in ("use", "step", "backward"):
+        found = f"regather={config.regather!r:.80}"
+        raise ValueError(f'{config.strategy}: {found} is unknown; give "use", "backward" or "step"')
+    if config.regather != "use" and not config.cuts.params:
+        found = f'regather="{config.regather}"'
+        raise ValueError(f"{config.strategy}: {found} is for params that are cut (zero3, hsdp); leave it out")
     if not is_whole(config.min_shard_size, 0):
         raise ValueError(
             f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"

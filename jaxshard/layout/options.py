@@ -73,7 +73,7 @@ class CommonOptions(TypedDict, total=False):
     hsdp(..., state_axes=("data", "replica")) cuts the state over all devices, params and the sums of gradients within
     each replica."""
 
-    regather: Literal["use", "step"]
+    regather: Literal["use", "step", "backward"]
     """When devices gather cut params: "use", the default, wherever the loss uses them, in each microbatch, forward and
     backward; "step", once per step, and devices hold them whole until the gradients are computed."""
 
@@ -124,7 +124,8 @@ class Options(CommonOptions, total=False):
     * specs: how the model's own axes (tensor, pipeline) cut the params.
     * data_axes, replica_axes: the mesh axes that cut, and those with copies.
     * params_axes, grads_axes, state_axes: the axes that cut each of these, instead of the strategy's choice.
-    * regather: "use" or "step": gathers params wherever they are used, or once per step.
+    * regather: "use", "backward" or "step": gathers params wherever the loss uses them; for the backward pass again,
+      which then keeps none; or once per step.
     * frozen: params that are not trained, by rules or a tree of bools.
     * min_shard_size: leaves of fewer elements stay whole; 2048.
     * reduce_dtype: the dtype in which gradients are summed; by default the one in which the loss computes them.
@@ -153,7 +154,7 @@ class Config:
     params_axes: tuple[str, ...] | None = None
     grads_axes: tuple[str, ...] | None = None
     state_axes: tuple[str, ...] | None = None
-    regather: Literal["use", "step"] = "use"
+    regather: Literal["use", "step", "backward"] = "use"
     frozen: Tree | Sequence[str] | None = dataclasses.field(default=None, hash=False)
     min_shard_size: int = 2**11
     reduce_dtype: Float | None = None

@@ -41,6 +41,11 @@ class LossOptions:
         return self.loss_view == "local" or self.setup.config.rows == "mixed"
 
     @property
+    def regathers(self) -> bool:
+        """Whether the backward pass gathers params again, instead of keeping them."""
+        return self.differentiate and self.setup.config.regather == "backward"
+
+    @property
     def num_parts(self) -> int:
         """The number of parts of the batch that the loss sees one by one."""
         return self.microbatches * (1 if self.loss_view == "global" else self.setup.num_batch_shards)

@@ -1,7 +1,8 @@
 """Evaluates the traced loss with cut parameters: each is gathered, or its rows exchanged, where the loss needs it."""
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard import collectives, platforms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.params import uses
+from jaxshard.loss.params.again import Again, made_again
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
-from jaxshard.programs.jaxprs import closed_jaxpr, core, inner_jaxpr, is_literal, open_jaxpr, run_equations, scan_split
-from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, mark_of
+from jaxshard.programs.jaxprs import (
+    closed_jaxpr,
+    core,
+    inner_jaxpr,
+    is_literal,
+    open_jaxpr,
+    run_equations,
+    scan_split,
+    subprograms,
+)
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN, WHOLE, mark_of
 from jaxshard.programs.source import as_written_at
 
 
@@ -22,13 +33,24 @@ class Evaluation:
 
     Attributes:
       env: the values of its variables.
+      regathers: the backward pass gathers parameters again, instead of keeping them (`regather="backward"`).
+      again: for variables that are whole parameters, also cast or reshaped: how to make them again of a shard.
       always_prevents_cse: recomputation waits for the gradients of later operations, whatever a remat's `prevent_cse`.
     """
 
     always_prevents_cse = False
 
-    def __init__(self, closed: Jaxpr, values: Sequence[Tree], *, in_loop: bool = False):
-        self.jaxpr, self.in_loop = open_jaxpr(closed), in_loop
+    def __init__(
+        self,
+        closed: Jaxpr,
+        values: Sequence[Tree],
+        *,
+        in_loop: bool = False,
+        regathers: bool = False,
+        again: Mapping[int, Again] | None = None,
+    ):
+        self.jaxpr, self.in_loop, self.regathers = open_jaxpr(closed), in_loop, regathers
+        self.again = {self.jaxpr.invars[i]: how for i, how in (again or {}).items()}
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self._waiting: list[Equation] = []  # plain equations, queued to run as one call
@@ -40,9 +62,11 @@ class Evaluation:
         Args:
           closed: the program.
           values: its inputs; parameters may be `Sharded` or `AtFirstUse`.
-          how: arguments of the class: `in_loop`, the program is the body of a scan.
+          how: arguments of the class: `in_loop`, the program is the body of a scan; `regathers`; and `again`, by the
+            places of inputs.
         """
-        if not any(isinstance(value, Sharded | AtFirstUse) for value in values) and not cls.concerns(closed):
+        is_cut = any(isinstance(value, Sharded | AtFirstUse) for value in values) or bool(how.get("again"))
+        if not is_cut and not cls.concerns(closed):
             return list(core().jaxpr_as_fun(closed_jaxpr(closed))(*values))
         return cls(closed, values, **how).results()
 
@@ -68,7 +92,7 @@ class Evaluation:
         if self._takes_cut(eqn):
             self._run_waiting()
             self._set(eqn, self._run_with_cut(eqn))
-        else:
+        elif not self._run_again(eqn):
             self._waiting.append(eqn)
 
     def _read(self, v: Var) -> Value:
@@ -99,6 +123,46 @@ class Evaluation:
 
     def _gather(self, v: Var, value: AtFirstUse) -> None:
         self.env[v] = value.whole()
+        self._note_again(v, value.sharded)
+
+    # Parameters that the backward pass gathers again.
+
+    def _note_again(self, v: Var, sharded: Sharded) -> None:
+        if self.regathers and sharded.held:
+            self.again[v] = Again(sharded.without_slot(), lambda sharded: sharded.whole())
+
+    def _of_again(self, eqn: Equation) -> dict[int, Again]:
+        """The operands that the backward pass can make again, by their places."""
+        return {i: self.again[v] for i, v in enumerate(eqn.invars) if not is_literal(v) and v in self.again}
+
+    def _run_again(self, eqn: Equation) -> bool:
+        """Runs an equation with parameters that the backward pass gathers again; False if it has none, or is a loop."""
+        again = self._of_again(eqn)
+        if not again:
+            return False
+        if eqn.primitive.name in WHOLE:
+            self.again[eqn.outvars[0]] = again[0].then(lambda x: self._plain(eqn)(x)[0])
+            return False
+        is_call = eqn.primitive.name in INLINED and deferred(eqn) is None
+        if not is_call and next(subprograms(eqn), None) is not None:
+            return False
+        self._run_waiting()
+        plain = None if is_call else made_again(self._plain(eqn), self._operands(eqn), again)
+        self._set(eqn, self._run_called(eqn) if plain is None else plain)
+        return True
+
+    def _operands(self, eqn: Equation) -> list[Any]:
+        return [self._read(v) for v in eqn.invars]
+
+    def _plain(self, eqn: Equation) -> Callable[..., list[Any]]:
+        """The operation of an equation, on other operands."""
+
+        def run(*operands: jax.Array) -> list[Any]:
+            env: Environment = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
+            run_equations(self.jaxpr, [eqn], env)
+            return [env[v] for v in eqn.outvars]
+
+        return run
 
     def _stays_cut(self, eqn: Equation, position: int, value: AtFirstUse) -> bool:
         """Whether the equation takes its operand without a gather."""
@@ -106,12 +170,13 @@ class Evaluation:
             return True
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None
         is_cast = eqn.primitive.name == CONVERT and value.sharded.computed_in is not None
-        return (is_call or is_cast) and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
+        enters = self.regathers and (eqn.primitive.name in REMAT or _slices(eqn, position, value.sharded))
+        return (is_call or is_cast or enters) and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
 
     def _run_with_cut(self, eqn: Equation) -> list[Value]:
         values, name = [self._read(v) for v in eqn.invars], eqn.primitive.name
         if mark_of(eqn):
-            return [_marked(self.jaxpr, eqn, values[0], self.in_loop)]
+            return [self._marked(eqn, values[0])]
         if (part := deferred(eqn)) is not None:
             return part.run(values)
         if name in CASTS:
@@ -130,15 +195,33 @@ class Evaluation:
         assert isinstance(ids, jax.Array)
         return [table.rows(ids, eqn)]
 
+    def _marked(self, eqn: Equation, value: Value) -> Value:
+        """A parameter after its mark: whole, unless lookups follow."""
+        if isinstance(value, Sharded) and (value.local is not None or value.looked_up_by):
+            asked = uses.mark(eqn) == LOOKUP_MARK
+            if asked or uses.is_looked_up(self.jaxpr, eqn.outvars[0], value.looked_up_by):
+                return AtFirstUse(value, asked=asked)
+        if isinstance(value, AtFirstUse):
+            return value.after(uses.mark(eqn))
+        assert isinstance(value, Sharded)
+        if self.in_loop and platforms.here().casts_in_loops:
+            value = value.cast_later()
+        self._note_again(eqn.outvars[0], value)
+        return value.cast(checkpoint_name(value.gathered(), MARK))
+
     def _run_called(self, eqn: Equation) -> list[Value]:
-        return self.run(inner_jaxpr(eqn), [self._read(v) for v in eqn.invars], in_loop=self.in_loop)
+        return self.run(inner_jaxpr(eqn), self._operands(eqn), **self._how(eqn))
+
+    def _how(self, eqn: Equation) -> dict[str, Any]:
+        """How a call is evaluated."""
+        return {"in_loop": self.in_loop, "regathers": self.regathers, "again": self._of_again(eqn)}
 
     def _run_scan(self, eqn: Equation, values: list[Value]) -> list[Value]:
         num_consts, num_carry = scan_split(eqn)
-        consts, run = values[:num_consts], self.run
+        consts, run = values[:num_consts], functools.partial(self.run, in_loop=True, regathers=self.regathers)
 
         def body(carry, xs):
-            outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs], in_loop=True)
+            outs = run(inner_jaxpr(eqn), [*consts, *carry, *xs])
             return outs[:num_carry], outs[num_carry:]
 
         carry, stacked = lax.scan(
@@ -177,15 +260,7 @@ def _rematerialized(kind: type[Evaluation], eqn: Equation, in_loop: bool) -> Cal
 _remats: weakref.WeakKeyDictionary[OpenJaxpr, dict] = weakref.WeakKeyDictionary()
 
 
-def _marked(jaxpr: OpenJaxpr, eqn: Equation, value: Value, in_loop: bool) -> Value:
-    """A parameter after its mark: whole, unless lookups follow."""
-    if isinstance(value, Sharded) and (value.local is not None or value.looked_up_by):
-        asked = uses.mark(eqn) == LOOKUP_MARK
-        if asked or uses.is_looked_up(jaxpr, eqn.outvars[0], value.looked_up_by):
-            return AtFirstUse(value, asked=asked)
-    if isinstance(value, AtFirstUse):
-        return value.after(uses.mark(eqn))
-    assert isinstance(value, Sharded)
-    if in_loop and platforms.here().casts_in_loops:
-        value = value.cast_later()
-    return value.cast(checkpoint_name(value.gathered(), MARK))
+def _slices(eqn: Equation, position: int, sharded: Sharded) -> bool:
+    """Whether an equation is a scan that slices this operand, along a dim that is not cut."""
+    is_sliced = eqn.primitive.name == SCAN and position >= sum(scan_split(eqn))
+    return is_sliced and all(-dim != eqn.invars[position].aval.ndim for dim, _ in (*sharded.held, *sharded.dims))

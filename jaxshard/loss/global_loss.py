@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -74,6 +74,9 @@ class Constrained(Sharded):
         found = how.rows(table, ids)
         free = [P.UNCONSTRAINED] * (found.ndim - 1)
         return global_view.constrained(found, self.mesh, P(self.row_axes, *free))
+
+    def without_slot(self) -> Self:  # its gradient slot is the parameter
+        return self
 
     def gathered(self) -> jax.Array:
         """The parameter, laid out whole over the batch axes."""
@@ -164,13 +167,8 @@ class GlobalLoss(DeviceLoss):
 
         def value(x: jax.Array, plan: LeafPlan) -> Value:
             x, leaf = x if plan.leaf.frozen else next(rest), plan.leaf
-            found = Constrained(
-                *(None, x, (), (), (), plan.computed_in),
-                mesh=self.setup.mesh,
-                spec=leaf.spec,
-                grad_spec=leaf.grads.spec,
-                ndim=x.ndim,
-            )
+            specs = {"mesh": self.setup.mesh, "spec": leaf.spec, "grad_spec": leaf.grads.spec}
+            found = Constrained(None, x, (), plan.held, (), plan.computed_in, **specs, ndim=x.ndim)
             if not plan.looks_up:
                 return found
             rows = self.setup.batch_axes
@@ -180,7 +178,7 @@ class GlobalLoss(DeviceLoss):
 
     def _at_first_use(self, x: Value) -> Value:
         assert isinstance(x, Constrained)
-        return AtFirstUse(x) if x.table else x.whole()
+        return AtFirstUse(x) if x.table or (x.held and self.options.regathers) else x.whole()
 
     def _folded(self, index: Index) -> Tree:
         """The further arguments; each of several microbatches has keys of its own."""

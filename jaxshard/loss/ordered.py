@@ -28,7 +28,12 @@ from jaxshard.programs.questions import variables_that_vary_smoothly, varies_smo
 
 
 def run(
-    closed: Jaxpr, values: Sequence[Tree], weights: Iterable[int] = (), smooth: Sequence[bool] | None = None
+    closed: Jaxpr,
+    values: Sequence[Tree],
+    weights: Iterable[int] = (),
+    smooth: Sequence[bool] | None = None,
+    *,
+    regathers: bool = False,
 ) -> list[Value]:
     """Evaluates a program for differentiation; on GPU and TPU its backward pass is ordered.
 
@@ -36,10 +41,11 @@ def run(
       closed, values: as for `Evaluation.run`.
       weights: which inputs are parameters. (Cut ones are known to be.)
       smooth: which inputs may have gradients; None: all.
+      regathers: as for `Evaluation`.
     """
     if not platforms.here().orders_backward:
-        return Evaluation.run(closed, values)
-    return OrderedEvaluation.run(closed, values, weights=weights, smooth=smooth)
+        return Evaluation.run(closed, values, regathers=regathers)
+    return OrderedEvaluation.run(closed, values, weights=weights, smooth=smooth, regathers=regathers)
 
 
 class OrderedEvaluation(Evaluation):
@@ -57,14 +63,14 @@ class OrderedEvaluation(Evaluation):
         closed: Jaxpr,
         values: Sequence[Tree],
         *,
-        in_loop: bool = False,
         weights: Iterable[int] = (),
         smooth: Sequence[bool] | None = None,
+        **how: Any,
     ):
-        super().__init__(closed, values, in_loop=in_loop)
+        super().__init__(closed, values, **how)
         self.smooth = variables_that_vary_smoothly(self.jaxpr, [True] * len(values) if smooth is None else smooth)
         self.weights = {self.jaxpr.invars[i] for i in weights}
-        self._reduced_before = {} if in_loop else self._buckets()
+        self._reduced_before = {} if self.in_loop else self._buckets()
 
     @classmethod
     def concerns(cls, closed: Jaxpr) -> bool:
@@ -81,8 +87,8 @@ class OrderedEvaluation(Evaluation):
             outs = self._run_with_cut(eqn)
             self.weights |= {eqn.outvars[0]} if uses.mark(eqn) else set()
             self._set(eqn, self._after_gradients_of(later, eqn.outvars, outs))
-        elif self._run_by_own_rule(eqn):
-            return
+        elif self._run_again(eqn) or self._run_by_own_rule(eqn):
+            pass
         else:
             self._waiting.append(eqn)
         if eqn.primitive.name in WHOLE and self._is_weight(eqn.invars[0]):
@@ -98,8 +104,12 @@ class OrderedEvaluation(Evaluation):
     def _run_called(self, eqn: Equation) -> list[Value]:
         weights = [i for i, v in enumerate(eqn.invars) if self._is_weight(v)]
         smooth = [not is_literal(v) and v in self.smooth for v in eqn.invars]
-        values = [self._read(v) for v in eqn.invars]
-        return self.run(inner_jaxpr(eqn), values, weights=weights, in_loop=self.in_loop, smooth=smooth)
+        return self.run(inner_jaxpr(eqn), self._operands(eqn), weights=weights, smooth=smooth, **self._how(eqn))
+
+    def _plain(self, eqn: Equation) -> Callable[..., list[Any]]:
+        if not backward.has_own_rule(eqn) or any(is_literal(v) for v in eqn.invars):
+            return super()._plain(eqn)
+        return lambda *operands: [backward.bind(eqn, operands, [self._is_weight(v) for v in eqn.invars])]
 
     def _run_by_own_rule(self, eqn: Equation) -> bool:
         """Runs an equation with its own backward rule, or a call of such; False if it is neither."""

@@ -164,8 +164,8 @@ class DeviceLoss:
     def _run_program(self, flat: Sequence[Tree]) -> list[Value]:
         if not self.options.differentiate:
             return Evaluation.run(self.program.jaxpr, flat)
-        smooth = [role == "param" for role in self.program.roles]
-        return ordered.run(self.program.jaxpr, flat, range(len(self.plans)), smooth)
+        smooth, regathers = [role == "param" for role in self.program.roles], self.options.regathers
+        return ordered.run(self.program.jaxpr, flat, range(len(self.plans)), smooth, regathers=regathers)
 
     def _at_first_use(self, x: Value) -> Value:
         """The whole parameter, gathered where the loss first uses it; one that is not cut is whole at once."""

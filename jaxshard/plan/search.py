@@ -15,7 +15,6 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxshard import strategies
-from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.loss.params.lookup import AsIf
 from jaxshard.plan.choices import Candidate, Target
@@ -80,7 +79,7 @@ _primes = filter(lambda n: all(n % d for d in range(2, math.isqrt(n) + 1)), iter
 
 def _with_rows(batch: Tree, rows: int) -> Tree:
     def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
     return jax.tree.map(resized, batch)
 

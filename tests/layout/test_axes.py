@@ -205,7 +205,9 @@ def test_regather_is_for_params_that_are_cut():
     mesh = jaxshard.mesh.abstract_mesh(8)
     with pytest.raises(ValueError, match='zero2: regather="step" is for params that are cut'):
         jaxshard.zero2(optax.sgd(0.1), mesh, regather="step")
-    with pytest.raises(ValueError, match='zero3: regather=\'once\' is unknown; give "step" or "use"'):
+    with pytest.raises(ValueError, match='zero1: regather="backward" is for params that are cut'):
+        jaxshard.zero1(optax.sgd(0.1), mesh, regather="backward")
+    with pytest.raises(ValueError, match='zero3: regather=\'once\' is unknown; give "use", "backward" or "step"'):
         jaxshard.zero3(optax.sgd(0.1), mesh, regather="once")
 
 

@@ -178,7 +178,7 @@ class ShardingConfig:
     state_memory: str = "device"
     """Where to keep the optimizer's state. device; host: streamed through the devices in each update; host:0.5: this
     fraction of its bytes on the host."""
-    regather: Literal["use", "step"] = "use"
+    regather: Literal["use", "step", "backward"] = "use"
     """When to gather sharded parameters: at each use, in the forward and the backward pass, or once per step, with less
     traffic and more memory."""
     tensor: int = 1

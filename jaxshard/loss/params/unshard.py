@@ -118,6 +118,10 @@ class Sharded:
         """The same parameter with another gradient slot."""
         return dataclasses.replace(self, stand_in=stand_in)
 
+    def without_slot(self) -> Self:
+        """The same parameter without its gradient slot."""
+        return dataclasses.replace(self, stand_in=None)
+
     def cast_later(self) -> "Sharded":
         """The same parameter, bit for bit, disguised so that XLA for TPU casts a stack of layers only inside its loop.
 
@@ -185,6 +189,7 @@ def lookup_dims(dims: Dims, held: Dims) -> Dims:
     return dims if held in ((), dims) else ()
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AtFirstUse:
     """A cut parameter that is gathered at its first use in the loss, unless that is a lookup that exchanges rows.
@@ -194,7 +199,7 @@ class AtFirstUse:
     """
 
     sharded: Sharded
-    asked: bool = False
+    asked: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def whole(self) -> jax.Array:
         """The whole parameter, gathered here."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from markupsafe import Markup
 
 from jaxshard.base.axes import axes_in
-from jaxshard.base.types import AxisSizes
 from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages.drawing import (
     axes_sent_along,
@@ -140,7 +139,7 @@ def _leaf(cells: Sequence[str], num_shards: Sequence[int]) -> tuple[list[str], M
     return texts, _cut(num_shards), cut or "whole", _bytes_cell(int(num_bytes)), why
 
 
-def _parts(ndim: int, spec: P, sizes: AxisSizes) -> list[int]:
+def _parts(ndim: int, spec: P, sizes: Mapping[str, int]) -> list[int]:
     """The number of shards of each dim."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     return [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in entries]
