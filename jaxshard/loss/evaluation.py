@@ -138,9 +138,9 @@ class Evaluation:
     def _run_again(self, eqn: Equation) -> bool:
         """Runs an equation with parameters that the backward pass gathers again; False if it has none, or is a loop."""
         again = self._of_again(eqn)
-        if not again:
+        if not again or any(isinstance(v, core().DropVar) for v in eqn.outvars):
             return False
-        if eqn.primitive.name in WHOLE:
+        if eqn.primitive.name in WHOLE and len(eqn.invars) == 1:
             self.again[eqn.outvars[0]] = again[0].then(lambda x: self._plain(eqn)(x)[0])
             return False
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None

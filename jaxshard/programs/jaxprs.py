@@ -80,9 +80,12 @@ def run_equations(jaxpr: OpenJaxpr, eqns: list[Equation], env: dict[Var, Tree]) 
 
 
 def operands_of(eqns: Sequence[Equation]) -> list[Var]:
-    """The variables that equations read and do not compute, in the order of first use."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made))
+    """The variables that equations read before they compute them, if at all, in the order of first use."""
+    made, found = set[Var](), dict[Var, None]()
+    for eqn in eqns:
+        found |= dict.fromkeys(v for v in eqn.invars if not is_literal(v) and v not in made)
+        made |= {*eqn.outvars}
+    return list(found)
 
 
 def makers_of(
