@@ -43,6 +43,7 @@ class LeafPlan:
       looks_up: the loss only looks rows up in it, which devices exchange.
       computed_in: the one narrower dtype to which the loss casts it wherever it uses it, and in which it is gathered.
       reduced_in: the dtype in which its gradient is reduced, if it is reduced at its use; None: `sum_dtype`.
+      regathers: the backward pass gathers it again, instead of keeping it.
     """
 
     leaf: Leaf
@@ -55,6 +56,7 @@ class LeafPlan:
     looks_up: bool = False
     computed_in: DType | None = None
     reduced_in: DType | None = None
+    regathers: bool = False
 
     @property
     def held(self) -> Dims:
@@ -97,7 +99,8 @@ class LeafPlan:
 
     @property
     def _where(self) -> str:
-        return "where unshard is" if self.reason is None else f"at its first use: {self.reason}"
+        where = "where unshard is" if self.reason is None else f"at its first use: {self.reason}"
+        return f"{where}; for the backward pass again" if self.regathers else where
 
 
 def before_the_trace(leaves: Sequence[Leaf], options: LossOptions) -> tuple[LeafPlan, ...]:
@@ -113,7 +116,8 @@ def _before_the_trace(leaf: Leaf, options: LossOptions) -> LeafPlan:
     scattered = leaf.grads.dims if is_differentiated else held
     reduce = ("at use" if scattered else "after") if is_differentiated else "none"
     summed = tuple(axis for axis in options.setup.split_axes if axis not in axes_of(leaf.spec))
-    return LeafPlan(leaf, gather, reduce, scattered, summed, _sum_dtype(options.setup, leaf))
+    regathers = gather == "use" and options.regathers
+    return LeafPlan(leaf, gather, reduce, scattered, summed, _sum_dtype(options.setup, leaf), regathers=regathers)
 
 
 def _sum_dtype(setup: Setup, leaf: Leaf) -> DType:

@@ -161,3 +161,10 @@ def test_in_the_global_view_too():
     once, twice = (predicted(in_a_scan, how, "global") for how in ("use", "backward"))
     assert twice.peak_bytes < 0.8 * once.peak_bytes
     assert twice.wire_bytes > 1.1 * once.wire_bytes
+
+
+def test_the_layout_says_it():
+    step = jaxshard.train_step(in_a_list, opt_of("zero3", jaxshard.make_mesh(devices=jax.devices()[:4])))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params())
+    text = str(step.layout(shapes, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}))
+    assert "gathered at its first use: used by dot_general; for the backward pass again" in text
