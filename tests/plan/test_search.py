@@ -227,7 +227,11 @@ def test_nothing_is_materialised_however_large():
     wide = jax.ShapeDtypeStruct((80, 8192, 28672 * 4), jnp.bfloat16)
 
     def far(p, batch):
-        return jnp.mean(jax.lax.scan(lambda x, w: (x @ jaxshard.unshard(w) @ w.T, None), batch, p)[0])
+        def layer(x, w):
+            w = jaxshard.unshard(w)
+            return x @ w @ w.T, None
+
+        return jnp.mean(jax.lax.scan(layer, batch, p)[0])
 
     step = jaxshard.train_step(far, jaxshard.zero3(optax.adamw(1e-3), abstract_mesh(4096)))
     held = plan.predict(step, wide, jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)).at_rest
