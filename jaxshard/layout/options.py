@@ -74,8 +74,9 @@ class CommonOptions(TypedDict, total=False):
     each replica."""
 
     regather: Literal["use", "step", "backward"]
-    """When devices gather cut params: "use", the default, wherever the loss uses them, in each microbatch, forward and
-    backward; "step", once per step, and devices hold them whole until the gradients are computed."""
+    """When devices gather cut params: "use", the default, wherever the loss uses them, in each microbatch, and again
+    where `jax.checkpoint` recomputes that use; "backward", in the backward pass again, which then keeps none; "step",
+    once per step, and devices hold them whole until the gradients are computed."""
 
     frozen: Tree | Sequence[str] | None
     """Params that are not trained, of any dtype: regular expressions on the '/'-joined path, or a tree (or prefix) of

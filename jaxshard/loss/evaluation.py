@@ -147,8 +147,10 @@ class Evaluation:
         if not is_call and next(subprograms(eqn), None) is not None:
             return False
         self._run_waiting()
-        plain = None if is_call else made_again(self._plain(eqn), self._operands(eqn), again)
-        self._set(eqn, self._run_called(eqn) if plain is None else plain)
+        if is_call:
+            self._set(eqn, self._run_called(eqn))
+        else:
+            self._set(eqn, made_again(self._plain(eqn), self._operands(eqn), again))
         return True
 
     def _operands(self, eqn: Equation) -> list[Any]:
@@ -174,7 +176,7 @@ class Evaluation:
         return (is_call or is_cast or enters) and uses.num_uses(self.jaxpr, eqn.invars[position]) == 1
 
     def _run_with_cut(self, eqn: Equation) -> list[Value]:
-        values, name = [self._read(v) for v in eqn.invars], eqn.primitive.name
+        values, name = self._operands(eqn), eqn.primitive.name
         if mark_of(eqn):
             return [self._marked(eqn, values[0])]
         if (part := deferred(eqn)) is not None:

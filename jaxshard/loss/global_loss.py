@@ -267,7 +267,8 @@ def written_for_parts(jaxpr: Jaxpr) -> str:
 def constraint_in(plan: LossPlan) -> str:
     """That a loss constrains a layout along axes that the local view has taken, with the line; "" if it does not."""
     for eqn in equations(plan.program.jaxpr):
-        names = jax.tree.leaves(tuple(eqn.params["sharding"].spec)) if eqn.primitive.name == CONSTRAINT else []
+        spec = getattr(eqn.params["sharding"], "spec", ()) if eqn.primitive.name == CONSTRAINT else ()
+        names = jax.tree.leaves(tuple(spec))
         if axes := [x for x in names if isinstance(x, str) and x not in plan.options.setup.config.auto_axes]:
             return _at_line(f"it constrains the layout of a value along the mesh axes {axes}", eqn)
     return ""

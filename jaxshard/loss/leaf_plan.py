@@ -23,7 +23,7 @@ from jaxshard.loss.params.unshard import MARK, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import axes_named, open_jaxpr
-from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, REMAT, SCAN
+from jaxshard.programs.primitives import INLINED, REMAT, SCAN
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
 
@@ -144,9 +144,10 @@ def after_the_trace(plans: Sequence[LeafPlan], jaxpr: Jaxpr, options: LossOption
 
 
 def with_casts(plan: LeafPlan, jaxpr: Jaxpr, index: int, options: LossOptions) -> LeafPlan:
-    """The plan of a parameter that the loss casts: gathered so cast, and its gradient reduced so, too.
+    """The plan of a parameter that the loss casts: it is gathered in that dtype, and its gradient is reduced in it.
 
-    Its gradient is not if `reduce_dtype` says so, or if the dtype has a smaller range (float16): sums could overflow.
+    `reduce_dtype` decides where it is given; and a dtype of a smaller range (float16) is for gathers alone, since sums
+    could overflow.
     """
     moved = plan.is_moved or plan.gather == "start"
     if (narrow := uses.computed_in(jaxpr, index) if moved else None) is None:
@@ -241,11 +242,11 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
 
     It is "" if all these parameters together have less than 1 MiB, or 1% of the bytes of all.
     """
-    once = not options.setup.config.cuts.accumulators and _reduces_once(jaxpr, options)
     program, found = open_jaxpr(jaxpr), []
+    is_scattered = options.setup.config.cuts.accumulators  # else gradients are reduced once, wherever that may be
     for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
-        is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and not once))
-        trails = uses.trails(program, var, INLINED | REMAT | {SCAN}, through=_MOVES) if is_void else ()
+        is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and is_scattered))
+        trails = uses.trails(program, var, INLINED | REMAT | {SCAN}, through=uses.KEEPS_NUMBERS) if is_void else ()
         marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
         found += [(plan, var, line_of(marked[0]))] if marked else []
     if sum(_num_bytes(plan) for plan, *_ in found) < max(2**20, sum(map(_num_bytes, plans)) // 100):
@@ -263,7 +264,6 @@ def _num_bytes(plan: LeafPlan) -> int:
     return math.prod(plan.leaf.shape) * plan.leaf.dtype.itemsize
 
 
-_MOVES = CASTS | {CONVERT} | uses.KEEPS_NUMBERS
 _ALL_MARKED = (
     "A mark counts only if every use of the param goes through unshard: write w = jaxshard.unshard(w), and use w alone "
     "from there on; or leave unshard out"

@@ -107,21 +107,23 @@ class OrderedEvaluation(Evaluation):
         return self.run(inner_jaxpr(eqn), self._operands(eqn), weights=weights, smooth=smooth, **self._how(eqn))
 
     def _plain(self, eqn: Equation) -> Callable[..., list[Any]]:
-        if not backward.has_own_rule(eqn) or any(is_literal(v) for v in eqn.invars):
+        if not self._has_own_rule(eqn):
             return super()._plain(eqn)
         return lambda *operands: [backward.bind(eqn, operands, [self._is_weight(v) for v in eqn.invars])]
+
+    def _has_own_rule(self, eqn: Equation) -> bool:
+        return backward.has_own_rule(eqn) and not any(is_literal(v) for v in eqn.invars)
 
     def _run_by_own_rule(self, eqn: Equation) -> bool:
         """Runs an equation with its own backward rule, or a call of such; False if it is neither."""
         is_call = eqn.primitive.name in INLINED and deferred(eqn) is None and backward.concerns(inner_jaxpr(eqn))
-        if not is_call and (not backward.has_own_rule(eqn) or any(is_literal(v) for v in eqn.invars)):
+        if not is_call and not self._has_own_rule(eqn):
             return False
         self._run_waiting()
         if is_call:
             self._set(eqn, self._run_called(eqn))
         else:
-            operands: list[Tree] = [self.env[v] for v in eqn.invars]
-            self._set(eqn, [backward.bind(eqn, operands, [self._is_weight(v) for v in eqn.invars])])
+            self._set(eqn, self._plain(eqn)(*self._operands(eqn)))
         return True
 
     def _buckets(self) -> dict[int, list[Var]]:

@@ -77,6 +77,16 @@ def held_together(values: Sequence[jax.Array]) -> list[jax.Array]:
     return [held if varying(held) == varying(x) else x for x, held in pairs]
 
 
+def pullback(fn: Callable[..., list[Tree]], values: Sequence[jax.Array], wrt: Sequence[int]) -> Callable[..., Tree]:
+    """The pullback of `fn(*values)`, for the gradients of the values at these places alone."""
+
+    def of(*changed: jax.Array) -> list[Tree]:
+        filled = dict(zip(wrt, changed, strict=True))
+        return fn(*(filled.get(i, x) for i, x in enumerate(values)))
+
+    return jax.vjp(of, *(values[i] for i in wrt))[1]
+
+
 # The two gradients of a product.
 
 
@@ -261,9 +271,8 @@ def _gradients(
     tied, cotangents = iter(held[: len(waiting)]), held[len(waiting) :]
     leaves = [next(tied) if waits else x for x, waits in zip(leaves, call.waits, strict=True)]
 
-    def of(*changed: jax.Array) -> list[Tree]:
-        filled = dict(zip(wrt, changed, strict=True))
-        results = call(*(filled.get(i, x) for i, x in enumerate(leaves)))
+    def of(*leaves: jax.Array) -> list[Tree]:
+        results = call(*leaves)
         return [results[i] for i in outs]
 
-    return list(jax.vjp(of, *(leaves[i] for i in wrt))[1](cotangents))
+    return list(pullback(of, leaves, wrt)(cotangents))

@@ -179,8 +179,8 @@ class ShardingConfig:
     """Where to keep the optimizer's state. device; host: streamed through the devices in each update; host:0.5: this
     fraction of its bytes on the host."""
     regather: Literal["use", "step", "backward"] = "use"
-    """When to gather sharded parameters: at each use, in the forward and the backward pass, or once per step, with less
-    traffic and more memory."""
+    """When to gather sharded parameters. use: where the loss uses them, and where it recomputes that; backward: for the
+    backward pass again, recomputed or not; step: once per step, with less traffic and more memory."""
     tensor: int = 1
     """Size of the mesh axis to shard each layer over (tensor_parallel, hybrid)."""
     pipeline: int = 1

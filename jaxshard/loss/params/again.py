@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.platforms.backward import held_together
+from jaxshard.platforms.backward import held_together, pullback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,7 @@ def made_again(
         made = {i: how.make(one) for (i, how), one in zip(again.items(), arrays, strict=True)}
         values: list[Any] = [made.get(i, x) for i, x in enumerate(operands)]
         smooth = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        def of(*changed: jax.Array) -> list[jax.Array]:
-            filled = dict(zip(smooth, changed, strict=True))
-            return run(*(filled.get(i, x) for i, x in enumerate(values)))
-
-        found = dict(zip(smooth, jax.vjp(of, *(values[i] for i in smooth))[1](cotangents), strict=True))
+        found = dict(zip(smooth, pullback(run, values, smooth)(cotangents), strict=True))
         return [found.get(i) for i in range(len(values))], None
 
     call.defvjp(forward, backward)

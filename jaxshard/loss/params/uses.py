@@ -105,7 +105,7 @@ def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
             new = jnp.dtype(eqn.params["new_dtype"])
             is_narrower = jnp.issubdtype(new, jnp.floating) and new.itemsize < var.aval.dtype.itemsize
             yield new if is_narrower else None
-        elif mark(eqn) or name in CASTS or name in KEEPS_NUMBERS:
+        elif name in KEEPS_NUMBERS:
             for out in eqn.outvars:
                 yield from _cast_to(jaxpr, out)
         elif (name in INLINED or name in REMAT or name == SCAN) and deferred(eqn) is None and position not in carried:
@@ -116,7 +116,7 @@ def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
 
 
 KEEPS_NUMBERS = MOVES & SUMS
-"""Operations whose results are numbers of their operands: cast before or after, they are the same."""
+"""Operations whose results are numbers of their operands, marks among them: cast before or after, they are the same."""
 
 
 def defers(jaxpr: Jaxpr) -> bool:
