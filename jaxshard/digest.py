@@ -18,10 +18,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in
 from jaxshard.base.mixed_bits import sum_and_level
 from jaxshard.base.tree import is_key, named_leaves, unambiguous_path
-from jaxshard.base.types import Tree
+from jaxshard.base.types import Tree, axes_in
 
 __all__ = ["ReplicaError", "digests", "replica_digests"]
 

@@ -3,16 +3,13 @@
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxshard.base.types import T, Tree, TreeDef
-
-Names: TypeAlias = tuple[str, ...]
-
+from jaxshard.base.types import Names, T, Tree, TreeDef
 
 _trees: Any = jax.tree  # JAX gives the functions of these modules no types
 _paths: Any = jax.tree_util

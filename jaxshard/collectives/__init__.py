@@ -18,10 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.axes import Dims, beyond
-from jaxshard.base.axes import varying as varying
-from jaxshard.base.tree import Names, is_key
-from jaxshard.base.types import T, Tree
+from jaxshard.base.tree import is_key
+from jaxshard.base.types import Dims, Names, T, Tree, beyond
+from jaxshard.base.types import varying as varying
 
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:

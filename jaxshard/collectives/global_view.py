@@ -12,9 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.base.axes import Dims
 from jaxshard.base.tree import is_key, is_traced
-from jaxshard.base.types import AnyMesh, T, Tree
+from jaxshard.base.types import AnyMesh, Dims, T, Tree
 
 
 def is_explicit(mesh: AnyMesh) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import named_leaves
+from jaxshard.base.types import axes_in
 
 _Part = tuple[tuple[int, int, bool], ...]  # for each dim: start, stop, and whether they span the whole dim
 

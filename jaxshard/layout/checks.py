@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxshard.base.axes import REPLICA_AXIS, axes_of
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.base.types import AnyMesh, DType, is_whole
+from jaxshard.base.types import REPLICA_AXIS, AnyMesh, DType, axes_of, is_whole
 from jaxshard.layout import host_memory
 from jaxshard.layout.options import AXES_OPTIONS, Config, Options
 from jaxshard.system.text import nearest

@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.axes import Dims, axes_in, canonical, local_shape
-from jaxshard.base.tree import Names, path_of
-from jaxshard.base.types import AxisSizes
+from jaxshard.base.tree import path_of
+from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, local_shape
 from jaxshard.layout.options import Config
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxshard.base.tree import Names, named_leaves, names_of, path_of, structure, unflatten
-from jaxshard.base.types import Tree
+from jaxshard.base.tree import named_leaves, names_of, path_of, structure, unflatten
+from jaxshard.base.types import Names, Tree
 from jaxshard.layout.specs import by_rules, by_tree
 
 

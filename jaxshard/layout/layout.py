@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import canonical
-from jaxshard.base.tree import Names, named_leaves, owner_of, parent_of, path_of, structure, unflatten
-from jaxshard.base.types import AxisSizes, Tree, TreeDef
+from jaxshard.base.tree import named_leaves, owner_of, parent_of, path_of, structure, unflatten
+from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical
 from jaxshard.layout import frozen, host_memory
 from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.layout.layout_table import table

@@ -9,9 +9,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in, canonical
-from jaxshard.base.tree import Names, first_rules, named_leaves, names_of, path_of
-from jaxshard.base.types import AxisSizes, T, Tree
+from jaxshard.base.tree import first_rules, named_leaves, names_of, path_of
+from jaxshard.base.types import AxisSizes, Names, T, Tree, axes_in, canonical
 from jaxshard.layout.options import Config, Rules
 from jaxshard.system.text import nearest
 

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.tree import Names, named_leaves, path_of
-from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree
+from jaxshard.base.tree import named_leaves, path_of
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.leaf_plan import LeafPlan, with_casts

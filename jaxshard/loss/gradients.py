@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_of, without
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
-from jaxshard.base.types import T, Tree
+from jaxshard.base.types import T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import global_loss

@@ -13,9 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxshard import platforms
-from jaxshard.base.axes import Dims, axes_in, axes_of
-from jaxshard.base.tree import Names
-from jaxshard.base.types import DType, Jaxpr, Var
+from jaxshard.base.types import Dims, DType, Jaxpr, Names, Var, axes_in, axes_of
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.tree import Names, is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
-from jaxshard.base.types import Jaxpr, Tree, TreeDef
+from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
+from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions, like_rows
 from jaxshard.loss.loss_report import explained, noted
 from jaxshard.loss.params import unshard

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import Names, is_traced, named_leaves
-from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
+from jaxshard.base.tree import is_traced, named_leaves
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree, Var
 from jaxshard.collectives.global_view import is_explicit
 from jaxshard.layout.host_memory import HOST
 from jaxshard.optimizer.streams import Stream, spreads

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.tree import is_key, named_leaves, owner_of
-from jaxshard.base.types import AnyMesh, Equation, Tree, Var
+from jaxshard.base.types import AnyMesh, Equation, Tree, Var, axes_in, axes_of, canonical, local_shape
 from jaxshard.collectives.global_view import is_explicit
 from jaxshard.programs.components import is_big
 from jaxshard.programs.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, run_equations, without_consts

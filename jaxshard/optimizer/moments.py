@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.base.tree import Names, named_leaves, owner_of, path_of, shape_of
-from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.base.tree import named_leaves, owner_of, path_of, shape_of
+from jaxshard.base.types import Jaxpr, Names, Tree
 from jaxshard.layout.options import Config
 from jaxshard.optimizer.inner.update import Traced, fast, first_state, first_update
 from jaxshard.platforms.platform import is_table

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.base.tree import Names, named_leaves, path_of
-from jaxshard.base.types import DType, Tree
+from jaxshard.base.tree import named_leaves, path_of
+from jaxshard.base.types import DType, Names, Tree
 from jaxshard.layout.options import Config
 from jaxshard.optimizer import eight_bits
 from jaxshard.optimizer.inner.update import Update, fast, first_state, update

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.base.axes import axes_in
 from jaxshard.base.tree import (
     check_alive,
     check_same_structure,
@@ -22,7 +21,7 @@ from jaxshard.base.tree import (
     shapes_of,
     structure,
 )
-from jaxshard.base.types import Params, T, Tree
+from jaxshard.base.types import Params, T, Tree, axes_in
 from jaxshard.collectives import global_view
 from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.host_memory import HOST

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_of, local_shape
-from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var, axes_of, local_shape
 from jaxshard.programs.components import Piece, is_big
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import BROADCAST

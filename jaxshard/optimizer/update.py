@@ -15,9 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.axes import beyond
 from jaxshard.base.tree import is_traced, matched, named_leaves, shapes_of
-from jaxshard.base.types import Tree
+from jaxshard.base.types import Tree, beyond
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.optimizer import precision

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in
-from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var
+from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var, axes_in
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import (

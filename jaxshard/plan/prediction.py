@@ -15,9 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import local_shape
 from jaxshard.base.tree import shape_of
-from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.base.types import Jaxpr, Tree, local_shape
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.gradients import LossFunction

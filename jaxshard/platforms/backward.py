@@ -18,8 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxshard import platforms
-from jaxshard.base.axes import varying
-from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef
+from jaxshard.base.types import Equation, Jaxpr, Tree, TreeDef, varying
 from jaxshard.programs.jaxprs import equations
 from jaxshard.programs.primitives import GATHER, PRODUCT, PRODUCTS
 

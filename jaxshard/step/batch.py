@@ -7,9 +7,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import REPLICA_AXIS, axes_in, canonical
 from jaxshard.base.tree import is_key, is_traced, named_leaves, path_of
-from jaxshard.base.types import Batch, Tree
+from jaxshard.base.types import REPLICA_AXIS, Batch, Tree, axes_in, canonical
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 

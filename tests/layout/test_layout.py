@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import local_shape
+from jaxshard.base.types import local_shape
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.layout import check_specs_used, layout_params, layout_state, warn_if_awkward
 from jaxshard.layout.options import Config

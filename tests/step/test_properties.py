@@ -23,7 +23,7 @@ from oracle import assert_close, distances
 
 import jaxshard
 from jaxshard import collectives
-from jaxshard.base.axes import local_shape
+from jaxshard.base.types import local_shape
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.layout import check_specs_used, layout_params, layout_state
 from jaxshard.layout.options import Config

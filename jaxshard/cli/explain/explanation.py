@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.base.tree import Names, owner_of, parent_of, shape_of
-from jaxshard.base.types import AxisSizes, Tree
+from jaxshard.base.tree import owner_of, parent_of, shape_of
+from jaxshard.base.types import AxisSizes, Names, Tree
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf

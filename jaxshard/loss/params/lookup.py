@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard import collectives
-from jaxshard.base.axes import Dims
 from jaxshard.base.tree import sum_dtype
-from jaxshard.base.types import AxisSizes, Equation
+from jaxshard.base.types import AxisSizes, Dims, Equation
 from jaxshard.programs.primitives import GATHER
 
 

@@ -22,9 +22,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard import collectives
-from jaxshard.base.axes import Dims
-from jaxshard.base.tree import Names, is_traced
-from jaxshard.base.types import DType, Equation, T, Var
+from jaxshard.base.tree import is_traced
+from jaxshard.base.types import Dims, DType, Equation, Names, T, Var
 from jaxshard.loss.params.lookup import Lookup, exchanged, looked_up
 
 MARK = "jaxshard.unshard"

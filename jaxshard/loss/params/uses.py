@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from jaxshard.base.axes import Dims
-from jaxshard.base.types import DType, Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.base.types import Dims, DType, Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.loss.params import lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split

@@ -15,8 +15,7 @@ If no leaf is cut, the update is traced once, and compared with itself: SAME the
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxshard.base.axes import varying
-from jaxshard.base.types import Equation, Jaxpr, Var
+from jaxshard.base.types import Equation, Jaxpr, Var, varying
 from jaxshard.optimizer.local.labels import (
     FILL,
     SAME,

@@ -8,9 +8,8 @@ import jax
 from jax import lax
 
 from jaxshard import collectives
-from jaxshard.base.axes import Dims, axes_of, axes_of_dims
-from jaxshard.base.tree import Names, named_leaves, path_of, shapes_of, structure, unflatten
-from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
+from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import layout_state
 from jaxshard.optimizer.inner.update import fast, with_fast

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_in
-from jaxshard.base.types import Jaxpr
+from jaxshard.base.types import Jaxpr, axes_in
 from jaxshard.programs.paired import same
 
 Buffers: TypeAlias = dict[np.dtype, jax.Array]  # flat arrays by dtype, all with the same leading dims

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.axes import axes_of, canonical
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var, axes_of, canonical
 from jaxshard.programs.components import FREE, Component, Components, is_big
 from jaxshard.programs.jaxprs import equations_inside, is_literal, open_jaxpr, operands_of, part_of
 from jaxshard.programs.primitives import BROADCAST, CONTROL, LINEAR_ALGEBRA, POINTWISE, PRODUCT, RESHAPES, TRANSPOSE

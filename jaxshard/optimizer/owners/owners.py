@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.axes import axes_in, axes_of, canonical, local_shape
 from jaxshard.base.tree import is_traced, named_leaves
-from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var
+from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var, axes_in, axes_of, canonical, local_shape
 from jaxshard.collectives import global_view
 from jaxshard.optimizer.inner.update import fast, first_state, update, update_of, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxshard.base.axes import axes_in
-from jaxshard.base.types import AxisSizes
+from jaxshard.base.types import AxisSizes, axes_in
 from jaxshard.optimizer.owners.jobs import (
     Buffers,
     Job,
