@@ -57,6 +57,7 @@ class Layout:
     gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
     loss_rows: str = ""  # the verdict on the rows of the loss
     sums: str = ""  # the rounding error of sums of gradients over microbatches
+    kept: str = ""  # the whole params that stay for the backward pass
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
 
     def _param_leaves(self, leaves: Iterable[object]) -> Tree:
@@ -131,6 +132,7 @@ class Layout:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
         known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
         known += [f"sums: {self.sums}"] if self.sums else []
+        known += [f"kept: {self.kept}"] if self.kept else []
         return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
 
 

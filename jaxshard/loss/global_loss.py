@@ -18,8 +18,8 @@ from jaxshard.base.tree import named_leaves, path_of
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
-from jaxshard.loss.leaf_plan import LeafPlan, with_casts
 from jaxshard.loss.params import uses
+from jaxshard.loss.params.leaf_plan import LeafPlan, with_casts
 from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cut_by_rows
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan

@@ -14,10 +14,10 @@ from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
 from jaxshard.base.types import T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import global_loss
+from jaxshard.loss import advice, global_loss
 from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, like_rows
-from jaxshard.loss.leaf_plan import before_the_trace, sums_in_words, void_marks
 from jaxshard.loss.loss_report import Price
+from jaxshard.loss.params.leaf_plan import before_the_trace
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.loss.per_device import DeviceLoss, LossPlan
 from jaxshard.optimizer.sharding import Setup
@@ -99,8 +99,9 @@ class LossFunction:
         """The layout of params and state (as `init` makes it by default), with each parameter's plan in words."""
         found = self.setup.with_state(params, state)
         gathers = {leaf.names: str(each) for leaf, each in zip(found.params, plan.leaves, strict=True)}
-        sums = sums_in_words(plan.leaves, self.options)
-        return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan), sums=sums)
+        sums = advice.sums_in_words(plan.leaves, self.options)
+        kept = str(advice.kept(plan.program.jaxpr, plan.leaves, self.options))
+        return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan), sums=sums, kept=kept)
 
     def plan(self, params: Tree, batch: Tree, *args: Tree) -> LossPlan:
         """The traced loss and the plan of each parameter; takes the arguments of `layout`."""
@@ -217,7 +218,7 @@ class LossFunction:
         plan, setup = self._plan(params, batch, args, scale), self.setup
         options, found, auto = plan.options, setup.layout(params), setup.config.auto_axes
         _warn_if_repeated(plan, setup, axes_of(found.param_specs))
-        if text := void_marks(plan.program.jaxpr, plan.leaves, options):
+        for text in advice.warnings(plan.program.jaxpr, plan.leaves, options):
             warn(text)
         if options.loss_view == "global":
             self._tell_price(plan, params, batch, args)

@@ -15,9 +15,9 @@ from jaxshard.base.types import Jaxpr, Tree, axes_of_dims, beyond
 from jaxshard.loss import ordered
 from jaxshard.loss.arguments import LossOptions, folded, unmarked
 from jaxshard.loss.evaluation import Evaluation
-from jaxshard.loss.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.loss_program import Program
 from jaxshard.loss.loss_report import FOLDED, Price, in_words
+from jaxshard.loss.params.leaf_plan import LeafPlan, after_the_trace
 from jaxshard.loss.params.unshard import AtFirstUse, Scale, Sharded, Value, at_the_start, without_gradient
 from jaxshard.optimizer.precision import wide
 from jaxshard.platforms import backward

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, distances, one_device, sharded
 
 import jaxshard
-from jaxshard.loss import gradients, leaf_plan
+from jaxshard.loss import gradients
+from jaxshard.loss.params import leaf_plan
 from jaxshard.tensor import expert_parallel
 
 WIDTH, HIDDEN, EXPERTS, LAYERS, ROWS, LENGTH = 8, 12, 8, 2, 16, 6

@@ -12,7 +12,7 @@ from jax import lax
 import jaxshard
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.gradients import LossFunction
-from jaxshard.loss.leaf_plan import before_the_trace
+from jaxshard.loss.params.leaf_plan import before_the_trace
 from jaxshard.loss.per_device import DeviceLoss
 from jaxshard.optimizer.optimizer import setup_of
 

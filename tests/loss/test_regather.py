@@ -157,6 +157,36 @@ def test_params_are_gathered_twice_and_products_computed_once(loss, machine):
         assert once.peak_bytes - twice.peak_bytes > (1 if loss is in_a_scan else 0.4) * size
 
 
+def with_policy(policy):
+    """Layers whose remat saves what the policy says."""
+
+    def loss(p, batch):
+        x, layer = batch["x"], jax.checkpoint(lambda x, w: jnp.tanh(x @ unshard(w)), policy=policy)
+        for i in range(LAYERS):
+            x = layer(x, p[f"w{i}"])
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_policy_that_saves_all_but_the_mark_gathers_again_and_computes_no_product_again():
+    refusing, saving = map(with_policy, (_not_the_mark, jax.checkpoint_policies.everything_saveable))
+    twice, once = (predicted(loss, "use") for loss in (refusing, saving))
+    size = 4 * (LAYERS - 1) * WIDE**2  # the first layer's have no use in the backward pass
+    assert twice.wire_bytes - once.wire_bytes == pytest.approx(size * 7 / 8, rel=0.01)
+    assert twice.costs.flops == once.costs.flops
+    given = [rows(seed) for seed in range(2)]
+    wanted = one_device(refusing, optax.sgd(0.3, momentum=0.9), params(), given)
+    found = sharded(refusing, opt_of("zero3", jaxshard.make_mesh(), "use"), params(), given)
+    assert_close(found[0], wanted[0], 1e-10)
+
+
+def _not_the_mark(primitive, *_, **how):
+    del primitive
+    return how.get("name") != "jaxshard.unshard"
+
+
 def test_in_the_global_view_too():
     once, twice = (predicted(in_a_scan, how, "global") for how in ("use", "backward"))
     assert twice.peak_bytes < 0.8 * once.peak_bytes

@@ -17,7 +17,7 @@ from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import leaf_plan
+from jaxshard.loss.params import leaf_plan
 from jaxshard.programs.source import part_of, place_of
 from jaxshard.step.step import TrainStep, loss_of
 

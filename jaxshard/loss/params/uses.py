@@ -117,6 +117,9 @@ def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
 KEEPS_NUMBERS = MOVES & SUMS
 """Operations whose results are numbers of their operands, marks among them: cast before or after, they are the same."""
 
+ENTERED = INLINED | REMAT | {SCAN}
+"""Calls in which a parameter may still be cut."""
+
 
 def defers(jaxpr: Jaxpr) -> bool:
     """Whether the program has a deferred part, with its own backward schedule: a pipeline."""

@@ -7,21 +7,21 @@ options and the traced loss, before the loss is evaluated.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
 
 from jaxshard import platforms
-from jaxshard.base.types import Dims, DType, Jaxpr, Names, Var, axes_in, axes_of
+from jaxshard.base.types import Dims, DType, Equation, Jaxpr, Names, OpenJaxpr, Var, axes_in, axes_of
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.unshard import MARK, lookup_dims
+from jaxshard.loss.params.unshard import lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import axes_named, open_jaxpr
-from jaxshard.programs.primitives import INLINED, REMAT, SCAN
+from jaxshard.programs.primitives import CASTS, INLINED
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
 
@@ -65,6 +65,16 @@ class LeafPlan:
     def gathered_in(self) -> DType:
         """The dtype in which it is gathered."""
         return self.leaf.dtype if self.computed_in is None else self.computed_in
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole parameter."""
+        return math.prod(self.leaf.shape) * self.leaf.dtype.itemsize
+
+    @property
+    def num_bytes_gathered(self) -> int:
+        """The bytes of the whole parameter, as it is gathered."""
+        return math.prod(self.leaf.shape) * jnp.dtype(self.gathered_in).itemsize
 
     @property
     def is_moved(self) -> bool:
@@ -206,72 +216,6 @@ def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
         )
 
 
-# What users should know.
-
-
-def sums_in_words(plans: Sequence[LeafPlan], options: LossOptions) -> str:
-    """A sentence about gradients that are summed in 2 bytes, over several microbatches or over devices; else ""."""
-    if not options.differentiate:
-        return ""
-    dtypes = {plan.sum_dtype for plan in plans if not plan.leaf.frozen}
-    narrow = sorted(str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4)
-    if not narrow or options.microbatches == 1:
-        return _of_casts(plans)
-    return (
-        f"over {options.microbatches} microbatches gradients are added up in {', '.join(narrow)}; in bfloat16 they "
-        "are off by 0.4% with 4 microbatches, 0.8% with 64, 1.6% with 256 (measured); reduce_dtype=jnp.float32 adds "
-        "them up in float32"
-    )
-
-
-def _of_casts(plans: Sequence[LeafPlan]) -> str:
-    """A sentence about gradients that are summed over devices in the dtype to which the loss casts; else ""."""
-    cast = sorted({str(plan.reduced_in) for plan in plans if plan.reduce == "at use" and plan.reduced_in is not None})
-    if not cast:
-        return ""
-    return (
-        f"over devices the gradients of params that the loss casts are added up in {', '.join(cast)}, as they are "
-        "computed; reduce_dtype=jnp.float32 adds them up in float32, and sends twice the bytes for them"
-    )
-
-
-def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> str:
-    """A sentence about marks that neither gather a parameter nor scatter its gradient: where, why, and the cure.
-
-    It is "" if all these parameters together have less than 1 MiB, or 1% of the bytes of all.
-    """
-    program, found = open_jaxpr(jaxpr), []
-    is_scattered = options.setup.config.cuts.accumulators  # else gradients are reduced once, wherever that may be
-    for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
-        is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and is_scattered))
-        trails = uses.trails(program, var, INLINED | REMAT | {SCAN}, through=uses.KEEPS_NUMBERS) if is_void else ()
-        marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
-        found += [(plan, var, line_of(marked[0]))] if marked else []
-    if sum(_num_bytes(plan) for plan, *_ in found) < max(2**20, sum(map(_num_bytes, plans)) // 100):
-        return ""
-    plan, var, marked = max(found, key=lambda each: _num_bytes(each[0]))
-    first, more = next(iter(_lines_of(program, var, plan)), ""), len(found) - 1
-    return (
-        f"unshard: {plan.leaf.path} is marked{f' at {marked}' if marked else ''}, but not moved there: {plan}"
-        f"{f' ({first})' if first else ''}. {_CURES.get(plan.reason or '', _ALL_MARKED)}"
-        f"{f'. The layout tells of {more} more' if more else ''}"
-    )
-
-
-def _num_bytes(plan: LeafPlan) -> int:
-    return math.prod(plan.leaf.shape) * plan.leaf.dtype.itemsize
-
-
-_ALL_MARKED = (
-    "A mark counts only if every use of the param goes through unshard: write w = jaxshard.unshard(w), and use w alone "
-    "from there on; or leave unshard out"
-)
-_CURES = {
-    uses.CUT_LAYERS: "No other dim could be cut: make one divisible by the devices along the axis, or run the layers "
-    "in a list instead of a scan"
-}
-
-
 # Lines of the user's source.
 
 
@@ -282,12 +226,20 @@ def lines(jaxpr: Jaxpr, plans: Sequence[LeafPlan]) -> list[tuple[str, ...]]:
     """
     program = open_jaxpr(jaxpr)
     each = zip(program.invars, plans, strict=False)  # more inputs follow
-    return [_lines_of(program, var, plan) if plan.is_moved else () for var, plan in each]
+    return [lines_of(program, var, plan) if plan.is_moved else () for var, plan in each]
 
 
-def _lines_of(program: Jaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
-    if plan.reason is None or plan.looks_up:
-        trails = uses.trails(program, var, INLINED | REMAT | {SCAN})
-    else:
-        trails = itertools.islice(uses.trails(program, var, INLINED), 1)
+def lines_of(program: OpenJaxpr, var: Var, plan: LeafPlan) -> tuple[str, ...]:
+    """As `lines`, for one parameter that is moved."""
+    trails = gathered_at(program, var, plan)
+    if plan.reason is not None and not plan.looks_up:
+        trails = itertools.islice(trails, 1)
     return tuple(dict.fromkeys(filter(None, map(line_of, trails))))
+
+
+def gathered_at(
+    program: OpenJaxpr, var: Var, plan: LeafPlan, *, through: frozenset[str] = CASTS
+) -> Iterator[tuple[Equation, ...]]:
+    """The trails (`uses.trails`) of a parameter's marks and lookups; or of all uses, if it is whole from the first."""
+    lazily = plan.reason is None or plan.looks_up
+    return uses.trails(program, var, uses.ENTERED if lazily else INLINED, through=through)
