@@ -29,7 +29,7 @@ class Kept(NamedTuple):
       num_leaves: how many they are.
       line: the user's line that gathers the largest of those that no mark asks for; "" if unknown.
       is_asked: whether all are gathered where the loss asks for it, by `unshard`.
-      is_much: whether that is 10% of the bytes of all params, and 8 MiB at least.
+      is_much: whether all but the largest have 10% of the bytes of all params, and 8 MiB at least.
     """
 
     num_bytes: int
@@ -64,9 +64,9 @@ def warnings(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> l
 
 
 def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
-    """The params that the loss keeps whole for the backward pass; none if they are less than 1% of the bytes of all.
+    """The params that the loss keeps whole for the backward pass; none if only the largest is large.
 
-    (`regather="step"` asks for that.)
+    (That one is whole at some time anyway, and the last layer's is needed again at once. `regather="step"` keeps all.)
     """
     program = open_jaxpr(jaxpr)
     each = zip(program.invars, plans, strict=False)  # more inputs follow
@@ -75,9 +75,10 @@ def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
     unasked = [(plan, var) for plan, var in found if plan.reason is not None]
     largest = max(unasked or found, key=lambda each: each[0].num_bytes, default=None)
     line = "" if largest is None else next(iter(lines_of(program, largest[1], largest[0])), "")
-    num_bytes, of_all = sum(plan.num_bytes_gathered for plan, _ in found), sum(plan.num_bytes for plan in plans)
-    num_leaves = len(found) if num_bytes >= of_all / 100 else 0
-    return Kept(num_bytes, num_leaves, line, not unasked, num_bytes >= max(_LEAST_KEPT, of_all // 10))
+    sizes, of_all = [plan.num_bytes_gathered for plan, _ in found], sum(plan.num_bytes for plan in plans)
+    beyond = sum(sizes) - max(sizes, default=0)
+    num_leaves = len(found) if beyond >= of_all / 100 else 0
+    return Kept(sum(sizes), num_leaves, line, not unasked, beyond >= max(_LEAST_KEPT, of_all // 10))
 
 
 def _is_kept(program: OpenJaxpr, var: Var, plan: LeafPlan) -> bool:

@@ -87,12 +87,17 @@ def test_nothing_is_told_where_nothing_stays(loss, strategy, options):
 
 
 def test_small_models_and_params_that_only_linear_operations_use_are_not_warned_of():
-    small = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
-    found, kept = told(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params=small, batch=np.ones((8, 256), "f"))
+    small = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "ab"}
+    found, kept = told(lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2), params=small, batch=np.ones((8, 256), "f"))
     assert found == []
-    assert kept
+    assert "2 params" in kept
     biases = {"b": jax.ShapeDtypeStruct((2**22,), jnp.float32)}
     assert told(lambda p, x: jnp.mean((x + p["b"][:256]) ** 2), params=biases, batch=np.ones((8, 256), "f")) == ([], "")
+
+
+def test_one_large_param_is_whole_at_some_time_anyway():
+    head = {"head": jax.ShapeDtypeStruct((256, 2**16), jnp.float32)}
+    assert told(lambda p, x: jnp.mean((x @ p["head"]) ** 2), params=head, batch=np.ones((8, 256), "f")) == ([], "")
 
 
 def test_regather_has_something_to_gather():
