@@ -61,19 +61,22 @@ class Judged:
         program, consts = flat(traced) if enters else without_consts(traced)
         self._jaxpr, leaves = open_jaxpr(program), jax.tree.leaves(args)
         self._env: dict[Var, Tree] = dict(zip(self._jaxpr.invars, [*leaves, *consts], strict=True))
-        outs = {v for v in self._jaxpr.outvars if not is_literal(v)}
+        outs = dict.fromkeys(v for v in self._jaxpr.outvars if not is_literal(v))
         self._cheap = makers_of(self._jaxpr.eqns, outs, only=_is_cheap)
-        kept = set(operands_of(self._cheap))
-        once = makers_of(self._jaxpr.eqns, (outs | kept) - _made(self._cheap)) if is_far else self._jaxpr.eqns
+        made = _made(self._cheap)
+        self._kept, self._made = operands_of(self._cheap), [v for v in outs if v in made]
+        self._run_cheap = jax.jit(self._cheaply)  # traced once, for two calls
+        once = makers_of(self._jaxpr.eqns, {*outs, *self._kept} - made)
         run_equations(self._jaxpr, list(once), self._env)
-        self.result = self._results(self._after_cheap(self._env) if is_far else self._env)
-        self._twice = is_far or {v for v in kept if is_big(v)} <= set(self._jaxpr.invars)
+        self.result = self._results(self._after_cheap(self._env))
+        self._twice = is_far or {v for v in self._kept if is_big(v)} <= set(self._jaxpr.invars)
         self.looked_at = args
         if specs is not None and self._twice:
             self.looked_at = own_parts(args, specs, mesh)
         each = zip(*map(jax.tree.leaves, (args, self.looked_at)), strict=True)
         self.is_shared = any(x is not part for x, part in each)
         parts = zip(self._jaxpr.invars, jax.tree.leaves(self.looked_at), strict=False)
+        kept = set(self._kept)
         self._parts = {v: x for v, x in parts if v in kept}
 
     def looked(self) -> Tree:
@@ -87,10 +90,14 @@ class Judged:
         return self._results(self._after_cheap(self._env | {v: self._apart(v, x) for v, x in self._parts.items()}))
 
     def _after_cheap(self, env: Mapping[Var, Tree]) -> Mapping[Var, Tree]:
-        """All values, computed from those that the cheap equations read."""
-        env = dict(env)
+        """The values, and the cheap results, computed from those that the cheap equations read."""
+        made = self._run_cheap([env[v] for v in self._kept])
+        return {**env, **dict(zip(self._made, made, strict=True))}
+
+    def _cheaply(self, values: list[Tree]) -> list[Tree]:
+        env = dict(zip(self._kept, values, strict=True))
         run_equations(self._jaxpr, self._cheap, env)
-        return env
+        return [env[v] for v in self._made]
 
     def _apart(self, v: Var, x: jax.Array) -> jax.Array:
         """Puts shared operands behind a barrier, or XLA would merge the two computations and keep their values."""
@@ -119,7 +126,8 @@ def own_parts(tree: T, specs: Tree, mesh: AnyMesh) -> T:
     found = {i: cut for i, cut in enumerate(cuts) if cut is not None}
 
     def mine(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        return {i: found[i].part(x) for i, x in parts.items()}
+        indices = {free: lax.axis_index(free) for free in {cut.free for cut in found.values()}}
+        return {i: found[i].part(x, indices[found[i].free]) for i, x in parts.items()}
 
     if found:
         # By shard_map: if an array has two sharding constraints, XLA applies the second to its other users, too. By one
@@ -139,9 +147,12 @@ class _FurtherCut(NamedTuple):
     free: tuple[str, ...]
     size: int
 
-    def part(self, x: jax.Array) -> jax.Array:
+    def part(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Of a device's shard, its own part."""
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.free) * self.size, self.size, self.dim)
+        starts: list[jax.Array | int] = [0] * x.ndim
+        starts[self.dim] = index * self.size
+        sizes = [self.size if d == self.dim else size for d, size in enumerate(x.shape)]
+        return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)  # so it is one operation to trace
 
 
 def _further_cut(x: jax.Array, spec: P, mesh: AnyMesh) -> _FurtherCut | None:
