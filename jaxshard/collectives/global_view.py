@@ -125,26 +125,51 @@ def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callabl
     return jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=out_sharding)
 
 
-def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A copy of `x` under `sharding`, in new buffers, so that donating it leaves the caller's array alive.
+def copies_to(tree: T, shardings: Tree) -> T:
+    """A copy of each leaf under its sharding, in new buffers, so that donating it leaves the caller's array alive.
 
     `jax.device_put(..., may_alias=False)` alone shares memory on CPU (jax 0.10 to 0.12): the first device's buffer when
     it replicates, and the memory of aligned NumPy arrays.
     """
-    if isinstance(x, jax.Array) and is_key(x):
+    leaves, treedef = jax.tree.flatten(tree)
+    tos: list[jax.sharding.Sharding] = treedef.flatten_up_to(shardings)
+    at_once = [i for i, (x, to) in enumerate(zip(leaves, tos, strict=True)) if not is_key(x) and _is_sent(x, to)]
+    # A copy of one's own may be shared. (`jnp.copy` would be compiled.)
+    own = [np.array(x) if isinstance(x, np.ndarray) and _on_cpu(to) else x for x, to in zip(leaves, tos, strict=True)]
+    sent = jax.device_put([own[i] for i in at_once], [tos[i] for i in at_once], may_alias=False)
+    placed = dict(zip(at_once, sent, strict=True))
+    for i, (x, to) in enumerate(zip(leaves, tos, strict=True)):
+        placed[i] = _alone(placed[i], x) if i in placed else _copy_apart(x, to)
+    return jax.tree.unflatten(treedef, [placed[i] for i in range(len(leaves))])
+
+
+def copy_to(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
+    """As `copies_to`, for one array."""
+    return copies_to([x], [sharding])[0]
+
+
+def _is_sent(x: Tree, sharding: jax.sharding.Sharding) -> bool:
+    """Whether `device_put` may send it: it would send a host's array to all processes, to compare it there."""
+    return sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+
+
+def _on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
+
+
+def _copy_apart(x: Tree, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A copy of a key, or of what each process has whole."""
+    if is_key(x):
         return jax.random.wrap_key_data(copy_to(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
-    if not sharding.is_fully_addressable and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        whole = np.array(x)  # `device_put` would send the whole array to all processes to compare it
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-    placed = jax.device_put(x, sharding, may_alias=False)
-    if is_traced(placed):
-        return placed  # traced code copies its inputs
-    if isinstance(x, jax.Array):
-        return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
-    start = np.asarray(x).ctypes.data
-    if any(start <= address < start + placed.nbytes for address in buffers(placed)):
-        return jax.device_put(np.array(x), sharding)  # from a private copy; `jnp.copy` would be compiled
-    return placed
+    whole = np.array(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _alone(placed: jax.Array, x: Tree) -> jax.Array:
+    """`placed`, or a copy if it shares buffers with the array of which it was made. (Traced code copies its inputs.)"""
+    if not isinstance(x, jax.Array) or is_traced(placed):
+        return placed
+    return copied(placed) if x.size == 0 or buffers(x) & buffers(placed) else placed
 
 
 def copied(x: jax.Array) -> jax.Array:
@@ -157,6 +182,13 @@ def buffers(x: jax.Array) -> set[int]:
     if is_key(x):
         x = jax.random.key_data(x)
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards if x.size}
+
+
+def first_buffer(x: jax.Array) -> int | None:
+    """The address of this process's first buffer of `x`; None if it is empty."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    return x.addressable_data(0).unsafe_buffer_pointer() if x.size else None
 
 
 def gather_all(

@@ -68,11 +68,14 @@ def init(setup: Setup, params: Tree) -> Tree:
         return make(global_view.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
     _check_before_init(setup, params, found)
     params = global_view.at(params, setup.mesh, found.param_specs)
-    state = jax.jit(make, out_shardings=shardings)(params)
+    made = make if global_view.is_explicit(setup.mesh) else plain  # else the shardings below say all
+    state = jax.jit(made, out_shardings=shardings)(params)
     if is_traced((params, state)):  # a trace around concrete params; the state may have no leaves
         return state
-    taken = {address for leaf in jax.tree.leaves(params) for address in global_view.buffers(leaf)}
-    return jax.tree.map(lambda x: global_view.copied(x) if global_view.buffers(x) & taken else x, state)
+    taken = set(
+        map(global_view.first_buffer, jax.tree.leaves(params))
+    )  # `jit` returns an input as it is, or a new array
+    return jax.tree.map(lambda x: global_view.copied(x) if global_view.first_buffer(x) in taken else x, state)
 
 
 def _init_by_values(setup: Setup, params: Tree) -> Tree:
@@ -85,7 +88,7 @@ def _init_by_values(setup: Setup, params: Tree) -> Tree:
 
 def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
     """A copy of concrete arrays, laid out by `specs`, also within a trace."""
-    placed = jax.tree.map(global_view.copy_to, tree, setup.named(specs) if shardings is None else shardings)
+    placed = global_view.copies_to(tree, setup.named(specs) if shardings is None else shardings)
     return global_view.at(placed, setup.mesh, specs) if is_traced(placed) else placed
 
 
