@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from jaxshard.apps.bench import gspmd, models, steps
-from jaxshard.apps.bench.measure import Running
-from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError, optimizer
+from jaxshard.apps.bench.step import OURS, Running, Step, Task, UnfitError, optimizer
 
 ROWS = 16
 
