@@ -166,7 +166,7 @@ class ViT:
     width: int = 768
     hidden: int = 3072
     heads: int = 12
-    patches: int = 196
+    patches: int = 256
     inputs: int = 768
     classes: int = 1000
     dtype: str = "float32"
