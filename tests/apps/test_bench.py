@@ -96,7 +96,7 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
     ("given", "says"),
     [
         (["--steps", "zero4"], "--steps 'zero4' is not known; did you mean 'zero3'?; there is ddp, zero1, zero2"),
-        (["--models", "resnet"], "--models 'resnet' is not known; there is decoder, llama, unrolled, moe"),
+        (["--models", "x"], "--models 'x' is not known; there is decoder, llama, unrolled, moe"),
         (["--machines", "h101:8"], "h101"),
         (["--against", "x"], "--against 'x' is not known; there is ddp"),
         (["--rows", "0"], "--rows 0 must be from 1"),
