@@ -143,7 +143,7 @@ MODELS: dict[str, Callable[..., Model]] = {name: make for name, (make, _, _) in 
 """The models by name; each takes sizes to override."""
 
 
-def model(name: str, size: str = "full", **sizes: Any) -> Model:
+def model(name: str, size: str = "full", /, **sizes: Any) -> Model:
     """The model of that name.
 
     Args:
