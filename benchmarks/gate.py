@@ -98,7 +98,7 @@ CASES = {
     "zero3, tables": _of_zoo("zero3", "dlrm", rows=512),
     "zero3, state spaces by associative_scan": _of_zoo("zero3", "ssm", rows=16, layers=2, length=64),
     "zero3, MLP without unshard": _of_zoo("zero3", "mlp", rows=256),
-    "zero2, U-Net": _of_zoo("zero2", "unet", channels=(128, 256), depth=1, size=16),
+    "zero2, U-Net": _of_zoo("zero2", "unet", rows=16, channels=(128, 128), depth=1, size=8),
     "zero3, mixture of experts": _of_zoo("zero3", "moe", rows=16, layers=2),
     "zero3, encoder and decoder": _of_zoo("zero3", "translator", rows=16, layers=2),
     "zero2, two towers in the global view": _of_zoo("zero2", "clip", loss_view="global", layers=1),
