@@ -20,12 +20,13 @@ from jaxshard.apps.bench.step import Task, figures
 
 def task_of(options: argparse.Namespace) -> Task:
     """What the steps are to do."""
-    sizes = {"layers": options.layers, "one_hot": options.one_hot}
+    sizes = {name: value for name in ("layers", "one_hot") if (value := getattr(options, name)) is not None}
     sizes["dtype"] = "bfloat16" if options.masters or options.cast else "float32"
     name = "unrolled" if options.unrolled and options.model == "decoder" else options.model
-    model = models.model(name, **({"dtype": sizes["dtype"]} if name == "conv" else sizes))
+    model = models.model(name, options.size, **sizes)
+    rows = options.rows or model.rows
     mesh = jax.sharding.Mesh(jaxshard.aot.devices(jaxshard.aot.machine(options.machine)), ("data",))
-    return Task(model, mesh, options.rows * options.microbatches, options.microbatches, options.masters)
+    return Task(model, mesh, rows * options.microbatches, options.microbatches, options.masters)
 
 
 def parsed() -> argparse.Namespace:
@@ -37,10 +38,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--masters", action="store_true", help="bfloat16 params with float32 masters")
     parser.add_argument("--cast", action="store_true", help="float32 params, which the loss casts to bfloat16")
-    parser.add_argument("--one-hot", action="store_true", help="one-hot cross-entropy")
+    parser.add_argument("--one-hot", action="store_true", default=None, help="one-hot cross-entropy, of decoders")
     parser.add_argument("--unrolled", action="store_true", help="layers in a list, not in a scan")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=16, help="rows of a microbatch, of all devices")
+    parser.add_argument("--size", default="full", choices=("full", "small", "toy"))
+    parser.add_argument("--layers", type=int, help="of a model that has them, by default its own")
+    parser.add_argument("--rows", type=int, help="of a microbatch, of all devices; by default the model's own")
     parser.add_argument("--options", type=json.loads, default={}, help="compiler options, as JSON")
     parser.add_argument("--text", type=Path, help="write the compiled program of the last step to this file")
     return parser.parse_args()

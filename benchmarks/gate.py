@@ -1,4 +1,4 @@
-"""Exact figures of nine small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
+"""Exact figures of small steps, compiled for v5e:2x4 by the TPU's compiler, against those in expected.json.
 
     python benchmarks/gate.py                                # compares; status 1 where a figure changed
     python benchmarks/gate.py --write "why they changed"     # keeps the new figures, with the reason
@@ -55,6 +55,19 @@ def _with_batch_norm(strategy: str) -> Callable[[], Figures]:
     return figures
 
 
+def _of_zoo(
+    strategy: str, name: str, rows: int = 64, cast: bool = False, loss_view: Any = "auto", **sizes: Any
+) -> Callable[[], Figures]:
+    """A small model of the benchmarks; `cast`: the loss casts float32 params to bfloat16."""
+
+    def figures() -> Figures:
+        small = model(name, "small", dtype="bfloat16" if cast else "float32", **sizes)
+        step = ours(strategy, Task(small, _mesh(), rows), loss_view=loss_view)
+        return _figures(jaxshard.inspect.report(step.lower().compile()))
+
+    return figures
+
+
 def _mesh(replica: int = 1) -> jax.sharding.Mesh:
     return jaxshard.make_mesh(replica=replica, devices=jaxshard.aot.devices(jaxshard.aot.machine(MACHINE)))
 
@@ -81,6 +94,14 @@ CASES = {
     "hsdp, 2 replicas": _case("hsdp", replica=2),
     "zero2, BatchNorm in the global view": _with_batch_norm("zero2"),
     "zero3, BatchNorm in the global view": _with_batch_norm("zero3"),
+    "zero3, vision transformer, cast to bfloat16": _of_zoo("zero3", "vit", cast=True, layers=2, width=512, hidden=2048),
+    "zero3, tables": _of_zoo("zero3", "dlrm", rows=512),
+    "zero3, state spaces by associative_scan": _of_zoo("zero3", "ssm", rows=16, layers=2, length=64),
+    "zero3, MLP without unshard": _of_zoo("zero3", "mlp", rows=256),
+    "zero2, U-Net": _of_zoo("zero2", "unet", rows=16, channels=(128, 128), depth=1, size=8),
+    "zero3, mixture of experts": _of_zoo("zero3", "moe", rows=16, layers=2),
+    "zero3, encoder and decoder": _of_zoo("zero3", "translator", rows=16, layers=2),
+    "zero2, two towers in the global view": _of_zoo("zero2", "clip", loss_view="global", layers=1),
 }
 
 

@@ -8,20 +8,19 @@ loss is a mean over rows and which is forced to the global view.
 """
 
 import argparse
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 import jaxshard
 from jaxshard.apps.bench import gspmd, models
-from jaxshard.apps.bench.decoders import Decoder
 from jaxshard.apps.bench.step import Task, figures, ours
+from jaxshard.apps.zoo.vision import ConvNet
 
 BEST = {"zero2": "gspmd-zero-best", "zero3": "gspmd-fsdp-best"}
 
 
-class BatchNormNet(models.ConvNet):
+class BatchNormNet(ConvNet):
     """The convolutional network of the benchmarks; the norms in its blocks are over rows."""
 
     def normed(self, x, scale):
@@ -32,69 +31,7 @@ class BatchNormNet(models.ConvNet):
         return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * scale).astype(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoTowers:
-    """CLIP: a transformer of image patches and one of tokens; the loss compares all pairs of images and texts."""
-
-    layers: int = 12
-    patches: int = 256
-    words: int = 64
-    widths: tuple[int, int] = (768, 512)
-    joint: int = 512
-    dtype: str = "float32"
-    scanned: bool = True
-
-    def tower(self, place):
-        """The decoder whose blocks make the tower."""
-        width = self.widths[place]
-        return Decoder(self.layers, width, 4 * width, width // 64, vocabulary=49408, dtype=self.dtype)
-
-    def shapes(self):
-        """The parameters' shapes."""
-        towers = [self.tower(0).shapes()["blocks"], self.tower(1).shapes()["blocks"]]
-        images, texts = self.widths
-        return {
-            "patch": (768, images),
-            "embed": (49408, texts),
-            "blocks": {"images": towers[0], "texts": towers[1]},
-            "norm": (images,),
-            "head": (images, self.joint),
-            "text_norm": (texts,),
-            "text_head": (texts, self.joint),
-        }
-
-    def batch(self, rows):
-        """The shapes of images, cut into patches, and texts."""
-        return {
-            "images": jax.ShapeDtypeStruct((rows, self.patches, 768), jnp.float32),
-            "texts": jax.ShapeDtypeStruct((rows, self.words), jnp.int32),
-        }
-
-    def first(self, params, batch):
-        """The two inputs of the blocks."""
-        images = batch["images"].astype(self.dtype) @ params["patch"].astype(self.dtype)
-        return images, params["embed"][batch["texts"]].astype(self.dtype)
-
-    def block(self, layer, x):
-        """A block of each tower."""
-        return self.tower(0).block(layer["images"], x[0]), self.tower(1).block(layer["texts"], x[1])
-
-    def last(self, params, x, batch):
-        """The symmetric cross-entropy of all pairs, in nats."""
-        images = unit(jnp.mean(x[0], 1) * params["norm"] @ params["head"])
-        texts = unit(jnp.mean(x[1], 1) * params["text_norm"] @ params["text_head"])
-        logits = 10.0 * images @ texts.T
-        both = jax.nn.logsumexp(logits, 0) + jax.nn.logsumexp(logits, 1) - 2 * jnp.diagonal(logits)
-        return jnp.mean(both) / 2
-
-
-def unit(x):
-    """Vectors of length 1."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
-
-
-MODELS = {"batchnorm": BatchNormNet, "clip": TwoTowers, "decoder": Decoder}
+MODELS = {"batchnorm": BatchNormNet, "clip": models.MODELS["clip"], "decoder": models.MODELS["decoder"]}
 
 
 def main():

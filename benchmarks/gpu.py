@@ -24,8 +24,7 @@ import numpy as np
 
 import jaxshard
 from jaxshard.apps.bench import models, steps
-from jaxshard.apps.bench.measure import Running, alternated, beside, timed
-from jaxshard.apps.bench.step import Task, ours, peak_bytes
+from jaxshard.apps.bench.step import Running, Task, alternated, beside, ours, peak_bytes, timed
 from jaxshard.system.about import about
 
 SECONDS = 600  # for all cases

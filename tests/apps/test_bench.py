@@ -1,10 +1,16 @@
-"""`jaxshard bench`, in this process: what it shows, what it writes, what it refuses."""
+"""`jaxshard bench`, in this process: what it shows, writes and refuses; and that its models train as on one device."""
 
+import functools
 import json
 
+import jax
+import numpy as np
+import optax
 import pytest
 
+import jaxshard
 from jaxshard import aot
+from jaxshard.apps.bench import models
 from jaxshard.apps.commands import bench_tables
 from jaxshard.cli import main
 from jaxshard.cli.plan import rows as plan_rows
@@ -90,7 +96,7 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
     ("given", "says"),
     [
         (["--steps", "zero4"], "--steps 'zero4' is not known; did you mean 'zero3'?; there is ddp, zero1, zero2"),
-        (["--models", "resnet"], "--models 'resnet' is not known; there is decoder, llama, unrolled, conv"),
+        (["--models", "x"], "--models 'x' is not known; there is decoder, llama, unrolled, moe"),
         (["--machines", "h101:8"], "h101"),
         (["--against", "x"], "--against 'x' is not known; there is ddp"),
         (["--rows", "0"], "--rows 0 must be from 1"),
@@ -126,3 +132,35 @@ def test_what_is_wrong_is_one_line(given, says, capsys):
 def test_rows_that_cannot_be_dealt_are_told(capsys):
     assert main([*TOY, "--machines", "cpu:8", "--steps", "zero2", "--rows", "12"]) == 1
     assert "12 rows cannot be dealt to 8 devices" in capsys.readouterr().out
+
+
+def two_steps(of, step, params, state):
+    """The loss of the last one, and the params."""
+    loss = None
+    for seed in (1, 2):
+        batch = models.values(of.batch(16), seed, ids=16)
+        params, state, loss = step(params, state, batch)
+    return loss, params
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_model_trains_as_on_one_device(name):
+    of, tx = models.model(name, "toy"), optax.sgd(0.1, momentum=0.9)
+    start = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), models.values(models.init(of)))
+    loss = functools.partial(models.loss, of)
+
+    @jax.jit
+    def alone(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    wanted, expected = two_steps(of, alone, start, tx.init(start))
+    opt = jaxshard.zero3(tx, jaxshard.make_mesh())
+    step, params = jaxshard.train_step(loss, opt), opt.place(start)
+    metrics, found = two_steps(of, lambda p, s, b: step(p, s, jaxshard.shard_batch(b, opt)), params, opt.init(params))
+    np.testing.assert_allclose(float(metrics["loss"]), float(wanted), rtol=1e-5)
+    for (path, x), y, z in zip(jax.tree.leaves_with_path(expected), *map(jax.tree.leaves, (found, start)), strict=True):
+        moved = np.abs(x - z).max()
+        np.testing.assert_allclose(y, x, rtol=0, atol=1e-6 + 1e-3 * moved, err_msg=jax.tree_util.keystr(path))
+        assert moved > 0, path

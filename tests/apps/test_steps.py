@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from jaxshard.apps.bench import gspmd, models, steps
-from jaxshard.apps.bench.measure import Running
-from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError, optimizer
+from jaxshard.apps.bench.step import OURS, Running, Step, Task, UnfitError, optimizer
 
 ROWS = 16
 
@@ -71,7 +70,16 @@ def test_microbatches_train_as_one_device(name):
     check_trains_as_one_device(name, task(microbatches=2))
 
 
-@pytest.mark.parametrize(("name", "model"), [("zero3", "llama"), ("gspmd-fsdp-best", "unrolled"), ("zero2", "conv")])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("zero3", "llama"),
+        ("gspmd-fsdp-best", "unrolled"),
+        ("zero2", "conv"),
+        ("gspmd-fsdp-best", "dlrm"),
+        ("gspmd-zero-best", "translator"),
+    ],
+)
 def test_other_models_train_as_one_device(name, model):
     check_trains_as_one_device(name, task(model))
 
@@ -131,6 +139,21 @@ def test_lanes_are_cut_where_shards_are_multiples_of_128():
     assert cut("head", 1024, 32000) == ("data",)
     assert cut("embed", 32000, 1024) == (None, "data")
     assert cut("blocks/norm1", 12, 1024) == ()
+
+
+@pytest.mark.parametrize(("table", "spec"), [(0, ("data",)), (1, (None, "data")), (None, ("data",))])
+def test_every_table_is_cut_as_the_peer_says(table, spec):
+    tables = {
+        "embed": {"a": jax.ShapeDtypeStruct((64, 16), "float32")},
+        "head": jax.ShapeDtypeStruct((64, 16), "float32"),
+    }
+    specs = gspmd.specs_of(tables, 8, gspmd.Peer(3, table=table), scanned=False)
+    assert tuple(specs["embed"]["a"]) == spec
+    assert tuple(specs["head"]) == ("data",)
+
+
+def test_a_table_whose_rows_do_not_divide_is_cut_by_features():
+    assert tuple(gspmd.spec_of("embed/a", (500, 16), 8, gspmd.Peer(3, table=0), False)) == (None, "data")
 
 
 def test_the_best_peer_of_another_platform_trains_as_one_device(monkeypatch):

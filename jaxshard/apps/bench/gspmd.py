@@ -29,7 +29,7 @@ class Peer:
     Attributes:
       zero: 0: all replicated; 2: gradients and state sharded; 3: params too.
       cut: the dim of a leaf to shard: "first", "last", or "lanes", the last one whose shards are multiples of 128.
-      table: the dim of the embedding to shard; None: as for any leaf.
+      table: the dim of the tables to shard, which are under "embed"; None: as for any leaf.
       constrained: constrain activations to be sharded along the batch; else XLA decides.
       in_loop: constrain layers' gradients inside the scan, by a custom gradient rule.
       early_head: the backward pass of the layers waits for the gradient of the output weight.
@@ -86,7 +86,7 @@ def spec_of(path: str, shape: tuple[int, ...], num: int, peer: Peer, stacked: bo
         return P()
     lanes = [d for d in dims if shape[d] // num % 128 == 0] if peer.cut == "lanes" else []
     dim = dims[0] if peer.cut == "first" else (lanes or dims)[-1]
-    if path == "embed" and peer.table is not None:
+    if path.startswith("embed") and peer.table in dims:
         dim = peer.table
     return P(*(None,) * dim, "data")
 

@@ -14,9 +14,8 @@ import jax
 
 import jaxshard
 from jaxshard.apps.bench import steps
-from jaxshard.apps.bench.decoders import Decoder
-from jaxshard.apps.bench.measure import Running
-from jaxshard.apps.bench.step import Task
+from jaxshard.apps.bench.step import Running, Task
+from jaxshard.apps.zoo.decoders import Decoder
 
 
 def made(given: dict[str, Any]) -> Running:

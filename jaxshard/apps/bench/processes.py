@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxshard.apps.bench import models
-from jaxshard.apps.bench.measure import Row, alternated, beside
-from jaxshard.apps.bench.step import OURS, UnfitError
+from jaxshard.apps.bench.step import OURS, Row, UnfitError, alternated, beside
 
 TORCH = ("torch-ddp", "torch-zero", "torch-fsdp2")
 _LIMIT_SECONDS = 300  # for a group to start, and for a round

@@ -19,7 +19,7 @@ checkpoint: Any = importlib.import_module("torch.utils.checkpoint").checkpoint
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, like `jaxshard.apps.bench.decoders.Decoder.block`."""
+    """Attention and MLP, like `jaxshard.apps.zoo.decoders.Decoder.block`."""
 
     def __init__(self, width: int, hidden: int, heads: int):
         super().__init__()

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from jaxshard import aot
 from jaxshard.apps.bench import models, processes, steps
-from jaxshard.apps.bench.measure import Row, Running, compiled, timed
-from jaxshard.apps.bench.step import OURS, Step, Task, UnfitError
+from jaxshard.apps.bench.step import OURS, Row, Running, Step, Task, UnfitError, compiled, timed
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.commands import bench_tables
 from jaxshard.apps.config.devices import devices_of
@@ -40,15 +39,17 @@ class Arguments:
     machines: tuple[str, ...] = ("h100:8", "v5e:2x4", "cpu:8")
     """The machines to compile for. On cpu:N (simulated devices) steps are timed too."""
     models: tuple[str, ...] = ("decoder",)
-    """decoder (12 x 1024), llama (1 G parameters), unrolled (the decoder's layers in a list), conv (convolutional)."""
+    """Language models: decoder (12 x 1024), llama (1 G parameters), unrolled (the decoder's layers in a list), moe,
+    shared-moe, ssm, mamba2. Of images: conv, unet, vit, vit-casts-first, dit. Others: translator, clip, conformer,
+    transducer, dlrm, crossnet, graph, mlp."""
     steps: tuple[str, ...] = steps.NAMES
     """ddp, zero1, zero2, zero3 are jaxshard's; the others are peers. By default all."""
     microbatches: int = 1
     """Number of microbatches, whose gradients are summed before one update."""
     masters: tyro.conf.FlagCreatePairsOff[bool] = False
     """bfloat16 parameters and computation, with float32 masters in the state."""
-    rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Rows of a microbatch, over all devices."""
+    rows: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Rows of a microbatch, over all devices; by default as many as suit the model, 16 for most."""
     against: Annotated[str, tyro.conf.arg(metavar="STEP")] = "optax"
     """The step by whose time the others' times are divided."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 10
@@ -90,14 +91,14 @@ def parse(arguments: Sequence[str]) -> Arguments:
         raise ValueError("--machines names none: give some, as h100:8, v5e:2x4 or cpu:8")
     for machine in given.machines:
         aot.machine(machine)
-    for name, value, least in (("microbatches", given.microbatches, 1), ("rows", given.rows, 1)):
-        if not least <= value <= 2**20:
-            raise ValueError(f"--{name} {value} must be from {least} to {2**20}")
+    for name, value in (("microbatches", given.microbatches), ("rows", given.rows)):
+        if value is not None and not 1 <= value <= 2**20:
+            raise ValueError(f"--{name} {value} must be from 1 to {2**20}")
     if not 0 <= given.rounds <= 10**6:
         raise ValueError(f"--rounds {given.rounds} must be from 0 to {10**6}")
     for count in given.processes:
-        if not 2 <= count <= 64 or given.rows % count:
-            raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {given.rows}")
+        if not 2 <= count <= 64 or _rows_of_decoder(given) % count:
+            raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {_rows_of_decoder(given)}")
     if given.processes and not given.rounds:
         raise ValueError("--processes are only timed, and --rounds 0 times nothing: leave one of them out")
     if given.torch is not None and not given.processes:
@@ -107,6 +108,10 @@ def parse(arguments: Sequence[str]) -> Arguments:
     _compiler_options(given)
     _check_files(given)
     return given
+
+
+def _rows_of_decoder(given: Arguments) -> int:
+    return given.rows or models.model("decoder").rows
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
@@ -163,7 +168,7 @@ def _run(given: Arguments) -> int:
 def _beside_one_device(console: Console, given: Arguments, count: int) -> list[Row]:
     """Measures and shows the cost of `count` devices against one."""
     names = [name for name in given.steps if name in OURS] + list(processes.TORCH)
-    setting = processes.setting("toy" if given.toy else "small", given.rows, given.rounds, given.torch)
+    setting = processes.setting("toy" if given.toy else "small", _rows_of_decoder(given), given.rounds, given.torch)
     found = []
     for row in processes.rows(names, count, setting):
         found.append(row)
@@ -214,12 +219,12 @@ def _task(given: Arguments, machine: str, model: str) -> Task:
     """The task for a machine and a model; raises UnfitError if the rows do not divide over the devices."""
     described = aot.machine(machine)
     mesh = jax.sharding.Mesh(devices_of(described), ("data",))
-    if given.rows % mesh.size:
-        raise UnfitError(f"{given.rows} rows cannot be dealt to {mesh.size} devices: give --rows a multiple of it")
     size = "toy" if given.toy else "small" if described.chip.platform == "cpu" else "full"
-    dtype = "bfloat16" if given.masters else "float32"
-    rows = given.rows * given.microbatches
-    return Task(models.model(model, size, dtype=dtype), mesh, rows, given.microbatches, given.masters)
+    built = models.model(model, size, dtype="bfloat16" if given.masters else "float32")
+    rows = given.rows or built.rows
+    if rows % mesh.size:
+        raise UnfitError(f"{rows} rows cannot be dealt to {mesh.size} devices: give --rows a multiple of it")
+    return Task(built, mesh, rows * given.microbatches, given.microbatches, given.masters)
 
 
 def _write(given: Arguments, start: dict[str, object], rows: Sequence[Row]) -> None:

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxshard.apps.bench.measure import Row
+from jaxshard.apps.bench.step import Row
 from jaxshard.system.files import replace
 from jaxshard.system.small_files import by_own_settings
 from jaxshard.system.text import digits, seconds_in_words
