@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -149,7 +150,7 @@ class _FurtherCut(NamedTuple):
 
     def part(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Of a device's shard, its own part."""
-        starts: list[jax.Array | int] = [0] * x.ndim
+        starts: list[jax.Array | np.int32] = [np.int32(0)] * x.ndim
         starts[self.dim] = index * self.size
         sizes = [self.size if d == self.dim else size for d, size in enumerate(x.shape)]
         return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)  # so it is one operation to trace
