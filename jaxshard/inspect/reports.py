@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
+from jaxshard.inspect.own_steps import excess
 from jaxshard.inspect.traffic import Collective, collectives, needed
+from jaxshard.system.users_lines import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +161,8 @@ def report(compiled: jax.stages.Compiled) -> Report:
         compiled: what `jax.jit(f).lower(...).compile()` returns.
 
     Returns:
-        A `Report`; print it for a table.
+        A `Report`; print it for a table. It warns of a step of your own that sends more than twice what ZeRO-3 sends
+        with one microbatch, with the line and the cure.
 
     Raises:
         TypeError: if `compiled` is not a compiled program. Text is not enough, as it lacks the memory analysis.
@@ -168,6 +171,8 @@ def report(compiled: jax.stages.Compiled) -> Report:
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(needed("a compiled program, `jax.jit(f).lower(...).compile()`", compiled))
     found = collectives(compiled)
+    if text := excess(compiled, found):
+        warn(f"inspect.report: {text}")
     known: dict[str, Any] = {
         "platform": _platform(compiled),
         "arguments": _arguments(compiled),
