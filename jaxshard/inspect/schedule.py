@@ -22,6 +22,7 @@ class Schedule:
       num_collectives: the collectives in the program; one in a loop counts once.
       num_covered: those with a matrix product between their start and done.
       kernel_bytes: bytes that kernels other than matrix products and collectives read and write.
+      exposed: the collectives without a matrix product between their start and done, in program order.
     """
 
     payload_bytes: float
@@ -29,6 +30,7 @@ class Schedule:
     num_collectives: int
     num_covered: int
     kernel_bytes: float
+    exposed: tuple[traffic.Collective, ...] = ()
 
 
 def schedule(compiled_or_text: jax.stages.Compiled | str) -> Schedule:
@@ -54,6 +56,7 @@ def schedule(compiled_or_text: jax.stages.Compiled | str) -> Schedule:
         num_collectives=len(found),
         num_covered=len(covered),
         kernel_bytes=_kernel_bytes(module, module.entry, 1),
+        exposed=tuple(c for c in found if c not in covered),
     )
 
 

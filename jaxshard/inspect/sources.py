@@ -1,7 +1,7 @@
 """The source lines of a compiled program's operations, read from its HLO text."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -44,6 +44,14 @@ def frames(compiled_or_text: jax.stages.Compiled | str) -> dict[str, list[tuple[
                 theirs = [] if own and len(given) == 1 else [program.origin(computation, name) for name in given]
                 found[instruction.name] = list(dict.fromkeys(filter(None, [own, *theirs])))
     return found
+
+
+def origins(text: str) -> Callable[[str, str], tuple[Frame, ...]]:
+    """A function of a computation and an instruction of this HLO text: the stack from which its value was traced.
+
+    It is that of an operand, if the compiler added the instruction; () if unknown.
+    """
+    return _Program(hlo.parse(text), _Stacks(text)).origin
 
 
 _MOST_STEPS = 8  # from a value back to its origin

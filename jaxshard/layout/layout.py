@@ -57,8 +57,8 @@ class Layout:
     gathers: Mapping[Names, str] | None = None  # a parameter's names -> where and why it is gathered
     loss_rows: str = ""  # the verdict on the rows of the loss
     sums: str = ""  # the rounding error of sums of gradients over microbatches
-    kept: str = ""  # the whole params that stay for the backward pass
     unused_specs: str = ""  # the error message for specs that match no leaf; empty if all match
+    kept: str = ""  # the whole params that stay for the backward pass
 
     def _param_leaves(self, leaves: Iterable[object]) -> Tree:
         return unflatten(self.treedef, leaves)

@@ -281,6 +281,21 @@ def test_for_a_tpu(users, capsys, tmp_path):
     assert {place for place, _ in totals} <= {f"mine.py:{number}" for number in range(first, last + 1)}
 
 
+@pytest.mark.parametrize("machine", ["cpu:8", "v5e:2x4"])
+def test_what_is_held_at_the_peak(users, capsys, tmp_path, machine):
+    found, out = told(capsys, tmp_path, "mine:zero3", "--compile", machine, "--peak")
+    memory = found["memory"]
+    assert memory["read"] == memory["arguments"] + sum(one["bytes"] for one in memory["held"])
+    assert memory["held"] == sorted(memory["held"], key=lambda one: -one["bytes"])
+    assert all(one["line"] or one["part"] for one in memory["held"])
+    assert "by the compiler's own account" in out
+    if machine == "cpu:8":
+        assert memory["read"] == pytest.approx(memory["peak"], rel=0.2)
+        lines = {line(f"of {which}") for which in ("each layer", "the first", "the last", "the table")}
+        assert lines & {one["line"] for one in memory["held"]}
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_a_configuration(users, capsys, tmp_path, monkeypatch):
     (tmp_path / "tiny.toml").write_text(
         "[model]\nlayers = 2\nwidth = 64\nheads = 2\nhidden = 64\nsequence_length = 16\n"
@@ -351,6 +366,7 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
         (["mine:zero3", "--compile", "cpu:800"], "there are 8"),
         (["mine:zero3", "--compile", "h10:8"], "'h10:8' has an unknown chip, 'h10' (did you mean h"),
         (["mine:zero3", "--compile", "cpu:8", "--no-compile"], "exclude each other: give one of them"),
+        (["mine:zero3", "--peak", "--no-compile"], "--peak reads the compiled step, and --no-compile compiles none"),
         (["mine:zero3", "--model.layers", "2"], "--model.layers is the reference model's: mine:zero3 makes its own"),
         (["mine:zero3", "--data", "x"], "--data is the reference model's"),
         (["mine:zero3", "--json", "/"], "--json /: Is a directory"),

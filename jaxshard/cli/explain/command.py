@@ -25,7 +25,7 @@ from jaxshard.apps.config.devices import devices_of, simulate_cpus
 from jaxshard.apps.records.display import make_console
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli.explain import tables as explain_tables
-from jaxshard.cli.explain.explanation import Explanation, Subject, explained, with_compiled
+from jaxshard.cli.explain.explanation import Explanation, Subject, explained, with_compiled, with_memory
 from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
@@ -58,6 +58,8 @@ class Arguments(Config):
     default for simulated devices."""
     no_compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compile nothing: show where parameters are placed and gathered."""
+    peak: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also show what a device holds at the peak of the compiled step, by line of your source."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the whole output to this file, as JSON."""
 
@@ -80,6 +82,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     given, in_file = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments()), frozenset()
     if given.compile and given.no_compile:
         raise ValueError(f"--compile {given.compile} and --no-compile exclude each other: give one of them")
+    if given.peak and given.no_compile:
+        raise ValueError("--peak reads the compiled step, and --no-compile compiles none: give one of them")
     if given.compile:
         aot.machine(given.compile)  # so that an unknown name is reported first
     if given.json is not None:
@@ -117,7 +121,11 @@ def _run(given: Arguments) -> int:
         mesh = loss_of(subject.step).setup.mesh
         assert isinstance(mesh, Mesh)
         found = with_compiled(found, compiled, mesh)
-        explain_tables.show_sent(console, found, given.compile or f"{mesh.size} simulated devices")
+        compiled_for = given.compile or f"{mesh.size} simulated devices"
+        explain_tables.show_sent(console, found, compiled_for)
+        if given.peak:
+            found = with_memory(found, compiled)
+            explain_tables.show_memory(console, found, compiled_for)
     _write(given, what, found)
     return int(compiled is None)
 

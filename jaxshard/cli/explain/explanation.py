@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import linecache
 import os
@@ -13,6 +14,8 @@ import jax
 
 from jaxshard.base.tree import owner_of, parent_of, shape_of
 from jaxshard.base.types import AxisSizes, Names, Tree
+from jaxshard.inspect.peak import Held, peak
+from jaxshard.inspect.reports import report
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
@@ -84,6 +87,7 @@ class Sent:
       times: executions in each step.
       wire_bytes: bytes that each device sends in each step.
       name: in the compiled program.
+      is_covered: whether the schedule runs compute beside it, by the compiler's plan; else the devices wait for it.
     """
 
     line: str
@@ -97,11 +101,46 @@ class Sent:
     times: int
     wire_bytes: float
     name: str
+    is_covered: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPeak:
+    """What one source line holds at the peak.
+
+    Attributes:
+      line, code, part: as for `Sent`.
+      bytes: of all together, on each device.
+      shapes: of the arrays, each with how many there are, the largest first.
+    """
+
+    line: str
+    code: str
+    part: str
+    bytes: int
+    shapes: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of one device at the peak, in bytes.
+
+    Attributes:
+      peak: by the compiler's own account; None if it gives none.
+      read: the same, as read from the program's schedule: the arguments, and all that is held beside them.
+      arguments: params, state and batch.
+      held: what is held beside them, by line, the largest first.
+    """
+
+    peak: int | None
+    read: int
+    arguments: int
+    held: tuple[AtPeak, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """All results about a step. `sent` is None if nothing was compiled."""
+    """All results about a step. `sent` is None if nothing was compiled; `memory` if it was not asked for."""
 
     strategy: str
     sizes: AxisSizes
@@ -112,6 +151,7 @@ class Explanation:
     loss_rows: str
     sent: tuple[Sent, ...] | None = None
     trips_known: bool = True
+    memory: Memory | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain dicts, lists, strings and numbers."""
@@ -197,7 +237,27 @@ def _sent(collective: Collective, known: Sequence[Sequence[Frame]], mesh: jax.sh
         times=collective.trips,
         wire_bytes=collective.wire_bytes,
         name=collective.name,
+        is_covered=bool(collective.overlapped),
     )
+
+
+def with_memory(found: Explanation, compiled: jax.stages.Compiled) -> Explanation:
+    """Adds what the compiled step holds at its peak, by line of the source."""
+    read = peak(compiled)
+    groups: dict[tuple[str, str], list[Held]] = {}
+    for each in read.held:
+        groups.setdefault(_where(each.stack) if each.stack else ("", _UNKNOWN), []).append(each)
+    held = sorted((_at_peak(*place, of_line) for place, of_line in groups.items()), key=lambda one: -one.bytes)
+    memory = Memory(report(compiled).peak_bytes, read.bytes, read.argument_bytes, tuple(held))
+    return dataclasses.replace(found, memory=memory)
+
+
+_UNKNOWN = "copies that the compiler put in"
+
+
+def _at_peak(line: str, part: str, held: Sequence[Held]) -> AtPeak:
+    shapes = collections.Counter(each.shape for each in held)
+    return AtPeak(line, _code(line) if line else "", part, sum(each.bytes for each in held), tuple(shapes.items()))
 
 
 def _where(stack: Sequence[Frame]) -> tuple[str, str]:

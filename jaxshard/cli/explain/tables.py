@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 
-from jaxshard.cli.explain.explanation import Explanation, Param, Sent
+from jaxshard.cli.explain.explanation import AtPeak, Explanation, Param, Sent
 from jaxshard.system.text import printable, size_in_words
 
 _WIDTH, _CELL = 80, 10  # columns of a line, and of a number in it
 _INDENT = "    "
+_MOST_LINES, _MOST_SHAPES = 12, 4  # that are shown of the peak
 
 
 def show_params(console: Console, what: str, found: Explanation) -> None:
@@ -70,6 +71,29 @@ def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
         _say(console, "Some loops have no trip count that can be read: they count once, so more is sent than this.")
 
 
+def show_memory(console: Console, found: Explanation, compiled_for: str) -> None:
+    """Prints what a device holds at the peak of the compiled step, by source line, the largest first."""
+    assert found.memory is not None
+    memory = found.memory
+    _say(console, "")
+    _row(console, f"Held at the peak, compiled for {compiled_for}", ("bytes",))
+    _row(console, "params, state and batch", (size_in_words(memory.arguments),))
+    for one in memory.held[:_MOST_LINES]:
+        _row(console, _headed(console, one.line or one.part, one.code), (size_in_words(one.bytes),))
+        _say(console, _shapes(one), _INDENT)
+    rest = memory.held[_MOST_LINES:]
+    if rest:
+        _row(console, f"{len(rest)} further lines", (size_in_words(sum(one.bytes for one in rest)),))
+    _row(console, "all of these, read from the schedule", (size_in_words(memory.read),))
+    if memory.peak is not None:
+        _row(console, "the peak, by the compiler's own account", (size_in_words(memory.peak),))
+
+
+def _shapes(one: AtPeak) -> str:
+    told = [f"{num} x {shape}" if num > 1 else shape for shape, num in one.shapes[:_MOST_SHAPES]]
+    return ", ".join(told) + (f", {len(one.shapes) - _MOST_SHAPES} further" if len(one.shapes) > _MOST_SHAPES else "")
+
+
 def _by_place(sent: Iterable[Sent]) -> Mapping[str, list[Sent]]:
     """Collectives by line, in source order; then those of the step's own parts, in program order."""
     found: dict[str, list[Sent]] = {}
@@ -94,7 +118,8 @@ def _alike(members: Iterable[Sent]) -> Mapping[tuple[str, int, tuple[str, ...]],
     """Collectives that share one line, by (description, bytes of each, lines joined to each)."""
     found: dict[tuple[str, int, tuple[str, ...]], list[Sent]] = {}
     for each in members:
-        label = f"{each.kind} over {each.axes or 'no axis'}, {each.dtype}"
+        beside = ", beside compute" if each.is_covered else ""
+        label = f"{each.kind} over {each.axes or 'no axis'}, {each.dtype}{beside}"
         found.setdefault((label, each.bytes, each.joined), []).append(each)
     return found
 
