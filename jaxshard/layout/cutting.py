@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -72,6 +72,13 @@ def _itemsize(dtype: np.dtype) -> int:
     return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
 
 
+def _in_factors(shape: tuple[int, ...], free: Sequence[int], sizes: list[int]) -> str:
+    """How two data axes in place of one would cut an array; "" if they would not."""
+    num = sizes[0] if len(sizes) == 1 else 1
+    ways, dim = max(((math.gcd(shape[d], num), d) for d in free), default=(1, 0), key=lambda each: each[0])
+    return f"; two data_axes of {num // ways} and {ways} devices would cut dim {dim} by {ways}" if ways > 1 else ""
+
+
 def cut_leaf(
     names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config, platform: str
 ) -> Leaf:
@@ -101,6 +108,7 @@ def cut_leaf(
     (cut, dims), num_parts = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
     if num_parts == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in levels[-1].values())}"
+        why += _in_factors(shape, _free_dims(shape, spec), [*levels[-1].values()])
         return dataclasses.replace(whole, reason=why, awkward=size >= num_shards)
     where = in_words(dims, len(shape))
     return dataclasses.replace(

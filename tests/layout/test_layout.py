@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import jaxshard
 from jaxshard.base.types import local_shape
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.layout import check_specs_used, layout_params, layout_state, warn_if_awkward
@@ -626,3 +627,23 @@ def test_numpy_and_abstract_leaves_lie_alike():
     one = lay({"w": np.zeros((32, 128), np.float32)}, sizes)
     two = lay({"w": struct(32, 128)}, sizes)
     assert one.params == two.params
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "says"),
+    [
+        ((768, 768), 512, "; two data_axes of 2 and 256 devices would cut dim 0 by 256"),
+        ((50257, 768), 512, "; two data_axes of 2 and 256 devices would cut dim 1 by 256"),
+        ((768, 768), 7, ""),
+    ],
+)
+def test_where_one_axis_has_too_many_devices_the_reason_names_the_cure(shape, devices, says):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    opt = jaxshard.zero3(optax.sgd(0.1), jaxshard.mesh.abstract_mesh(devices))
+    (found,) = opt.layout({"w": leaf}).params
+    assert found.reason == f"no free dim of {shape} is divisible by {devices}{says}"
+    if says:  # and it cures
+        ways = next(int(word) for word in reversed(says.split()) if word.isdigit())
+        mesh = jax.sharding.AbstractMesh((devices // ways, ways), ("few", "many"))
+        (found,) = jaxshard.zero3(optax.sgd(0.1), mesh, data_axes=("few", "many")).layout({"w": leaf}).params
+        assert found.ways >= ways
