@@ -202,7 +202,7 @@ def _idle_in(remat: Equation) -> str:
 def _forgets_names(policy: Any) -> bool:
     """Whether a policy is JAX's `save_anything_except_these_names`, in a version that ignores the names."""
     is_it = getattr(policy, "__qualname__", "").startswith("save_anything_except_these_names.")
-    return is_it and not inspect.getclosurevars(policy).nonlocals
+    return is_it and not _held_by(policy)
 
 
 def _named_by(policy: Any) -> Iterator[str]:
@@ -211,13 +211,19 @@ def _named_by(policy: Any) -> Iterator[str]:
     yield from (name for name in _names_in(policy) if name.startswith("jaxshard.") and name not in _MARKS)
 
 
-def _names_in(policy: Any) -> Iterator[str]:
-    """The strings that a policy holds, and those that it is made of."""
-    is_function = inspect.isfunction(policy)
-    held = inspect.getclosurevars(policy).nonlocals if is_function else getattr(policy, "__dict__", {})
-    for value in held.values():
+def _names_in(policy: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
+    """The strings that a policy holds, and those of the functions, and of JAX's policies, of which it is made."""
+    for value in _held_by(policy):
         for each in value if isinstance(value, set | frozenset | tuple | list) else (value,):
             if isinstance(each, str):
                 yield each
-            elif callable(each):
-                yield from _names_in(each)
+            elif id(each) not in seen and (inspect.isfunction(each) or type(each).__module__.startswith("jax.")):
+                yield from _names_in(each, seen | {id(policy), id(each)})
+
+
+def _held_by(policy: Any) -> list[Any]:
+    """The values that a function closes over, or an object's attributes."""
+    if not inspect.isfunction(policy):
+        return list(getattr(policy, "__dict__", {}).values())
+    cells = policy.__closure__ or ()
+    return [cell.cell_contents for cell in cells if cell != type(cell)()]  # an empty cell has no contents

@@ -1,5 +1,6 @@
 """What a loss could save is told: whole params that stay for the backward pass, marks and policies without effect."""
 
+import functools
 import warnings
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jaxshard
+from jaxshard.loss import advice
 
 WIDTH, LAYERS = 768, 5
 PARAMS = {f"layer{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
@@ -124,3 +126,26 @@ def test_jax_s_policy_that_ignores_its_names_is_told_of():
     found, _ = told(model(mark=jaxshard.unshard, remat=True, policy=policy))
     assert (len(found) == 1) == policy("any primitive", name="jaxshard.unshard")
     assert all('regather="backward"' in text for text in found)
+
+
+def test_policies_of_any_kind_are_asked_in_safety():
+    def knows_products_alone(primitive, *_, **how):
+        return "lhs" in how["dimension_numbers"]  # raises for any other operation
+
+    def recursive(primitive, *_, **how):
+        return primitive is recursive or unset is None
+
+    if jax.devices() == []:
+        unset = None  # so that its cell is empty
+
+    class Chosen:
+        def __init__(self):
+            self.policy, self.name, self.itself = POLICIES.dots_saveable, "jaxshard.anything", self
+
+        def __call__(self, primitive, *_, **how):
+            return False
+
+    for policy in (knows_products_alone, recursive, functools.partial(POLICIES.dots_saveable), Chosen()):
+        loss = model(remat=True, policy=policy)
+        text = advice.idle_policy(jax.make_jaxpr(loss)(PARAMS, BATCH))
+        assert ('"jaxshard.anything"' in text) == isinstance(policy, Chosen)

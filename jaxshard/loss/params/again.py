@@ -1,5 +1,6 @@
 """Gathered parameters that the backward pass makes again, instead of keeping them (`regather="backward"`)."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -72,8 +73,11 @@ def refuses(policy: Any, mark: str) -> bool:
 
 
 def _answer(policy: Any, name: str) -> object:
+    """What a policy says of a value of this name; None if it raises: it may know only the operations of its layer."""
     primitive, aval = _naming()
-    return policy(primitive, aval, name=name)
+    with contextlib.suppress(Exception):
+        return policy(primitive, aval, name=name)
+    return None
 
 
 @functools.cache
