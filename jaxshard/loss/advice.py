@@ -11,7 +11,7 @@ from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.again import is_named_by
 from jaxshard.loss.params.leaf_plan import LeafPlan, gathered_at, lines_of
-from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK
+from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, open_jaxpr
 from jaxshard.programs.primitives import LINEAR, REMAT
 from jaxshard.programs.source import line_of
@@ -82,13 +82,17 @@ def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
 
 
 def _is_kept(program: OpenJaxpr, var: Var, plan: LeafPlan) -> bool:
-    """Whether a derivative needs the gathered parameter: it is not gathered in a remat, nor for linear uses alone."""
+    """Whether a derivative needs the gathered parameter: it is not gathered in a remat, nor for linear uses alone.
+
+    (A pipeline has a backward pass of its own, for which `regather` is no cure.)
+    """
     trails = gathered_at(program, var, plan, through=uses.KEEPS_NUMBERS)
-    return any(not _in_remat(trail) and (uses.mark(trail[-1]) or not _is_linear(trail[-1])) for trail in trails)
+    return any(not _in_remat(trail) and _needs(trail[-1]) for trail in trails)
 
 
-def _is_linear(eqn: Equation) -> bool:
-    return eqn.primitive.name in LINEAR
+def _needs(eqn: Equation) -> bool:
+    """Whether the backward pass of an equation needs its operand, or may need it."""
+    return bool(uses.mark(eqn)) or (eqn.primitive.name not in LINEAR and deferred(eqn) is None)
 
 
 def _in_remat(trail: Sequence[Equation]) -> bool:
