@@ -59,7 +59,7 @@ def test_activations_laid_out_by_features_are_told_of_with_line_and_cure():
     assert len(told) == 1
     assert report.wire_bytes > 2 * 3 * 7 / 8 * 4 * LAYERS * 8 * WIDTH**2
     for words in (
-        "test_own_steps.py:",
+        "test_unusual_traffic.py:",
         "with_sharding_constraint",
         "jaxshard.value_and_grad",
         "times what ZeRO-3 sends",
