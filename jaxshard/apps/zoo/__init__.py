@@ -1,1 +1,1 @@
-"""The models of the benchmarks: plain functions of plain dicts, each file by itself."""
+"""The models of the benchmarks: plain functions of plain dicts."""

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxshard.apps.zoo.decoders import normed
+
 Tree = Any
 Shape = tuple[int, ...]
 
@@ -32,19 +34,14 @@ def _stacked(layers: int, shapes: dict[str, Shape]) -> dict[str, Shape]:
     return {name: (layers, *shape) for name, shape in shapes.items()}
 
 
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
-
-
 def _attended(layer: Tree, x: jax.Array, heads: int, is_causal: bool = False) -> jax.Array:
-    y = (_normed(x, layer["norm1"]) @ layer["qkv"]).reshape(*x.shape[:2], 3, heads, -1)
+    y = (normed(x, layer["norm1"]) @ layer["qkv"]).reshape(*x.shape[:2], 3, heads, -1)
     found = jax.nn.dot_product_attention(y[:, :, 0], y[:, :, 1], y[:, :, 2], is_causal=is_causal)
     return x + found.reshape(x.shape) @ layer["out"]
 
 
 def _mlp(layer: Tree, x: jax.Array) -> jax.Array:
-    return x + jax.nn.gelu(_normed(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+    return x + jax.nn.gelu(normed(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +85,13 @@ class EncoderDecoder:
             return _mlp(layer, _attended(layer, source, self.heads)), target
         target = _attended(layer, target, self.heads, is_causal=True)
         cut = lambda x: x.reshape(*x.shape[:2], self.heads, -1)  # noqa: E731
-        query = cut(_normed(target, layer["norm3"]) @ layer["query"])
+        query = cut(normed(target, layer["norm3"]) @ layer["query"])
         found = jax.nn.dot_product_attention(query, cut(source @ layer["key"]), cut(source @ layer["value"]))
         return source, _mlp(layer, target + found.reshape(target.shape) @ layer["give"])
 
     def last(self, params: Tree, x: Any, batch: Tree) -> jax.Array:
         """The mean cross-entropy in nats per token."""
-        logits = (_normed(x[1], params["norm"]) @ params["head"].astype(self.dtype)).astype(jnp.float32)
+        logits = (normed(x[1], params["norm"]) @ params["head"].astype(self.dtype)).astype(jnp.float32)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"][:, 1:]))
 
 
@@ -215,13 +212,13 @@ class Conformer:
         """Half an MLP, attention, a convolution of each channel, and half an MLP."""
         x = (x + _mlp(layer, x)) / 2
         x = _attended(layer, x, self.heads)
-        y = jax.nn.glu(_normed(x, layer["norm3"]) @ layer["widen"])
+        y = jax.nn.glu(normed(x, layer["norm3"]) @ layer["widen"])
         x += jax.nn.silu(_convolved(y, layer["along"], groups=self.width)) @ layer["narrow"]
         return (x + _mlp({"norm2": layer["norm4"], "up": layer["up2"], "down": layer["down2"]}, x)) / 2
 
     def last(self, params: Tree, x: jax.Array, batch: Tree) -> jax.Array:
         """The mean negative log-likelihood of a row's letters, in nats."""
-        logits = (_normed(x, params["norm"]) @ params["head"].astype(self.dtype)).astype(jnp.float32)
+        logits = (normed(x, params["norm"]) @ params["head"].astype(self.dtype)).astype(jnp.float32)
         all_there = jnp.zeros(logits.shape[:2]), jnp.zeros(batch["letters"].shape)
         return jnp.mean(optax.ctc_loss(logits, all_there[0], batch["letters"], all_there[1]))
 

@@ -71,12 +71,12 @@ class Decoder:
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
         """Attention and MLP, (B, L, D) to (B, L, D)."""
         x = self.attended(layer, x)
-        return x + jax.nn.gelu(_normed(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+        return x + jax.nn.gelu(normed(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
 
     def attended(self, layer: Tree, x: jax.Array) -> jax.Array:
         """The first half of a block."""
         rows, length, width = x.shape
-        qkv = (_normed(x, layer["norm1"]) @ layer["qkv"]).reshape(rows, length, 3, self.heads, -1)
+        qkv = (normed(x, layer["norm1"]) @ layer["qkv"]).reshape(rows, length, 3, self.heads, -1)
         attended = _attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.attention)
         return x + attended.reshape(rows, length, width) @ layer["out"]
 
@@ -116,14 +116,14 @@ class Llama(Decoder):
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
         """Attention and gated MLP, (B, L, D) to (B, L, D)."""
         rows, length, width = x.shape
-        y = _normed(x, layer["norm1"])
+        y = normed(x, layer["norm1"])
         query, key, value = (
             (y @ layer[name]).reshape(rows, length, count, -1)
             for name, count in (("query", self.heads), ("key", self.groups), ("value", self.groups))
         )
         attended = _attention(_rotated(query), _rotated(key), value, self.attention)
         x += attended.reshape(rows, length, width) @ layer["out"]
-        y = _normed(x, layer["norm2"])
+        y = normed(x, layer["norm2"])
         return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
 
 
@@ -158,7 +158,7 @@ class Experts(Decoder):
         """Attention and experts."""
         x, imbalance = x
         x = self.attended(layer, x)
-        y = _normed(x, layer["norm2"])
+        y = normed(x, layer["norm2"])
         chances_BxLxE = jax.nn.softmax((y @ layer["router"]).astype(jnp.float32))
         takes, gives = self.dispatched(chances_BxLxE)
         inner = jax.nn.gelu(jnp.einsum("blec,bld,edf->becf", takes.astype(y.dtype), y, layer["up"]))
@@ -216,7 +216,7 @@ class SharedExperts(Decoder):
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
         """Attention, the shared expert, and the chosen ones."""
         x = self.attended(layer, x)
-        y = _normed(x, layer["norm2"])
+        y = normed(x, layer["norm2"])
         shared = (jax.nn.silu(y @ layer["shared_gate"]) * (y @ layer["shared_up"])) @ layer["shared_down"]
         weights, chosen = jax.lax.top_k(jax.nn.sigmoid((y @ layer["router"]).astype(jnp.float32)), self.top)
         weights = weights / jnp.sum(weights, -1, keepdims=True)
@@ -261,7 +261,7 @@ def _rotated(x_BxLxHxK: jax.Array) -> jax.Array:
 
 
 def _cross_entropy(params: Tree, x: jax.Array, targets_BxL: jax.Array, dtype: str, one_hot: bool) -> jax.Array:
-    x = _normed(x, params["norm"])
+    x = normed(x, params["norm"])
     head = params["head"] if "head" in params else params["embed"].T
     logits = (x @ head.astype(dtype)).astype(jnp.float32)
     if one_hot:
@@ -271,7 +271,8 @@ def _cross_entropy(params: Tree, x: jax.Array, targets_BxL: jax.Array, dtype: st
     return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
 
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """An RMS norm, in float32."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.apps.zoo.decoders import normed
+
 Tree = Any
 Shape = tuple[int, ...]
 
@@ -60,7 +62,7 @@ class SSM:
 
     def block(self, layer: Tree, x: jax.Array) -> jax.Array:
         """A gated state space model."""
-        y = _normed(x, layer["norm"])
+        y = normed(x, layer["norm"])
         inputs_BxLxE, gate = jnp.split(y @ layer["up"], 2, -1)
         step_BxLxE = jax.nn.softplus(y @ layer["step1"] @ layer["step2"] + layer["step_bias"].astype(y.dtype))
         write_BxLxN, read_BxLxN = jnp.split(inputs_BxLxE @ layer["mixes"], 2, -1)
@@ -72,7 +74,7 @@ class SSM:
 
     def last(self, params: Tree, x: jax.Array, batch: jax.Array) -> jax.Array:
         """The mean cross-entropy in nats per token."""
-        logits = _normed(x, params["norm"]) @ params["head"].astype(self.dtype)
+        logits = normed(x, params["norm"]) @ params["head"].astype(self.dtype)
         return -jnp.mean(jnp.take_along_axis(_log_chances(logits), batch[:, 1:, None], -1))
 
 
@@ -108,7 +110,7 @@ class Mamba2(SSM):
         """A gated state space model, after a short convolution."""
         rows, length, _ = x.shape
         inner, mixed = 2 * self.width, 2 * self.width + 2 * self.state
-        gate, mixes, step = jnp.split(_normed(x, layer["norm"]) @ layer["up"], (inner, inner + mixed), -1)
+        gate, mixes, step = jnp.split(normed(x, layer["norm"]) @ layer["up"], (inner, inner + mixed), -1)
         mixes = jax.nn.silu(_short_convolution(mixes, layer["conv"]))
         inputs, write, read = jnp.split(mixes, (inner, inner + self.state), -1)
         inputs = inputs.reshape(rows, length, -1, self.head)
@@ -116,7 +118,7 @@ class Mamba2(SSM):
         decay_BxLxH = -step_BxLxH * jnp.exp(layer["decay"].astype(jnp.float32))
         found = self.mixed(inputs * step_BxLxH[..., None].astype(x.dtype), decay_BxLxH, write, read)
         found += inputs * layer["skip"].astype(x.dtype)[:, None]
-        return x + _normed(found.reshape(rows, length, -1) * jax.nn.silu(gate), layer["inner_norm"]) @ layer["down"]
+        return x + normed(found.reshape(rows, length, -1) * jax.nn.silu(gate), layer["inner_norm"]) @ layer["down"]
 
     def mixed(self, inputs: jax.Array, decay: jax.Array, write: jax.Array, read: jax.Array) -> jax.Array:
         """The outputs (B, L, H, K): what each position reads of earlier ones, in its chunk and before it."""
@@ -153,11 +155,6 @@ def _short_convolution(x_BxLxE: jax.Array, kernel: jax.Array) -> jax.Array:
         dimension_numbers=("NWC", "WIO", "NWC"),
         feature_group_count=count,
     )
-
-
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
 def _log_chances(logits: jax.Array) -> jax.Array:
@@ -216,7 +213,7 @@ class Transducer:
         before = jnp.pad(batch["tokens"], ((0, 0), (1, 0)))
         layer = jax.tree.map(lambda x: x.astype(self.dtype), params["predict"])
         predicted = _lstm(layer, use("embed")[before]) @ use("join_tokens")
-        heard = _normed(x, params["norm"]) @ use("join_speech")
+        heard = normed(x, params["norm"]) @ use("join_speech")
         joined_BxTxUxJ = jnp.tanh(heard[:, :, None] + predicted[:, None])
         return jnp.mean(_transducer_loss(_log_chances(joined_BxTxUxJ @ use("head")), batch["tokens"]))
 
