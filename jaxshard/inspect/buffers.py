@@ -31,12 +31,10 @@ def buffers_of(instruction: hlo.Instruction, computation: str, shape: str) -> Va
     """A buffer for each array of a shape, in lists as its tuples are."""
     shape = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not shape.startswith("("):
-        found = _ARRAY.match(shape)
-        return (
-            []
-            if found is None
-            else Buffer(instruction, computation, f"{found[1]}[{found[2]}]", _padded(*found.groups("")))
-        )
+        if (found := _ARRAY.match(shape)) is None:
+            return []
+        dtype, dims, layout = found.groups("")
+        return Buffer(instruction, computation, f"{dtype}[{dims}]", _padded(dtype, dims, layout))
     return [buffers_of(instruction, computation, part) for part in _parts(shape[1:-1])]
 
 

@@ -1,15 +1,15 @@
 """Tells of a user's own step that sends far more than ZeRO has to: XLA has laid out activations by features."""
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxshard.inspect.sources import frames
-from jaxshard.inspect.traffic import Collective, text_of
+from jaxshard.inspect.traffic import Collective, inputs_of, text_of
 from jaxshard.programs.source import place_of
 from jaxshard.system.text import size_in_words
 
@@ -23,10 +23,11 @@ def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
     A step is a program of (params, ..., batch), its last arguments cut by rows over all devices. That of
     `jaxshard.train_step`, or with gradients of `jaxshard.value_and_grad`, makes its own collectives: it is left out.
     """
-    num = _num_devices_of_rows(compiled)
+    inputs = inputs_of(compiled)
+    num = _num_devices_of_rows(inputs[-1]) if len(inputs) > 1 else 1
     if num < 2 or not found:
         return ""
-    params = sum(math.prod(x.shape) * x.dtype.itemsize for x in _floats(compiled.in_avals[0][0]))
+    params = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in inputs[0] if jnp.issubdtype(x.dtype, jnp.inexact))
     formula, sent = 3 * params * (num - 1) / num, sum(each.wire_bytes for each in found)
     if sent < max(2 * formula, _LEAST) or not params or f'"{_LOSS}' in text_of(compiled):
         return ""
@@ -43,23 +44,10 @@ def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
     )
 
 
-def _floats(tree: object) -> list[jax.ShapeDtypeStruct]:
-    leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
-    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def _num_devices_of_rows(compiled: jax.stages.Compiled) -> int:
-    """The number of devices, if the last argument's rows are cut over all of them; else 1."""
-    try:
-        avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
-    except (AttributeError, NotImplementedError):  # this kind of executable lacks them
+def _num_devices_of_rows(leaves: Sequence[tuple[Any, jax.sharding.Sharding | None]]) -> int:
+    """The number of devices, if the rows of an argument's first leaf are cut over all of them; else 1."""
+    x, sharding = next(iter(leaves), (None, None))
+    if x is None or not isinstance(sharding, jax.sharding.NamedSharding) or not x.ndim or not x.shape[0]:
         return 1
-    if len(avals) < 2:
-        return 1
-    leaves = jax.tree.leaves(avals[-1])
-    cuts = jax.tree.structure(avals[-1]).flatten_up_to(shardings[-1])
-    for x, sharding in itertools.islice(zip(leaves, cuts, strict=True), 1):
-        if isinstance(sharding, jax.sharding.NamedSharding) and x.ndim and x.shape[0]:
-            parts = x.shape[0] // sharding.shard_shape(x.shape)[0]
-            return parts if parts == len(sharding.device_set) else 1
-    return 1
+    parts = x.shape[0] // sharding.shard_shape(x.shape)[0]
+    return parts if parts == len(sharding.device_set) else 1

@@ -67,8 +67,8 @@ def peak(compiled_or_text: jax.stages.Compiled | str) -> Peak:
         TypeError, ValueError: as `collectives`.
     """
     text = text_of(compiled_or_text)
-    module, stack_of = hlo.parse(text), origins(text)
-    made = module.computations[module.entry]
+    module = hlo.parse(text)
+    stack_of, made = origins(module, text), module.computations[module.entry]
     inputs = {int(i.operands): buffers_of(i, module.entry, i.shape) for i in made.values() if i.opcode == "parameter"}
     run = _Run(module, module.entry, [inputs[number] for number in sorted(inputs)])
     run.put_over(_aliases(text, run.inputs, run.result))
@@ -78,7 +78,7 @@ def peak(compiled_or_text: jax.stages.Compiled | str) -> Peak:
     return Peak(arguments + sum(one.bytes for one in held), arguments, tuple(held))
 
 
-def _held(buffer: "Buffer", stack: tuple[Frame, ...]) -> Held:
+def _held(buffer: Buffer, stack: tuple[Frame, ...]) -> Held:
     op_name = re.search(r'op_name="([^"]*)"', buffer.maker.attributes)
     return Held(buffer.bytes, buffer.shape, buffer.maker.name, op_name[1] if op_name else "", stack)
 
@@ -157,19 +157,18 @@ class _Run:
         if opcode == "while":
             self._enter(place, instruction.called("body"), [operands[0]], is_loop=True)
             return operands[0]
-        if opcode in ("call", "async-start") and not instruction.called("calls"):
-            (callee,) = instruction.called("to_apply")[:1] or [""]
-            return self._enter(place, [callee], operands, is_loop=False) if callee else self._new(place, instruction)
+        if opcode == "call":
+            return self._enter(place, instruction.called("to_apply"), operands, is_loop=False)
         if opcode == "conditional":
             branches = instruction.called("branch_computations", "true_computation", "false_computation")
-            self._enter(place, branches, None, is_loop=False)
+            self._enter(place, branches, [], is_loop=False)
         return self._new(place, instruction, operands)
 
-    def _enter(self, place: int, callees: Sequence[str], inputs: Sequence[Value] | None, *, is_loop: bool) -> Value:
+    def _enter(self, place: int, callees: Sequence[str], inputs: Sequence[Value], *, is_loop: bool) -> Value:
         """Runs the computations that an instruction calls; what the largest holds at its peak is held there, too."""
         result: Value = []
         for callee in callees:
-            run = _Run(self._module, callee, _copies(inputs or []))
+            run = _Run(self._module, callee, _copies(inputs))
             if is_loop:
                 run.put_over(zip(flat(run.result), flat(run.inputs), strict=False))
             held, result = run.held(), run.result
@@ -191,8 +190,9 @@ class _Run:
         over = self._written_over(instruction, operands)
         leaves = [value] if not isinstance(value, list) else value
         found = [over.get(i, one) for i, one in enumerate(leaves)]
+        given = set(map(id, flat(operands)))
         for one in flat(found):
-            if one.made < 0 and one not in flat(list(over.values())) and one not in flat(list(operands)):
+            if id(one) not in given:
                 one.made = one.read = one.first = place
                 self._own.append(one)
         return found if isinstance(value, list) else found[0]
@@ -209,20 +209,21 @@ class _Run:
         roots = [inside.get(name) for name in root.operand_names] if root.opcode == "tuple" else [root]
         found = {}
         for i, one in enumerate(roots):
-            while one is not None and one.opcode in ("bitcast", "convert", "copy"):
-                one = inside.get(one.operand_names[0])
-            if one is None or one.opcode not in _UPDATES:
+            update = _uncast(inside, one)
+            if update is None or update.opcode not in _UPDATES:
                 continue
-            given = inside.get(one.operand_names[0])
-            while given is not None and given.opcode in ("bitcast", "convert", "copy"):
-                given = inside.get(given.operand_names[0])
-            if (
-                given is not None
-                and given.opcode == "parameter"
-                and not isinstance(operands[int(given.operands)], list)
-            ):
-                found[i] = operands[int(given.operands)]
+            given = _uncast(inside, inside.get(update.operand_names[0]))
+            if given is not None and given.opcode == "parameter":
+                operand = operands[int(given.operands)]
+                found |= {} if isinstance(operand, list) else {i: operand}
         return found
+
+
+def _uncast(inside: dict[str, hlo.Instruction], one: hlo.Instruction | None) -> hlo.Instruction | None:
+    """What an instruction of a fusion only casts or copies; itself, if it does more."""
+    while one is not None and one.opcode in ("bitcast", "convert", "copy"):
+        one = inside.get(one.operand_names[0])
+    return one
 
 
 _UPDATES = {"dynamic-update-slice", "scatter"}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxshard.inspect.own_steps import excess
-from jaxshard.inspect.traffic import Collective, collectives, needed
+from jaxshard.inspect.traffic import Collective, collectives, inputs_of, needed
 from jaxshard.system.users_lines import warn
 
 
@@ -175,7 +175,7 @@ def report(compiled: jax.stages.Compiled) -> Report:
         warn(f"inspect.report: {text}")
     known: dict[str, Any] = {
         "platform": _platform(compiled),
-        "arguments": _arguments(compiled),
+        "arguments": tuple(sum(_shard_bytes(*leaf) for leaf in leaves) for leaves in inputs_of(compiled)),
         "flops": _flops(compiled),
     }
     memory = compiled.memory_analysis()
@@ -200,17 +200,6 @@ def _flops(compiled: jax.stages.Compiled) -> float | None:
     cost = cost[0] if isinstance(cost, list | tuple) and cost else cost
     flops = cost.get("flops") if isinstance(cost, dict) else None
     return None if flops is None or flops < 0 else float(flops)
-
-
-def _arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-    try:
-        avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
-    except (AttributeError, NotImplementedError):  # this kind of executable lacks them
-        return ()
-    return tuple(  # a sharding is None for an unused leaf, and a tree may itself contain None
-        sum(map(_shard_bytes, jax.tree.leaves(aval), jax.tree.structure(aval).flatten_up_to(sharding)))
-        for aval, sharding in zip(avals, shardings, strict=True)
-    )
 
 
 def _shard_bytes(aval: Any, sharding: jax.sharding.Sharding | None) -> int:

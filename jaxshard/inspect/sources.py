@@ -46,12 +46,12 @@ def frames(compiled_or_text: jax.stages.Compiled | str) -> dict[str, list[tuple[
     return found
 
 
-def origins(text: str) -> Callable[[str, str], tuple[Frame, ...]]:
-    """A function of a computation and an instruction of this HLO text: the stack from which its value was traced.
+def origins(module: hlo.Module, text: str) -> Callable[[str, str], tuple[Frame, ...]]:
+    """A function of a computation and an instruction: the stack from which its value was traced.
 
-    It is that of an operand, if the compiler added the instruction; () if unknown.
+    It is that of an operand, if the compiler added the instruction; () if unknown. `module` is the parsed text.
     """
-    return _Program(hlo.parse(text), _Stacks(text)).origin
+    return _Program(module, _Stacks(text)).origin
 
 
 _MOST_STEPS = 8  # from a value back to its origin

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -133,6 +133,20 @@ def text_of(compiled_or_text: jax.stages.Compiled | str) -> str:
     if not isinstance(text, str) or not re.search(r"^HloModule ", text, re.M) or not re.search(r"^ENTRY ", text, re.M):
         raise TypeError(needed(what, text if is_compiled else compiled_or_text))
     return text
+
+
+def inputs_of(compiled: jax.stages.Compiled) -> list[list[tuple[Any, jax.sharding.Sharding | None]]]:
+    """For each positional argument the types and shardings of its leaves; [] if this kind of executable lacks them.
+
+    A sharding is None for a leaf that the program does not use.
+    """
+    try:
+        avals, shardings = compiled.in_avals[0], compiled.input_shardings[0]
+    except (AttributeError, NotImplementedError):
+        return []
+    leaves = (jax.tree.flatten(aval) for aval in avals)  # a tree may itself contain None
+    each = zip(leaves, shardings, strict=True)
+    return [list(zip(found, treedef.flatten_up_to(tree), strict=True)) for (found, treedef), tree in each]
 
 
 # The walk: every collective in a computation and those it calls, with the trips of the loops around it.
