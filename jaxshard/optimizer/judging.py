@@ -127,7 +127,7 @@ def own_parts(tree: T, specs: Tree, mesh: AnyMesh) -> T:
     found = {i: cut for i, cut in enumerate(cuts) if cut is not None}
 
     def mine(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        indices = {free: lax.axis_index(free) for free in {cut.free for cut in found.values()}}
+        indices = {free: lax.axis_index(free) for free in dict.fromkeys(cut.free for cut in found.values())}
         return {i: found[i].part(x, indices[found[i].free]) for i, x in parts.items()}
 
     if found:

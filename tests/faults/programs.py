@@ -429,6 +429,7 @@ def one_cannot_read(folder, bad):
         step = pathlib.Path(folder) / "20"
         files = [path for path in step.rglob("*") if path.is_file()]
         arrays = max(files, key=lambda path: path.stat().st_size)
+        agreement.meet("all have seen the files as they are")
         for place in (step / "_CHECKPOINT_METADATA", step / "state/manifest.ocdbt", arrays):
             for broken in (disk_broken, rights_lost, too_many_files):
                 say("case", broken.__name__, place.name)

@@ -16,6 +16,7 @@ OTHER_WORDS = {
     "checkpoint/retention.py": "which of the measured values is the best",
     "inspect/traffic.py": "opcodes of HLO, the language of compiled programs",
     "inspect/schedule.py": "opcodes of HLO",
+    "inspect/peak.py": "opcodes of HLO",
     "loss/loss_report.py": "words of JAX's error texts",
 }
 """Modules whose words are also names of primitives, and what they are there."""
