@@ -19,6 +19,12 @@ from jaxshard.programs.primitives import (
     UPDATES,
 )
 
+_MOST_TIMES = 31
+"""How often a kernel has the code of an operation that it reads at several indices, at most.
+
+XLA for GPU has a limit of 15, and counts otherwise. 24 to 31 give the peak of an `associative_scan` within 1%.
+"""
+
 
 def distinct(values: Sequence[Value]) -> list[Value]:
     """The distinct arrays in memory behind values."""
@@ -49,30 +55,61 @@ class Fusion:
             for root in {x.root for x in op.ins}:
                 self.readers.setdefault(root, []).append(op)
         self._outs = {x.root for x in block.outs}
-        self._virtual: dict[Op, bool] = {}
+        self._emitted: dict[Op, dict[Op, int]] = {}  # kernel -> how often it has the operation's code
         self._sources: dict[Value, frozenset[Value]] = {}
+        self._fits: dict[Op, bool] = {}
+        for op in reversed(block.ops):
+            self._fits[op] = self._fits_in_readers(op)
+        self._virtual: set[Op] = set()
+        for op in block.ops:
+            if self._fits[op] and not self._stands_for_several(op):
+                self._virtual.add(op)
+                self._sources[op.outs[0]] = frozenset(s for x in op.ins for s in self.sources(x))
         self.kept = {s for x in block.outs for s in self.sources(x)}
 
     def is_virtual(self, op: Op) -> bool:
         """Whether the operation's result is never in memory."""
-        if op not in self._virtual:
-            self._virtual[op] = self._is_virtual(op)
-        return self._virtual[op]
+        return op in self._virtual
 
-    def _is_virtual(self, op: Op) -> bool:
+    def _fits_in_readers(self, op: Op) -> bool:
+        """Whether all readers of the operation can compute its result themselves. Those must have been asked before."""
+        emitted = self._times_emitted(op)
+        fits = self._is_taken(op) and max(emitted.values(), default=0) <= _MOST_TIMES
+        self._emitted[op] = emitted if fits else {op: 1}
+        return fits
+
+    def _times_emitted(self, op: Op) -> dict[Op, int]:
+        """How often each kernel would have the operation's code: once for each index at which it reads the result."""
+        alike: dict[Op, int] = {}
+        others: dict[Op, int] = {}
+        for reader in self.readers.get(op.outs[0], []) if op.outs else []:
+            for kernel, times in self._emitted[reader].items():
+                if reader.name in POINTWISE:
+                    alike[kernel] = max(alike.get(kernel, 0), times)
+                else:
+                    others[kernel] = others.get(kernel, 0) + times
+        return {kernel: alike.get(kernel, 0) + others.get(kernel, 0) for kernel in alike | others}
+
+    def _is_taken(self, op: Op) -> bool:
         if op.name not in FUSED or len(op.outs) != 1 or op.outs[0] in self._outs:
             return False
-        readers = self.readers.get(op.outs[0], [])
-        if len(readers) > 1 and self._stands_for_several(op):
-            return False
-        return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in readers)
+        return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in self.readers.get(op.outs[0], []))
 
     def _stands_for_several(self, op: Op) -> bool:
         """Whether an operation adds arrays, so that its sum takes less memory than they do: a residual stream."""
-        if op.name not in ADDS:
+        if op.name not in ADDS or len(self.readers.get(op.outs[0], [])) < 2 or self._is_for_one_kernel(op):
             return False
         sources = {s for x in op.ins for s in self.sources(x)}
         return sum(s.bytes >= op.outs[0].bytes > 0 for s in sources) > 1
+
+    def _is_for_one_kernel(self, op: Op) -> bool:
+        """Whether all that reads the result works on it element by element, or sums it to a number, as an optimizer
+        does with a leaf: compilers make one kernel of that, which has several results."""
+        shape = op.outs[0].shape
+        shapes = {True: shape, False: ()}  # of a kernel's result, if it is no sum, and if it is
+        kernels = [kernel for kernel in self._emitted[op] if kernel.name in POINTWISE | REDUCTIONS]
+        alike = all(kernel.outs[0].shape == shapes[kernel.name in POINTWISE] for kernel in kernels)
+        return alike and len(kernels) == len(self._emitted[op])
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether the kernel of `reader` computes the result of `op` itself."""
@@ -90,7 +127,7 @@ class Fusion:
         """Whether the operation is a matrix product, or fused into one."""
         if op.name == PRODUCT:
             return True
-        is_part = op.name in FUSED_INTO[PRODUCT] and self.is_virtual(op)
+        is_part = op.name in FUSED_INTO[PRODUCT] and self._fits[op]
         return is_part and any(map(self._feeds_product, self.readers.get(op.outs[0], ())))
 
     def _is_passed_on(self, op: Op) -> bool:
@@ -102,14 +139,7 @@ class Fusion:
 
     def sources(self, x: Value) -> frozenset[Value]:
         """The arrays that are read from memory to make `x`."""
-        root = x.root
-        if root not in self._sources:
-            op = self.made.get(root)
-            if op is None or not self.is_virtual(op):
-                self._sources[root] = frozenset((root,))
-            else:
-                self._sources[root] = frozenset(s for i in op.ins for s in self.sources(i))
-        return self._sources[root]
+        return self._sources.get(x.root, frozenset((x.root,)))
 
     def read_by(self, op: Op) -> frozenset[Value]:
         """The arrays that an operation reads from memory."""

@@ -32,7 +32,7 @@ def bytes_of_previous_iteration(block: Block) -> int:
     """Bytes of the previous iteration's gradients that an innermost loop is still reducing."""
     if any(op.blocks for op in block.ops):
         return 0
-    read = {x.root for op in block.ops for x in op.ins}
+    read = {x.root for op in block.ops if op.name not in FUSED for x in op.ins}
     sums = [op for op in block.ops if any(m.kind in ("reduce-scatter", "all-reduce") for m in op.moved)]
     return sum(x.bytes for op in sums if not read & set(op.outs) for x in op.ins)
 
