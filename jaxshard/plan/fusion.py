@@ -58,13 +58,20 @@ class Fusion:
         self._emitted: dict[Op, dict[Op, int]] = {}  # kernel -> how often it has the operation's code
         self._sources: dict[Value, frozenset[Value]] = {}
         self._fits: dict[Op, bool] = {}
+        self._feeds: set[Op] = set()  # matrix products, and what is fused into them
         for op in reversed(block.ops):
             self._fits[op] = self._fits_in_readers(op)
+            if self._feeds_product(op):
+                self._feeds.add(op)
+        self._elsewhere: dict[Value, frozenset[Value]] = {}
+        self._bytes: dict[Value, dict[Value, int]] = {}
         self._virtual: set[Op] = set()
         for op in block.ops:
             if self._fits[op] and not self._stands_for_several(op):
                 self._virtual.add(op)
                 self._sources[op.outs[0]] = frozenset(s for x in op.ins for s in self.sources(x))
+                self._elsewhere[op.outs[0]] = self.read_elsewhere(op)
+                self._bytes[op.outs[0]] = self._bytes_read(op)
         self.kept = {s for x in block.outs for s in self.sources(x)}
 
     def is_virtual(self, op: Op) -> bool:
@@ -113,7 +120,7 @@ class Fusion:
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether the kernel of `reader` computes the result of `op` itself."""
-        if self._products_cast and self._feeds_product(reader):
+        if self._products_cast and reader in self._feeds:
             return self._is_passed_on(op)
         if reader.name in FUSED or reader.name in REDUCTIONS:
             return True
@@ -128,7 +135,7 @@ class Fusion:
         if op.name == PRODUCT:
             return True
         is_part = op.name in FUSED_INTO[PRODUCT] and self._fits[op]
-        return is_part and any(map(self._feeds_product, self.readers.get(op.outs[0], ())))
+        return is_part and any(reader in self._feeds for reader in self.readers.get(op.outs[0], ()))
 
     def _is_passed_on(self, op: Op) -> bool:
         """Whether a product can read the operand instead: the operation moves elements, or casts an array in memory."""
@@ -152,8 +159,7 @@ class Fusion:
             return frozenset()  # a product can write its result in any order of dims
         if op.name not in POINTWISE:
             return self.read_by(op)
-        inner = [self.read_elsewhere(made) for made in makers if made is not None and self.is_virtual(made)]
-        return frozenset[Value]().union(*inner)
+        return frozenset(s for x in op.ins for s in self._elsewhere.get(x.root, ()))
 
     def touched(self, op: Op) -> int:
         """Bytes that an operation reads and writes. Of an array that it slices or updates, only that part counts."""
@@ -165,16 +171,14 @@ class Fusion:
         ins = op.ins
         if op.name in UPDATES:
             ins, written = op.ins[1:], op.ins[-1].bytes
-        reads: dict[Value, int] = {}
-        for x in ins:
-            reads |= self._read_bytes(x)
-        return written + sum(reads.values())
+        return written + sum(self._bytes_of(ins).values())
 
-    def _read_bytes(self, x: Value) -> dict[Value, int]:
-        op = self.made.get(x.root)
-        if op is None or not self.is_virtual(op) or op.name in CUTS:
-            return {x.root: x.root.bytes}
+    def _bytes_read(self, op: Op) -> dict[Value, int]:
+        """Array in memory -> the bytes of it that are read to make the result of a virtual operation."""
+        return {op.outs[0]: op.outs[0].bytes} if op.name in CUTS else self._bytes_of(op.ins)
+
+    def _bytes_of(self, values: Sequence[Value]) -> dict[Value, int]:
         found: dict[Value, int] = {}
-        for i in op.ins:
-            found |= self._read_bytes(i)
+        for x in values:
+            found |= self._bytes.get(x.root, {x.root: x.root.bytes})
         return found

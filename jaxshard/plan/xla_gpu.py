@@ -29,12 +29,17 @@ def normalises(fusion: Fusion, op: Op) -> bool:
 
 
 def bytes_of_previous_iteration(block: Block) -> int:
-    """Bytes of the previous iteration's gradients that an innermost loop is still reducing."""
-    if any(op.blocks for op in block.ops):
+    """Bytes of the previous iteration's gradients that a loop is still reducing; 0 if a loop within reduces some."""
+    if any(_sums(inner) for op in block.ops for inner in op.blocks):
         return 0
     read = {x.root for op in block.ops if op.name not in FUSED for x in op.ins}
-    sums = [op for op in block.ops if any(m.kind in ("reduce-scatter", "all-reduce") for m in op.moved)]
-    return sum(x.bytes for op in sums if not read & set(op.outs) for x in op.ins)
+    return sum(x.bytes for op in _sums(block) if not read & set(op.outs) for x in op.ins)
+
+
+def _sums(block: Block) -> list[Op]:
+    """The reductions over devices of a block, and of the loops within."""
+    found = [op for op in block.ops if any(m.kind in ("reduce-scatter", "all-reduce") for m in op.moved)]
+    return found + [op for one in block.ops for inner in one.blocks for op in _sums(inner)]
 
 
 def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:

@@ -1,0 +1,81 @@
+"""What the plan takes a fusing compiler to write to memory; the compilers' own figures are in docs/plan_figures.md."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.plan import from_jaxpr, xla_gpu
+from jaxshard.plan.fusion import Fusion
+from jaxshard.plan.memory import peak_bytes
+
+N = 1 << 16
+
+
+def block(f, *shapes, sizes=None):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return from_jaxpr.written_out(jax.jit(f).trace(*args).jaxpr, [P()] * len(args), sizes or {}, "gpu")
+
+
+def written(f, *shapes):
+    """The names of the operations whose results are written to memory."""
+    found = block(f, *shapes)
+    return [op.name for op in found.ops if not Fusion(found, "gpu").is_virtual(op)]
+
+
+def test_an_optimizers_new_moment_is_never_written_beside_what_is_selected():
+    def update(old, grad, param, ok):
+        new = 0.9 * old + grad
+        return jnp.where(ok > 0, new, old), jnp.where(ok > 0, param - new / 2, param)
+
+    assert written(update, (N,), (N,), (N,), ()) == ["select_n", "select_n"]
+
+
+def test_a_residual_stream_is_written_once():
+    def layer(x, y, w):
+        x = x + y
+        return (x / jnp.max(jnp.abs(x), -1, keepdims=True)) @ w + x
+
+    assert written(layer, (64, 64), (64, 64), (64, 64)).count("add") == 2
+
+
+@pytest.mark.parametrize(("levels", "is_written"), [(3, False), (9, True)])
+def test_a_kernel_has_the_code_of_an_operation_only_so_often(levels, is_written):
+    """Each level reads the one before at two indices: one kernel would have the first level's code 2^n times."""
+
+    def halved(x):
+        x = jnp.tanh(x)
+        for _ in range(levels):
+            x = x[::2] * x[1::2]
+        return x
+
+    assert (len(written(halved, (N,))) > 1) == is_written
+
+
+def test_a_chain_of_any_length_is_read():
+    def long(x):
+        return functools.reduce(lambda x, _: jnp.sin(x), range(5000), x)
+
+    assert peak_bytes(block(long, (N,)), (), "gpu") == 4 * N
+
+
+@pytest.mark.parametrize("how", ["as it is", "cast", "beside an inner loop", "reduced in an inner loop"])
+def test_the_gradients_of_the_iteration_before(how):
+    def reduced(x):
+        return jax.lax.psum_scatter(collectives.vary(x, ("data",)), "data", tiled=True)
+
+    def body(x, row):
+        if how == "reduced in an inner loop":
+            return x, jax.lax.scan(lambda c, r: (c, reduced(r + row)), 0.0, jnp.zeros((3, 64)))[1]
+        inner = jax.lax.scan(lambda c, r: (c + r, None), 0.0, row)[0] if how == "beside an inner loop" else 0.0
+        found = reduced(row + inner)
+        return x, found.astype(jnp.float16) if how == "cast" else found
+
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    loop = jax.shard_map(lambda xs: jax.lax.scan(body, 0.0, xs)[1], mesh=mesh, in_specs=P(), out_specs=P(None, "data"))
+    (scan,) = (op for op in block(loop, (5, 64), sizes={"data": 8}).ops if op.name == "scan")
+    expected = 0 if how == "reduced in an inner loop" else 4 * 64
+    assert xla_gpu.bytes_of_previous_iteration(scan.blocks[0]) == expected
