@@ -21,8 +21,9 @@ from jaxshard.layout.options import Config
 class CutOrder(NamedTuple):
     """How a platform ranks the dims of an array, as `Platform.rank_of_cut` and `tile` say."""
 
-    rank: Callable[[int, tuple[int, ...], int, int | None], int]
+    rank: Callable[[int, tuple[int, ...], int, int | None, bool], int]
     tile: int | None
+    params_cut: bool
 
 
 class Place(NamedTuple):
@@ -211,7 +212,7 @@ def _free_dims(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
 
 def _order(dtype: np.dtype, config: Config, platform: str) -> CutOrder:
     found = platforms.named(platform)
-    return CutOrder(found.rank_of_cut, found.tile(_gradient_itemsize(dtype, config)))
+    return CutOrder(found.rank_of_cut, found.tile(_gradient_itemsize(dtype, config)), bool(config.cut_axes.params))
 
 
 def _gradient_itemsize(dtype: np.dtype, config: Config) -> int:
@@ -269,7 +270,7 @@ def _badness(
     ranks = []
     for dim, axes in dims.items():
         shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
-        ranks.append(order.rank(dim, shape, shard, order.tile))
+        ranks.append(order.rank(dim, shape, shard, order.tile, order.params_cut))
     return (-num_parts, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
 

@@ -6,15 +6,22 @@ The figures come from the step in `benchmarks/NOTES.md`: 12 layers of width 1024
 from jaxshard.platforms.platform import MOST_LAYERS, CompilerOption, Platform, is_table
 
 
-def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None) -> int:
+def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None, params_cut: bool) -> int:
     """The first dim after a stack of layers is best, then the next; for a table, the features.
 
-    XLA for GPU gathers and scatters along the first dim in memory, and transposes arrays cut along another dim.
+    XLA for GPU gathers and scatters along the first dim in memory, and transposes arrays cut along another dim. A table
+    cut by its features sends the rows that are looked up, and their gradients, with 1/N of the bytes. It is transposed
+    where it is gathered, though, as whole params are after the update: a narrow one, of a recommender, is then cut by
+    its rows.
     """
-    del shard, tile
+    del tile
     if len(shape) >= 3 and dim == 0 and shape[0] <= MOST_LAYERS:
         return len(shape)
-    return 1 - dim if is_table(shape) else dim
+    by_features = is_table(shape) and (params_cut or shape[1] * shard >= _NARROW * shape[dim])
+    return 1 - dim if by_features else dim
+
+
+_NARROW = 32  # features of a shard: 128 bytes in float32, a line of the GPU's cache
 
 
 TWO_STEPS_IN_ONE = CompilerOption(

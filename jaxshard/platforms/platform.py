@@ -66,8 +66,8 @@ class Platform:
 
     Attributes:
       name: "cpu", "gpu" or "tpu".
-      rank_of_cut: `(dim, shape, shard, tile) -> rank` of cutting `dim` of an array into shards of `shard` elements
-        along it, 0 is best; `tile` is what `tile` gives.
+      rank_of_cut: `(dim, shape, shard, tile, params_cut) -> rank` of cutting `dim` of an array into shards of `shard`
+        elements along it, 0 is best; `tile` is what `tile` gives; `params_cut`: params are cut, not the state alone.
       tile: `itemsize -> n`: shards of the last dim should be multiples of n elements if an element of the reduced
         gradient has `itemsize` bytes; None where only the order of dims counts.
       compiler_options: options for XLA.
@@ -89,7 +89,7 @@ class Platform:
     """
 
     name: str
-    rank_of_cut: Callable[[int, tuple[int, ...], int, int | None], int]
+    rank_of_cut: Callable[[int, tuple[int, ...], int, int | None, bool], int]
     tile: Callable[[int], int | None]
     compiler_options: tuple[CompilerOption, ...] = ()
     product_dtypes: tuple[str, ...] = ("float32",)

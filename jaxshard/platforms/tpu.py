@@ -15,8 +15,9 @@ def tile(itemsize: int) -> int:
     return max(_LANES, _TILE_BYTES // itemsize)
 
 
-def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None) -> int:
+def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None, params_cut: bool) -> int:
     """The last dim is best if its shards are whole tiles, then the second last, then any other; layers come last."""
+    del params_cut
     lanes = _LANES if is_table(shape) or tile is None else tile  # rows of a table are exchanged, not scattered
     if dim == len(shape) - 1:
         return 0 if shard % lanes == 0 else 4
