@@ -6,7 +6,7 @@ partitions: specs are propagated from operation to operation, as XLA's partition
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxshard.programs.primitives import (
     COLLECTIVE_KINDS,
     COND,
     CONSTRAINT,
+    PASSED_TO_PRODUCTS,
     PLATFORM_INDEX,
     RESHARD,
     SCAN,
@@ -44,7 +45,43 @@ def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform:
     ops: list[Op] = []
     outs = writer.inline(jaxpr, ins, ops, True)
     block, _ = pruned(Block(ins, ops, outs), [True] * len(outs))
+    _scatter_sums(block)
     return block
+
+
+def _scatter_sums(block: Block) -> None:
+    """Sums over devices of which each keeps a part are reduce-scatters, as XLA's partitioner makes them; in place."""
+    readers: dict[Value, list[Op]] = {}
+    for op in block.ops:
+        for root in {x.root for x in op.ins}:
+            readers.setdefault(root, []).append(op)
+        for inner in op.blocks:
+            _scatter_sums(inner)
+    kept, ops = {x.root for x in block.outs}, list[Op]()
+    for op in block.ops:
+        ops.append(op)
+        is_sum = op.in_global_view and [m.kind for m in op.moved] == ["all-reduce"]
+        chain = _until_cut(op, readers, kept) if is_sum else []
+        if chain:
+            (moved,), whole = op.moved, Value(chain[0].shape, chain[0].dtype, chain[0].spec, chain[0].parts)
+            ops.append(Op("scattered", [whole], [chain[0]], moved=(dataclasses.replace(moved, kind="reduce-scatter"),)))
+            op.outs, op.moved = [whole], ()
+            for out in chain:
+                out.parts *= moved.group_size
+    block.ops = ops
+
+
+def _until_cut(op: Op, readers: Mapping[Value, Sequence[Op]], kept: Collection[Value]) -> list[Value]:
+    """The values from a sum to the constraint that cuts it along the axes that it was summed over; [] if none does."""
+    chain, axes = [op.outs[0]], set(op.moved[0].axes)
+    while chain[-1] not in kept and len(found := readers.get(chain[-1], ())) == 1:
+        (reader,) = found
+        if reader.name == RESHARD:
+            return chain if not reader.moved and axes <= {a for e in reader.outs[0].spec for a in e} else []
+        if reader.name not in PASSED_TO_PRODUCTS:
+            return []
+        chain.append(reader.outs[0])
+    return []
 
 
 # Expansion.
@@ -222,7 +259,7 @@ class _Writer:
             pairs = zip(outs, ins, strict=False)
             return [Value(o.shape, o.dtype, o.spec, o.parts, x) for o, x in pairs]
         moved = tuple(self._moved("all-reduce", o.bytes, summed, o.dtype) for o in outs if summed)
-        ops.append(Op(name, list(ins), outs, eqn.params, moved=moved, in_global_view=True))
+        ops.append(Op(name, list(ins), outs, eqn.params, moved=moved, in_global_view=True, cut=self._size(summed)))
         return outs
 
 

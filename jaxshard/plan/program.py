@@ -68,7 +68,10 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One operation. For a loop, `blocks` has its body, and `split` the numbers of its constants and carries."""
+    """One operation. For a loop, `blocks` has its body, and `split` the numbers of its constants and carries.
+
+    `cut`: the number of devices over which its sums are made.
+    """
 
     name: str
     ins: list[Value]
@@ -79,6 +82,7 @@ class Op:
     split: tuple[int, int] = (0, 0)
     moved: tuple[Moved, ...] = ()
     in_global_view: bool = False
+    cut: int = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,8 +179,7 @@ def product_flops(op: Op) -> float:
     if op.name == PRODUCT:
         contracted: Sequence[int] = op.params["dimension_numbers"][0][0]
         deep = math.prod(op.ins[0].shape[d] for d in contracted)
-        cut = math.prod(m.group_size for m in op.moved) if op.in_global_view else 1
-        return 2.0 * op.outs[0].size * deep / max(1, cut)
+        return 2.0 * op.outs[0].size * deep / op.cut
     if op.name == CONVOLUTION:
         kernel = op.ins[1]
         out_dim: int = op.params["dimension_numbers"].rhs_spec[0]

@@ -11,6 +11,7 @@ from jaxshard import collectives
 from jaxshard.plan import from_jaxpr, xla_gpu
 from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.memory import peak_bytes
+from jaxshard.plan.program import product_flops
 
 N = 1 << 16
 
@@ -79,3 +80,21 @@ def test_the_gradients_of_the_iteration_before(how):
     (scan,) = (op for op in block(loop, (5, 64), sizes={"data": 8}).ops if op.name == "scan")
     expected = 0 if how == "reduced in an inner loop" else 4 * 64
     assert xla_gpu.bytes_of_previous_iteration(scan.blocks[0]) == expected
+
+
+@pytest.mark.parametrize("cut", [P("data"), P(None, "data"), P()])
+def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut):
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+
+    def weight_gradient(x, y):
+        found = (x.T @ y).T
+        return jax.lax.with_sharding_constraint(found, jax.sharding.NamedSharding(mesh, cut))
+
+    args = [jax.ShapeDtypeStruct((64, size), jnp.float32) for size in (16, 24)]
+    traced = jax.jit(weight_gradient).trace(*args).jaxpr
+    found = from_jaxpr.written_out(traced, [P("data")] * 2, {"data": 8}, "gpu")
+    (moved,) = (m for op in found.ops for m in op.moved)
+    assert (moved.kind, moved.bytes) == ("reduce-scatter" if cut else "all-reduce", 16 * 24 * 4)
+    assert found.outs[0].bytes == 16 * 24 * 4 // (8 if cut else 1)
+    (product,) = (op for op in found.ops if op.name == "dot_general")
+    assert product_flops(product) == 2 * 64 * 16 * 24 / 8
