@@ -45,12 +45,13 @@ def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform:
     ops: list[Op] = []
     outs = writer.inline(jaxpr, ins, ops, True)
     block, _ = pruned(Block(ins, ops, outs), [True] * len(outs))
-    _scatter_sums(block)
+    if platform != "cpu":
+        _scatter_sums(block)
     return block
 
 
 def _scatter_sums(block: Block) -> None:
-    """Sums over devices of which each keeps a part are reduce-scatters, as XLA's partitioner makes them; in place."""
+    """Sums over devices of which each keeps a part are reduce-scatters, as XLA for GPU and TPU makes them; in place."""
     readers: dict[Value, list[Op]] = {}
     for op in block.ops:
         for root in {x.root for x in op.ins}:

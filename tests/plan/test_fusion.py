@@ -82,8 +82,16 @@ def test_the_gradients_of_the_iteration_before(how):
     assert xla_gpu.bytes_of_previous_iteration(scan.blocks[0]) == expected
 
 
-@pytest.mark.parametrize("cut", [P("data"), P(None, "data"), P()])
-def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut):
+@pytest.mark.parametrize(
+    ("cut", "platform", "kind"),
+    [
+        (P("data"), "gpu", "reduce-scatter"),
+        (P(None, "data"), "tpu", "reduce-scatter"),
+        (P(), "gpu", "all-reduce"),
+        (P("data"), "cpu", "all-reduce"),
+    ],
+)
+def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut, platform, kind):
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
 
     def weight_gradient(x, y):
@@ -92,9 +100,9 @@ def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut):
 
     args = [jax.ShapeDtypeStruct((64, size), jnp.float32) for size in (16, 24)]
     traced = jax.jit(weight_gradient).trace(*args).jaxpr
-    found = from_jaxpr.written_out(traced, [P("data")] * 2, {"data": 8}, "gpu")
+    found = from_jaxpr.written_out(traced, [P("data")] * 2, {"data": 8}, platform)
     (moved,) = (m for op in found.ops for m in op.moved)
-    assert (moved.kind, moved.bytes) == ("reduce-scatter" if cut else "all-reduce", 16 * 24 * 4)
+    assert (moved.kind, moved.bytes) == (kind, 16 * 24 * 4)
     assert found.outs[0].bytes == 16 * 24 * 4 // (8 if cut else 1)
     (product,) = (op for op in found.ops if op.name == "dot_general")
     assert product_flops(product) == 2 * 64 * 16 * 24 / 8
