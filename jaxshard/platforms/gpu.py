@@ -17,7 +17,7 @@ def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None, 
     del tile
     if len(shape) >= 3 and dim == 0 and shape[0] <= MOST_LAYERS:
         return len(shape)
-    by_features = is_table(shape) and (params_cut or shape[1] * shard >= _NARROW * shape[dim])
+    by_features = is_table(shape) and (params_cut or shape[-1] * shard >= _NARROW * shape[dim])
     return 1 - dim if by_features else dim
 
 
