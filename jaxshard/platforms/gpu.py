@@ -17,8 +17,10 @@ def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None, 
     del tile
     if len(shape) >= 3 and dim == 0 and shape[0] <= MOST_LAYERS:
         return len(shape)
-    by_features = is_table(shape) and (params_cut or shape[-1] * shard >= _NARROW * shape[dim])
-    return 1 - dim if by_features else dim
+    if not is_table(shape):
+        return dim
+    _, features = shape
+    return 1 - dim if params_cut or features * shard >= _NARROW * shape[dim] else dim
 
 
 _NARROW = 32  # features of a shard: 128 bytes in float32, a line of the GPU's cache
