@@ -3,6 +3,8 @@
 The figures come from the step in `benchmarks/NOTES.md`: 12 layers of width 1024, float32, for 8 x H100.
 """
 
+import math
+
 from jaxshard.platforms.platform import MOST_LAYERS, CompilerOption, Platform, is_table
 
 
@@ -19,7 +21,7 @@ def rank_of_cut(dim: int, shape: tuple[int, ...], shard: int, tile: int | None, 
         return len(shape)
     if not is_table(shape):
         return dim
-    _, features = shape
+    features = math.prod(shape[1:])
     return 1 - dim if params_cut or features * shard >= _NARROW * shape[dim] else dim
 
 
