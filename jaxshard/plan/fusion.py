@@ -69,10 +69,10 @@ class Fusion:
         for op in block.ops:
             if self._fits[op] and not self._stands_for_several(op):
                 self._virtual.add(op)
-                self._sources[op.outs[0]] = frozenset(s for x in op.ins for s in self.sources(x))
+                self._sources[op.outs[0]] = self.read_by(op)
                 self._elsewhere[op.outs[0]] = self.read_elsewhere(op)
                 self._bytes[op.outs[0]] = self._bytes_read(op)
-        self.kept = {s for x in block.outs for s in self.sources(x)}
+        self.kept = frozenset[Value]().union(*map(self.sources, block.outs))
 
     def is_virtual(self, op: Op) -> bool:
         """Whether the operation's result is never in memory."""
@@ -87,9 +87,12 @@ class Fusion:
 
     def _times_emitted(self, op: Op) -> dict[Op, int]:
         """How often each kernel would have the operation's code: once for each index at which it reads the result."""
+        readers = self.readers.get(op.outs[0], []) if op.outs else []
+        if len(readers) == 1:
+            return self._emitted[readers[0]]
         alike: dict[Op, int] = {}
         others: dict[Op, int] = {}
-        for reader in self.readers.get(op.outs[0], []) if op.outs else []:
+        for reader in readers:
             for kernel, times in self._emitted[reader].items():
                 if reader.name in POINTWISE:
                     alike[kernel] = max(alike.get(kernel, 0), times)
@@ -106,17 +109,18 @@ class Fusion:
         """Whether an operation adds arrays, so that its sum takes less memory than they do: a residual stream."""
         if op.name not in ADDS or len(self.readers.get(op.outs[0], [])) < 2 or self._is_for_one_kernel(op):
             return False
-        sources = {s for x in op.ins for s in self.sources(x)}
-        return sum(s.bytes >= op.outs[0].bytes > 0 for s in sources) > 1
+        return sum(s.bytes >= op.outs[0].bytes > 0 for s in self.read_by(op)) > 1
 
     def _is_for_one_kernel(self, op: Op) -> bool:
-        """Whether all that reads the result works on it element by element, or sums it to a number, as an optimizer
-        does with a leaf: compilers make one kernel of that, which has several results."""
+        """Whether all kernels that have the operation's code become one with several results.
+
+        Each works on the result element by element, or sums it to a number, as an optimizer does with a leaf.
+        """
         shape = op.outs[0].shape
-        shapes = {True: shape, False: ()}  # of a kernel's result, if it is no sum, and if it is
-        kernels = [kernel for kernel in self._emitted[op] if kernel.name in POINTWISE | REDUCTIONS]
-        alike = all(kernel.outs[0].shape == shapes[kernel.name in POINTWISE] for kernel in kernels)
-        return alike and len(kernels) == len(self._emitted[op])
+        by_element = [kernel for kernel in self._emitted[op] if kernel.name in POINTWISE]
+        to_number = [kernel for kernel in self._emitted[op] if kernel.name in REDUCTIONS and not kernel.outs[0].shape]
+        alike = all(kernel.outs[0].shape == shape for kernel in by_element)
+        return alike and len(by_element) + len(to_number) == len(self._emitted[op])
 
     def _takes(self, reader: Op, op: Op) -> bool:
         """Whether the kernel of `reader` computes the result of `op` itself."""
@@ -150,7 +154,7 @@ class Fusion:
 
     def read_by(self, op: Op) -> frozenset[Value]:
         """The arrays that an operation reads from memory."""
-        return frozenset(s for x in op.ins for s in self.sources(x))
+        return frozenset[Value]().union(*map(self.sources, op.ins))
 
     def read_elsewhere(self, op: Op) -> frozenset[Value]:
         """The arrays that an element-wise operation reads at other indices than it writes, and so cannot overwrite."""
@@ -159,7 +163,7 @@ class Fusion:
             return frozenset()  # a product can write its result in any order of dims
         if op.name not in POINTWISE:
             return self.read_by(op)
-        return frozenset(s for x in op.ins for s in self._elsewhere.get(x.root, ()))
+        return frozenset[Value]().union(*(self._elsewhere.get(x.root, ()) for x in op.ins))
 
     def touched(self, op: Op) -> int:
         """Bytes that an operation reads and writes. Of an array that it slices or updates, only that part counts."""
