@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from jaxshard.base.types import AxisSizes
 from jaxshard.hardware.chips import PAGED_BYTES, Chip
 from jaxshard.plan import memory
-from jaxshard.plan.fusion import distinct
-from jaxshard.plan.program import Block, Moved, OnHost, Op, product_flops
+from jaxshard.plan.program import Block, Moved, OnHost, Op, distinct, product_flops
 from jaxshard.programs.primitives import COND, DEVICE_PUT, WHILE
 
 

@@ -6,7 +6,7 @@ partitions: specs are propagated from operation to operation, as XLA's partition
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var, axes_in
+from jaxshard.plan.fusion import scatter_sums
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import (
@@ -21,7 +22,6 @@ from jaxshard.programs.primitives import (
     COLLECTIVE_KINDS,
     COND,
     CONSTRAINT,
-    PASSED_TO_PRODUCTS,
     PLATFORM_INDEX,
     RESHARD,
     SCAN,
@@ -46,43 +46,8 @@ def written_out(jaxpr: Jaxpr, in_specs: Sequence[P], sizes: AxisSizes, platform:
     outs = writer.inline(jaxpr, ins, ops, True)
     block, _ = pruned(Block(ins, ops, outs), [True] * len(outs))
     if platform != "cpu":
-        _scatter_sums(block)
+        scatter_sums(block)
     return block
-
-
-def _scatter_sums(block: Block) -> None:
-    """Sums over devices of which each keeps a part are reduce-scatters, as XLA for GPU and TPU makes them; in place."""
-    readers: dict[Value, list[Op]] = {}
-    for op in block.ops:
-        for root in {x.root for x in op.ins}:
-            readers.setdefault(root, []).append(op)
-        for inner in op.blocks:
-            _scatter_sums(inner)
-    kept, ops = {x.root for x in block.outs}, list[Op]()
-    for op in block.ops:
-        ops.append(op)
-        is_sum = op.in_global_view and [m.kind for m in op.moved] == ["all-reduce"]
-        chain = _until_cut(op, readers, kept) if is_sum else []
-        if chain:
-            (moved,), whole = op.moved, Value(chain[0].shape, chain[0].dtype, chain[0].spec, chain[0].parts)
-            ops.append(Op("scattered", [whole], [chain[0]], moved=(dataclasses.replace(moved, kind="reduce-scatter"),)))
-            op.outs, op.moved = [whole], ()
-            for out in chain:
-                out.parts *= moved.group_size
-    block.ops = ops
-
-
-def _until_cut(op: Op, readers: Mapping[Value, Sequence[Op]], kept: Collection[Value]) -> list[Value]:
-    """The values from a sum to the constraint that cuts it along the axes that it was summed over; [] if none does."""
-    chain, axes = [op.outs[0]], set(op.moved[0].axes)
-    while chain[-1] not in kept and len(found := readers.get(chain[-1], ())) == 1:
-        (reader,) = found
-        if reader.name == RESHARD:
-            return chain if not reader.moved and axes <= {a for e in reader.outs[0].spec for a in e} else []
-        if reader.name not in PASSED_TO_PRODUCTS:
-            return []
-        chain.append(reader.outs[0])
-    return []
 
 
 # Expansion.

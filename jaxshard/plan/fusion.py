@@ -1,6 +1,11 @@
-"""Which results a fusing compiler writes to memory: element-wise operations run inside the kernels that read them."""
+"""Which operations a compiler makes one: kernels of element-wise operations, and reduce-scatters of sums.
 
-from collections.abc import Sequence
+Element-wise operations run inside the kernels that read them; `Fusion` says which results are written to memory.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from jaxshard.plan.program import Block, Op, Value
 from jaxshard.programs.primitives import (
@@ -11,10 +16,13 @@ from jaxshard.programs.primitives import (
     FUSED,
     FUSED_INTO,
     MEMORYLESS,
+    PASSED_TO_PRODUCTS,
     PICKS,
     POINTWISE,
     PRODUCT,
     REDUCTIONS,
+    RESHARD,
+    SCAN,
     TRANSPOSE,
     UPDATES,
 )
@@ -24,11 +32,6 @@ _MOST_TIMES = 31
 
 XLA for GPU has a limit of 15, and counts otherwise. 24 to 31 give the peak of an `associative_scan` within 1%.
 """
-
-
-def distinct(values: Sequence[Value]) -> list[Value]:
-    """The distinct arrays in memory behind values."""
-    return list(dict.fromkeys(x.root for x in values))
 
 
 class Fusion:
@@ -186,3 +189,90 @@ class Fusion:
         for x in values:
             found |= self._bytes.get(x.root, {x.root: x.root.bytes})
         return found
+
+
+# Sums of which each device keeps a part are reduce-scatters, as XLA for GPU and TPU makes them.
+
+Axes: TypeAlias = Collection[str]
+
+
+def scatter_sums(block: Block, cuts: Mapping[Value, Axes] | None = None) -> None:
+    """Turns each all-reduce whose result is cut along the axes of the sum into a reduce-scatter, in place.
+
+    Args:
+      block: a program.
+      cuts: the axes along which its outputs are cut after it, by the outputs' roots.
+    """
+    uses = _Uses(block, cuts or {})
+    ops = list[Op]()
+    for op in block.ops:
+        ops.append(op)
+        if op.in_global_view and [m.kind for m in op.moved] == ["all-reduce"]:
+            chain, axes = uses.until_cut(op.outs[0])
+            if set(op.moved[0].axes) <= set(axes):
+                uses.divide(chain, op.moved[0].group_size)
+                ops.append(_scattered(op))
+        elif op.name == SCAN:
+            _scatter_stacks(op, uses)
+        else:
+            for inner in op.blocks:
+                scatter_sums(inner)
+    block.ops = ops
+
+
+def _scattered(op: Op) -> Op:
+    """The reduce-scatter of what `op` computes, which then moves nothing itself."""
+    out, (moved,) = op.outs[0], op.moved
+    whole = Value(out.shape, out.dtype, out.spec, out.parts // moved.group_size)
+    op.outs, op.moved = [whole], ()
+    return Op("scattered", [whole], [out], moved=(dataclasses.replace(moved, kind="reduce-scatter"),))
+
+
+def _scatter_stacks(loop: Op, uses: "_Uses") -> None:
+    """In the body of a loop: a stack that is cut afterwards is one of parts."""
+    (body,), (_, carries) = loop.blocks, loop.split
+    stacks = list(zip(loop.outs[carries:], body.outs[carries:], strict=True))
+    parts = [row.root.parts for _, row in stacks]
+    cuts: dict[Value, Axes] = {carry.root: () for carry in body.outs[:carries]}
+    for stack, row in stacks:
+        cuts[row.root] = () if row.root in cuts else uses.until_cut(stack)[1]
+    scatter_sums(body, cuts)
+    for (stack, row), before in zip(stacks, parts, strict=True):
+        uses.divide(uses.until_cut(stack)[0], row.root.parts // before)
+
+
+class _Uses:
+    """What reads the values of a block."""
+
+    def __init__(self, block: Block, cuts: Mapping[Value, Axes]):
+        self.ends = {out.root: cuts.get(out.root, ()) for out in block.outs}
+        self.readers, self.views = dict[Value, list[Op]](), dict[Value, set[Value]]()
+        for op in block.ops:
+            for x in op.ins:
+                self.views.setdefault(x.root, set()).add(x)
+            for root in {x.root for x in op.ins}:
+                self.readers.setdefault(root, []).append(op)
+        for out in block.outs:
+            self.views.setdefault(out.root, set()).add(out)
+
+    def until_cut(self, value: Value) -> tuple[list[Value], Axes]:
+        """The values from this one to what cuts it, or to the last that has one reader; and the axes of that cut."""
+        chain = [value]
+        while True:
+            found = self.readers.get(chain[-1].root, [])
+            if chain[-1].root in self.ends:
+                return chain, () if found else self.ends[chain[-1].root]
+            if len(found) != 1:
+                return chain, ()
+            (reader,) = found
+            if reader.name == RESHARD:
+                return chain, () if reader.moved else [a for e in reader.outs[0].spec for a in e]
+            if reader.name not in PASSED_TO_PRODUCTS:
+                return chain, ()
+            chain.append(reader.outs[0])
+
+    def divide(self, chain: list[Value], parts: int) -> None:
+        """Divides the values of a chain."""
+        for value in chain:
+            for view in {value} | self.views.get(value.root, set()):
+                view.parts *= parts

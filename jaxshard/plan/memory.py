@@ -7,8 +7,8 @@ import heapq
 from collections.abc import Sequence
 
 from jaxshard.plan import xla_gpu
-from jaxshard.plan.fusion import Fusion, distinct
-from jaxshard.plan.program import Block, Op, Value, product_flops
+from jaxshard.plan.fusion import Fusion
+from jaxshard.plan.program import Block, Op, Value, distinct, product_flops
 from jaxshard.programs.primitives import COND, FUSED, LOOPS, UPDATES
 
 

@@ -94,6 +94,11 @@ class Block:
     outs: list[Value]
 
 
+def distinct(values: Sequence[Value]) -> list[Value]:
+    """The distinct arrays in memory behind values."""
+    return list(dict.fromkeys(x.root for x in values))
+
+
 # Dead code elimination.
 
 

@@ -106,3 +106,24 @@ def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut, platform,
     assert found.outs[0].bytes == 16 * 24 * 4 // (8 if cut else 1)
     (product,) = (op for op in found.ops if op.name == "dot_general")
     assert product_flops(product) == 2 * 64 * 16 * 24 / 8
+
+
+@pytest.mark.parametrize(("carried", "kind"), [(False, "reduce-scatter"), (True, "all-reduce")])
+def test_a_sum_in_a_loop_is_a_reduce_scatter_if_the_stack_is_cut_afterwards(carried, kind):
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+
+    def weight_gradients(x, y):
+        def turn(last, layer):
+            found = layer.T @ y
+            return (found if carried else last), found
+
+        last, stack = jax.lax.scan(turn, jnp.zeros((16, 24)), x)
+        return jax.lax.with_sharding_constraint(stack, jax.sharding.NamedSharding(mesh, P(None, "data"))), last
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 64, 16), (64, 24))]
+    traced = jax.jit(weight_gradients).trace(*args).jaxpr
+    found = from_jaxpr.written_out(traced, [P(None, "data"), P("data")], {"data": 8}, "gpu")
+    (loop,) = (op for op in found.ops if op.blocks)
+    (moved,) = (m for op in loop.blocks[0].ops for m in op.moved)
+    assert (moved.kind, moved.bytes) == (kind, 16 * 24 * 4)
+    assert found.outs[0].bytes == 3 * 16 * 24 * 4 // 8
