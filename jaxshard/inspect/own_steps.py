@@ -1,9 +1,10 @@
-"""Tells of a user's own step that sends far more than ZeRO has to: XLA has laid out activations by features."""
+"""A user's own step: its arguments, and a word if it sends far more than ZeRO has to."""
 
+import inspect
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,81 @@ _LOSS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LEAST = 2**20  # bytes
 
 
+class Argument(NamedTuple):
+    """A leaf of an argument of a step.
+
+    Attributes:
+      path: the argument's name and its names in it, joined by slashes.
+      shape, dtype: of the global array.
+      spec: its PartitionSpec, an entry for each dim that it names; None if the compiler is to choose.
+      bytes: on each device.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Any, ...] | None
+    bytes: int
+
+
+class OwnStep(NamedTuple):
+    """A step that is not jaxshard's: a function, jitted or not, and the arguments of a call: arrays or shapes."""
+
+    step: Any
+    arguments: tuple[Any, ...]
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of most devices that an argument is on; raises ValueError if none is on a mesh of devices."""
+        shardings = [x.sharding for _, x in self._leaves() if isinstance(x.sharding, jax.sharding.NamedSharding)]
+        meshes = [sharding.mesh for sharding in shardings if isinstance(sharding.mesh, jax.sharding.Mesh)]
+        if not meshes:
+            raise ValueError(
+                "no argument of this step of your own lies on a mesh of devices: place params by opt.place(params), "
+                "make the state by opt.init(params), and shard the batch by jaxshard.shard_batch(batch, opt)"
+            )
+        return max(meshes, key=lambda mesh: mesh.size)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step, lowered for its arguments."""
+        step = self.step if hasattr(self.step, "lower") else jax.jit(self.step)
+        return step.lower(*self.arguments)
+
+    def listed(self) -> tuple[Argument, ...]:
+        """All leaves, in order."""
+        return tuple(_argument(path, x) for path, x in self._leaves())
+
+    def _leaves(self) -> list[tuple[str, Any]]:
+        names = _names(self.step, len(self.arguments))
+        found = jax.tree.leaves_with_path(dict(enumerate(self.arguments)))
+        paths = [(path[0].key, jax.tree_util.keystr(path[1:], simple=True, separator="/"), x) for path, x in found]
+        return [("/".join(filter(None, (names[i], path))), x) for i, path, x in paths if hasattr(x, "sharding")]
+
+
+def _names(step: Any, num: int) -> list[str]:
+    """The names of a function's first arguments."""
+    try:
+        names = list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return [*names, *(f"argument {i}" for i in range(len(names), num))]
+
+
+def _argument(path: str, x: Any) -> Argument:
+    spec = tuple(x.sharding.spec) if isinstance(x.sharding, jax.sharding.NamedSharding) else None
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    itemsize = getattr(x.dtype, "itemsize", 0)
+    return Argument(path, tuple(x.shape), str(x.dtype), spec, math.prod(shape) * itemsize)
+
+
 def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
     """A sentence if a step sends twice what ZeRO-3 sends with one microbatch: how much, where, and the cure; else "".
 
-    A step is a program of (params, ..., batch), its last arguments cut by rows over all devices. That of
-    `jaxshard.train_step`, or with gradients of `jaxshard.value_and_grad`, makes its own collectives: it is left out.
+    A step is a program of (params, ..., batch, ...): the last argument that is cut is cut by rows, over all devices.
+    That of `jaxshard.train_step`, or with gradients of `jaxshard.value_and_grad`, makes its own: it is left out.
     """
     inputs = inputs_of(compiled)
-    num = _num_devices_of_rows(inputs[-1]) if len(inputs) > 1 else 1
+    num = next((num for leaves in inputs[:0:-1] if (num := _num_devices_of_rows(leaves)) > 0), 1)
     if num < 2 or not found:
         return ""
     params = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in inputs[0] if jnp.issubdtype(x.dtype, jnp.inexact))
@@ -45,9 +113,11 @@ def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
 
 
 def _num_devices_of_rows(leaves: Sequence[tuple[Any, jax.sharding.Sharding | None]]) -> int:
-    """The number of devices, if the rows of an argument's first leaf are cut over all of them; else 1."""
+    """The number of devices, if the rows of an argument's first leaf are cut over all; 0 if it is whole; else 1."""
     x, sharding = next(iter(leaves), (None, None))
-    if x is None or not isinstance(sharding, jax.sharding.NamedSharding) or not x.ndim or not x.shape[0]:
+    if x is None or sharding is None or sharding.is_fully_replicated:
+        return 0
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not x.ndim or not x.shape[0]:
         return 1
     parts = x.shape[0] // sharding.shard_shape(x.shape)[0]
     return parts if parts == len(sharding.device_set) else 1

@@ -170,9 +170,15 @@ def report(compiled: jax.stages.Compiled) -> Report:
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(needed("a compiled program, `jax.jit(f).lower(...).compile()`", compiled))
-    found = collectives(compiled)
-    if text := excess(compiled, found):
+    found = read(compiled)
+    if text := excess(compiled, found.collectives):
         warn(f"inspect.report: {text}")
+    return found
+
+
+def read(compiled: jax.stages.Compiled) -> Report:
+    """As `report`, but warns of nothing."""
+    found = collectives(compiled)
     known: dict[str, Any] = {
         "platform": _platform(compiled),
         "arguments": tuple(sum(_shard_bytes(*leaf) for leaf in leaves) for leaves in inputs_of(compiled)),

@@ -1,11 +1,11 @@
 """A program as each device runs it: values with their size on one device, operations, and blocks of operations."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxshard.base.types import T
 from jaxshard.hardware.chips import ring_bytes
 from jaxshard.programs.dims import moved_dims
 from jaxshard.programs.primitives import COND, CONVOLUTION, PRODUCT, RESHAPE, RESHARD, SCAN
@@ -119,7 +119,7 @@ def pruned(block: Block, wanted: Sequence[bool]) -> tuple[Block, list[bool]]:
 def _pruned_op(op: Op, asked: list[bool]) -> Op:
     if op.name == COND:
         blocks = tuple(pruned(block, asked)[0] for block in op.blocks)
-        return dataclasses.replace(op, outs=_only(op.outs, asked), blocks=blocks)
+        return dataclasses.replace(op, outs=list(itertools.compress(op.outs, asked)), blocks=blocks)
     if op.name != SCAN:
         return op
     (body,), (consts, carries) = op.blocks, op.split
@@ -130,13 +130,15 @@ def _pruned_op(op: Op, asked: list[bool]) -> Op:
             break
         asked = more
     kept = [u or (consts <= i < consts + carries and asked[i - consts]) for i, u in enumerate(used)]
-    block.ins = _only(block.ins, kept)
+    block.ins = list(itertools.compress(block.ins, kept))
     split = (sum(kept[:consts]), sum(kept[consts : consts + carries]))
-    return dataclasses.replace(op, ins=_only(op.ins, kept), outs=_only(op.outs, asked), blocks=(block,), split=split)
-
-
-def _only(items: Sequence[T], kept: Sequence[bool]) -> list[T]:
-    return [item for item, yes in zip(items, kept, strict=True) if yes]
+    return dataclasses.replace(
+        op,
+        ins=list(itertools.compress(op.ins, kept)),
+        outs=list(itertools.compress(op.outs, asked)),
+        blocks=(block,),
+        split=split,
+    )
 
 
 # The same program for more or fewer rows.

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -31,21 +31,22 @@ def names_function(what: str) -> bool:
     return ":" in what and not what.endswith(".toml")
 
 
-def called(what: str, files: bool = False) -> Any:
+def called(what: str, files: bool = False, offered: Mapping[str, Any] | None = None) -> Any:
     """The result of the function.
 
     Args:
       what: "module:function"; the module may be in the current folder.
       files: whether it may be "path/to/file.py:function".
+      offered: arguments that it gets if it has parameters of these names.
 
     Raises:
       ValueError: there is no such function, or it needs arguments.
       UsersError: the module cannot be imported, or the function fails.
     """
     with _here_first():
-        function = _function(what, files)
+        function, given = _function(what, files, offered or {})
         with blamed(what):
-            return function()
+            return function(**given)
 
 
 @contextlib.contextmanager
@@ -85,7 +86,8 @@ def _here_first() -> Generator[None]:
             sys.path.remove(here)
 
 
-def _function(what: str, files: bool) -> Callable[[], Any]:
+def _function(what: str, files: bool, offered: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function, and what it gets of the arguments that are offered."""
     name, _, attribute = what.rpartition(":")
     if files and name.endswith(".py") and attribute.isidentifier():
         module = _file(what, name)
@@ -101,17 +103,26 @@ def _function(what: str, files: bool) -> Callable[[], Any]:
     function = getattr(module, attribute)
     if not callable(function):
         raise ValueError(f"{what}: {attribute} is no function, but of type {type(function).__name__}")
-    if missing := _why_not_called(function):
+    given = _taken(function, offered)
+    if missing := _why_not_called(function, given):
         raise ValueError(
             f"{what}: {attribute} must take no arguments ({missing}): wrap it in a function that gives them"
         )
-    return function
+    return function, given
 
 
-def _why_not_called(function: Callable[..., Any]) -> str:
-    """Why a function cannot be called without arguments; "" if it can, or shows no signature."""
+def _taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        inspect.signature(function).bind()
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def _why_not_called(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """Why a function cannot be called with these arguments; "" if it can, or shows no signature."""
+    try:
+        inspect.signature(function).bind(**given)
     except TypeError as error:
         return str(error)
     except ValueError:

@@ -100,7 +100,46 @@ def two():
 
 
 def no_step():
-    return jax.jit(lambda x: x), {}, {}
+    return "step", {}, {}
+
+
+def unplaced():
+    return jax.jit(lambda x: x), {"x": shaped(8)}
+
+
+def own(devices=None, on_features=True):
+    # A step by jax.value_and_grad.
+    mesh = jaxshard.make_mesh(devices=devices)
+    opt = jaxshard.zero3(optax.adamw(1e-3), mesh)
+    params = {"layers": shaped(LAYERS, 512, 512), "last": shaped(512, 512)}
+    params = opt.place(params)
+    specs = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec(None, "data")
+    rows, features = (jax.sharding.NamedSharding(mesh, spec) for spec in specs)
+    batch = {"x": jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=rows)}
+
+    def of_all(params, batch):
+        def block(x, w):
+            x = jax.lax.with_sharding_constraint(x, features if on_features else rows)
+            return jnp.tanh(x @ w), None  # of my layer
+
+        x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], params["layers"])
+        return jnp.mean((x @ params["last"]) ** 2)
+
+    def train(params, state, batch):
+        loss, grads = jax.value_and_grad(of_all)(params, batch)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return train, params, opt.init(params), batch
+
+
+def own_by_rows(devices=None):
+    return own(devices, on_features=False)
+
+
+def own_jitted():
+    step, *arguments = own()
+    return (jax.jit(step, donate_argnums=(0, 1)), *arguments)
 
 
 def wants(x):
@@ -296,6 +335,33 @@ def test_what_is_held_at_the_peak(users, capsys, tmp_path, machine):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("which", ["own", "own_jitted", "own_by_rows"])
+def test_a_step_of_ones_own(users, capsys, tmp_path, which):
+    found, out = told(capsys, tmp_path, f"mine:{which}", "--peak")
+    listed = {each["path"]: each for each in found["arguments"]}
+    assert listed["params/layers"] == {
+        "path": "params/layers",
+        "shape": [3, 512, 512],
+        "dtype": "float32",
+        "spec": [None, "data"],
+        "bytes": 3 * 512 * 512 * 4 // 8,
+    }
+    assert {"state/0/mu/last", "batch/x"} <= set(listed)
+    assert (found["strategy"], found["sizes"]["data"], found["params"]) == ("a step of your own", 8, [])
+    assert sum(each["bytes"] for each in found["arguments"]) == found["memory"]["arguments"]
+    assert any(each["line"] == line("of my layer") for each in found["sent"])
+    assert "state/0/mu/last  float32[512,512]" in out
+    by_rows = which == "own_by_rows"
+    assert ("times what ZeRO-3 sends" in " ".join(out.split())) == (not by_rows), out
+    assert bool(found["told"]) != by_rows
+
+
+def test_a_step_of_ones_own_for_a_tpu(users, capsys, tmp_path):
+    found, _ = told(capsys, tmp_path, "mine:own", "--compile", "v5e:2x4")
+    assert (found["platform"], found["compiled_for"]) == ("tpu", "v5e:2x4")
+    assert any(each["line"] == line("of my layer") for each in found["sent"])
+
+
 def test_a_configuration(users, capsys, tmp_path, monkeypatch):
     (tmp_path / "tiny.toml").write_text(
         "[model]\nlayers = 2\nwidth = 64\nheads = 2\nhidden = 64\nsequence_length = 16\n"
@@ -342,6 +408,11 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
         (["mine:nothing"], "mine:nothing returned a NoneType: it must return (step, params, batch, *more)"),
         (["mine:two"], "mine:two returned a tuple of 2: it must return"),
         (["mine:no_step"], "as the step: it must return"),
+        (["mine:unplaced"], "no argument of this step of your own lies on a mesh of devices: place params by"),
+        (
+            ["mine:own_jitted", "--compile", "v5e:2x4"],
+            "whose mesh is not of v5e:2x4: let it take the machine's devices",
+        ),
         (["mine:wants"], "wants must take no arguments (missing a required argument: 'x')"),
         (["mine:value"], "value is no function, but of type int"),
         (["mine:zero4"], "mine has no zero4; did you mean 'zero"),

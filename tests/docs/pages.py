@@ -161,6 +161,8 @@ def doctor(blocks, names):
         run(block)
     step, params, batch = names["build"]()
     assert "gathered where unshard is" in str(step.layout(params, batch))
+    own, *arguments = names["build_own"]()
+    assert "all-reduce" in own.lower(*arguments).compile().as_text()
 
 
 def choosing(blocks, names):

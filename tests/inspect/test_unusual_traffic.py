@@ -52,10 +52,18 @@ def own(opt, loss):
     return step
 
 
-def test_activations_laid_out_by_features_are_told_of_with_line_and_cure():
+def with_a_key(step):
+    return jax.jit(lambda params, state, x, key: step(params, state, x + jax.random.normal(key, x.shape)))
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_activations_laid_out_by_features_are_told_of_with_line_and_cure(has_key):
     mesh, opt, *shapes = parts("zero3")
     by_features = loss_with(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "data"))))
-    report, told = report_of(own(opt, by_features), *shapes)
+    step = own(opt, by_features)
+    if has_key:  # as a last argument, on all devices
+        step, shapes = with_a_key(step), [*shapes, jax.random.key(0)]
+    report, told = report_of(step, *shapes)
     assert len(told) == 1
     assert report.wire_bytes > 2 * 3 * 7 / 8 * 4 * LAYERS * 8 * WIDTH**2
     for words in (

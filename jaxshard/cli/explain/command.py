@@ -25,11 +25,11 @@ from jaxshard.apps.config.devices import devices_of, simulate_cpus
 from jaxshard.apps.records.display import make_console
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli.explain import tables as explain_tables
-from jaxshard.cli.explain.explanation import Explanation, Subject, explained, with_compiled, with_memory
+from jaxshard.cli.explain.explanation import Explanation, OwnStep, Subject, explained, with_compiled, with_memory
 from jaxshard.cli.plan.rows import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
-from jaxshard.step.step import TrainStep, loss_of, on_mesh
+from jaxshard.step.step import TrainStep, on_mesh
 from jaxshard.system.command import check_file, fail
 from jaxshard.system.files import overwrite
 from jaxshard.system.users_code import UsersError as UsersError
@@ -42,9 +42,10 @@ _DESCRIPTION = """Explains a training step: where each parameter lies and why, i
 gathers it, and the collectives of the compiled step by line of your source.
 
 MODULE:FUNCTION is yours: a function without arguments that returns (step, params, batch, *more): the step that
-jaxshard.train_step made, and arrays or ShapeDtypeStructs as a call of it takes them. A CONFIG.toml stands for the
-reference model, as for `jaxshard train`, and takes the same options. Exit status: 0 done, 1 the compiler refuses the
-step, 2 bad input."""
+jaxshard.train_step made, and arrays or ShapeDtypeStructs as a call of it takes them. For a step of your own it returns
+(step, *arguments), placed; if the function has a parameter `devices`, it gets those of the machine. A CONFIG.toml
+stands for the reference model, as for `jaxshard train`, and takes the same options. Exit status: 0 done, 1 the compiler
+refuses the step, 2 bad input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +119,9 @@ def _run(given: Arguments) -> int:
         return 0
     compiled = _compiled(console, what, subject, _machine(given))
     if compiled is not None:
-        mesh = loss_of(subject.step).setup.mesh
-        assert isinstance(mesh, Mesh)
-        found = with_compiled(found, compiled, mesh)
-        compiled_for = given.compile or f"{mesh.size} simulated devices"
+        assert isinstance(subject.mesh, Mesh)
+        found = with_compiled(found, compiled, subject.mesh)
+        compiled_for = given.compile or f"{subject.mesh.size} simulated devices"
         explain_tables.show_sent(console, found, compiled_for)
         if given.peak:
             found = with_memory(found, compiled)
@@ -147,22 +147,27 @@ def _of_config(what: str, given: Arguments) -> Subject:
         return Subject.of(*building(given)(candidate, mesh))
 
 
-def _of_function(what: str, given: Arguments) -> Subject:
-    """The user's own step, on the devices of the named machine, or on those that it was made for."""
+def _of_function(what: str, given: Arguments) -> Subject | OwnStep:
+    """The user's step, on the devices of the named machine, or on those that it was made for."""
     machine = aot.machine(given.compile) if given.compile else None
     simulate_cpus(None if machine is None else machine.num_devices)
     devices = None if machine is None else devices_of(machine)  # so that an impossible machine is reported at once
-    subject = made_by(what)
-    mesh = loss_of(subject.step).setup.mesh
-    if given.no_compile or (devices is None and isinstance(mesh, Mesh)):
+    subject = made_by(what, devices)
+    if isinstance(subject, OwnStep):
+        if devices is not None and set(subject.mesh.devices.flat) != set(devices):
+            raise ValueError(f"{what} makes a step of your own, whose mesh is not of {given.compile}: {_DEVICES}")
+        return subject
+    if given.no_compile or (devices is None and isinstance(subject.mesh, Mesh)):
         return subject
     return on_devices(what, subject, jax.devices("cpu") if devices is None else devices)
 
 
-def _compiled(console: Console, what: str, subject: Subject, machine: aot.Machine) -> jax.stages.Compiled | None:
+def _compiled(
+    console: Console, what: str, subject: Subject | OwnStep, machine: aot.Machine
+) -> jax.stages.Compiled | None:
     """The compiled step; if the compiler rejects it, prints why and returns None."""
     with blamed(what):
-        lowered = subject.step.lower(subject.params, subject.state, subject.batch, *subject.more)
+        lowered = subject.lower()
     try:
         return aot.compiled(lowered, machine)
     except jax.errors.JaxRuntimeError as error:
@@ -177,20 +182,33 @@ def _write(given: Arguments, what: str, found: Explanation) -> None:
         overwrite(given.json, text + "\n")
 
 
-_WANTED = "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt)"
+_WANTED = (
+    "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt); for a step of your "
+    "own, (step, *arguments)"
+)
+_DEVICES = (
+    "let it take the machine's devices, by `def build(devices=None): mesh = jaxshard.make_mesh(devices=devices)`, and "
+    "place shapes on it (jax.ShapeDtypeStruct), as the devices are not here"
+)
 
 
-def made_by(what: str) -> Subject:
+def made_by(what: str, devices: Sequence[Any] | None = None) -> Subject | OwnStep:
     """Calls the user's function and returns its subject.
 
     Args:
       what: "module:function"; the module may be in the current folder.
+      devices: what the function gets, if it has a parameter of this name.
 
     Raises:
       ValueError: the function does not exist, or returns something else.
       UsersError: the module cannot be imported, or the function fails.
     """
-    made = called(what)
+    made = called(what, offered={"devices": devices})
+    if isinstance(made, tuple | list) and len(made) > 1 and callable(made[0]) and not isinstance(made[0], TrainStep):
+        with blamed(what):
+            own = OwnStep(made[0], tuple(made[1:]))
+            assert own.mesh is not None, "else it raises"
+            return own
     if not isinstance(made, tuple | list) or len(made) < 3:
         shape = f" of {len(made)}" if isinstance(made, tuple | list) else ""
         raise ValueError(f"{what} returned a {type(made).__name__}{shape}: {_WANTED}")
@@ -202,7 +220,7 @@ def made_by(what: str) -> Subject:
 
 def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
     """Moves a subject to other devices; raises ValueError unless they are as many as in the step's mesh."""
-    mesh = loss_of(subject.step).setup.mesh
+    mesh = subject.mesh
     if mesh.size != len(devices):
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         raise ValueError(

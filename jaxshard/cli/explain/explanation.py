@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.tree import owner_of, parent_of, shape_of
-from jaxshard.base.types import AxisSizes, Names, Tree
+from jaxshard.base.types import AnyMesh, AxisSizes, Names, Tree
+from jaxshard.inspect.own_steps import Argument, OwnStep, excess
 from jaxshard.inspect.peak import Held, peak
-from jaxshard.inspect.reports import report
+from jaxshard.inspect.reports import read as report_of
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
@@ -39,6 +40,15 @@ class Subject(NamedTuple):
         """Makes one from arrays or shapes. (Arrays, if the optimizer's init reads the params' values.)"""
         state = loss_of(step).setup.abstract_state(params)
         return cls(step, *(jax.tree.map(_shape, tree) for tree in (params, state, batch, more)))
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The step's mesh."""
+        return loss_of(self.step).setup.mesh
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step, lowered for these shapes."""
+        return self.step.lower(self.params, self.state, self.batch, *self.more)
 
 
 def _shape(x: Any) -> Any:
@@ -140,7 +150,10 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """All results about a step. `sent` is None if nothing was compiled; `memory` if it was not asked for."""
+    """All results about a step. `sent` is None if nothing was compiled; `memory` if it was not asked for.
+
+    A step of the user's own has `arguments` in place of params, and `told`: what jaxshard has to say of it.
+    """
 
     strategy: str
     sizes: AxisSizes
@@ -152,14 +165,20 @@ class Explanation:
     sent: tuple[Sent, ...] | None = None
     trips_known: bool = True
     memory: Memory | None = None
+    arguments: tuple[Argument, ...] = ()
+    told: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain dicts, lists, strings and numbers."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"arguments": [each._asdict() for each in self.arguments]}
 
 
-def explained(subject: Subject) -> Explanation:
-    """The explanation from the layout and a trace of the loss."""
+def explained(subject: Subject | OwnStep) -> Explanation:
+    """The explanation from the layout and a trace of the loss; of a user's own step, from its arguments."""
+    if isinstance(subject, OwnStep):
+        mesh, listed = subject.mesh, subject.listed()
+        platform = mesh.devices.flat[0].platform
+        return Explanation("a step of your own", dict(mesh.shape), platform, 1, (), {}, "", arguments=listed)
     loss = loss_of(subject.step)
     plan = loss.plan(subject.params, subject.batch, *subject.more)
     layout = loss.planned_layout(subject.params, plan, subject.state)
@@ -219,7 +238,8 @@ def with_compiled(found: Explanation, compiled: jax.stages.Compiled, mesh: jax.s
     assert text is not None
     listed, known = collectives(text), frames(text)
     sent = tuple(_sent(each, known.get(each.name, []), mesh) for each in listed)
-    return dataclasses.replace(found, sent=sent, trips_known=all(each.trips_known for each in listed))
+    known_trips = all(each.trips_known for each in listed)
+    return dataclasses.replace(found, sent=sent, trips_known=known_trips, told=excess(compiled, listed))
 
 
 def _sent(collective: Collective, known: Sequence[Sequence[Frame]], mesh: jax.sharding.Mesh) -> Sent:
@@ -248,7 +268,7 @@ def with_memory(found: Explanation, compiled: jax.stages.Compiled) -> Explanatio
     for each in read.held:
         groups.setdefault(_where(each.stack) if each.stack else ("", _UNKNOWN), []).append(each)
     held = sorted((_at_peak(*place, of_line) for place, of_line in groups.items()), key=lambda one: -one.bytes)
-    memory = Memory(report(compiled).peak_bytes, read.bytes, read.argument_bytes, tuple(held))
+    memory = Memory(report_of(compiled).peak_bytes, read.bytes, read.argument_bytes, tuple(held))
     return dataclasses.replace(found, memory=memory)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 
-from jaxshard.cli.explain.explanation import AtPeak, Explanation, Param, Sent
+from jaxshard.cli.explain.explanation import Argument, AtPeak, Explanation, Param, Sent
 from jaxshard.system.text import printable, size_in_words
 
 _WIDTH, _CELL = 80, 10  # columns of a line, and of a number in it
@@ -23,6 +23,9 @@ def show_params(console: Console, what: str, found: Explanation) -> None:
     if found.loss_rows:
         _say(console, f"rows: {found.loss_rows}")
     _say(console, "")
+    if found.arguments:
+        _show_arguments(console, found.arguments)
+        return
     _row(console, "Parameters, and bytes on each device", ("params", "gradient", "state"))
     for param in found.params:
         sizes = (size_in_words(param.bytes[kind]) for kind in ("params", "gradient", "state"))
@@ -35,13 +38,24 @@ def show_params(console: Console, what: str, found: Explanation) -> None:
         _say(console, f"and {size_in_words(on_host)} of state in the host's memory, for each device", _INDENT)
 
 
-def _shape(param: Param) -> str:
+def _show_arguments(console: Console, arguments: Iterable[Argument]) -> None:
+    _row(console, "Arguments, and bytes on each device", ("",))
+    for each in arguments:
+        _row(console, f"{each.path}  {_shape(each)}", (size_in_words(each.bytes),))
+        _say(console, "as the compiler chooses" if each.spec is None else f"P({_entries(each.spec)})", _INDENT)
+    _row(console, "all", (size_in_words(sum(each.bytes for each in arguments)),))
+
+
+def _entries(spec: Iterable[object]) -> str:
+    return ", ".join(map(repr, spec))
+
+
+def _shape(param: Param | Argument) -> str:
     return f"{param.dtype}[{','.join(map(str, param.shape))}]"
 
 
 def _notes(param: Param) -> Iterable[str]:
-    spec = ", ".join(map(repr, param.spec))
-    yield f"at rest P({spec}): {param.why}"
+    yield f"at rest P({_entries(param.spec)}): {param.why}"
     if param.state_why and param.state_why != param.why:
         yield f"its gradient and state: {param.state_why}"
     if param.gathered:
@@ -69,6 +83,8 @@ def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
         _row(console, f"{_INDENT}over {axes}", ("", "", size_in_words(sent)))
     if not found.trips_known:
         _say(console, "Some loops have no trip count that can be read: they count once, so more is sent than this.")
+    if found.told:
+        _say(console, found.told, _INDENT)
 
 
 def show_memory(console: Console, found: Explanation, compiled_for: str) -> None:
