@@ -145,7 +145,9 @@ def shard_step(
     state_after = _unless(ok, state_after, state)
     if new and not _selects_whole(setup):
         out = _unless(ok, out, params)
-    elif is_far:  # a result that waits for the verdict lets the state that it reads wait on the host
+    elif is_far or _selects_whole(setup):
+        # A result that waits for the verdict lets the state that it reads wait on the host. And XLA for TPU gathered
+        # all leaves' results before the verdict was known, and held them until then.
         out = _unless(ok, out, jax.tree.map(jnp.zeros_like, out))
     return (out, agreed), state_after
 
