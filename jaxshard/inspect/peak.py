@@ -55,7 +55,7 @@ class Peak:
 def peak(compiled_or_text: jax.stages.Compiled | str) -> Peak:
     """What a compiled program holds at its peak in the device's main memory.
 
-    A TPU's VMEM is left out, which the compiler's own account seems to count, and in which small programs lie.
+    A TPU's VMEM, in which small programs lie, is left out.
 
     Args:
         compiled_or_text: `step.lower(...).compile()`, for any platform, or its `as_text()`.

@@ -28,8 +28,8 @@ class Report:
         output_bytes: bytes of the outputs on one device, including those that reuse an input.
         temp_bytes: bytes of scratch memory on one device.
         alias_bytes: bytes of the outputs that reuse (donated) inputs.
-        peak_bytes: peak memory of one device, in bytes, from the compiler; on CPU, whose figure omits the scratch, or
-            without a figure: arguments + outputs + scratch - aliases.
+        peak_bytes: peak memory of one device, in bytes, from the compiler; without a figure, on CPU, whose figure omits
+            the scratch, and on TPU, whose figure counts VMEM and omits gaps: arguments + outputs + scratch - aliases.
         arguments: bytes on one device of each positional argument, summed over its leaves, without padding; for a
             `jaxshard.train_step`: params, state, batch. Leaves that the program does not use count 0. () if unknown.
         flops: the compiler's count of floating-point operations on one device. It counts a loop's body once, so it is
@@ -189,7 +189,7 @@ def read(compiled: jax.stages.Compiled) -> Report:
         return Report(found, _total(found, "wire_bytes"), **known)
     sizes = [int(getattr(memory, f"{field}_size_in_bytes")) for field in ("argument", "output", "temp", "alias")]
     peak = int(getattr(memory, "peak_memory_in_bytes", 0))
-    if not peak or known["platform"] == "cpu":  # the CPU compiler's peak omits the scratch memory
+    if not peak or known["platform"] != "gpu":
         peak = sizes[0] + sizes[1] + sizes[2] - sizes[3]
     else:  # the compiler's peak includes host memory
         peak -= sum(int(getattr(memory, f"host_{field}_size_in_bytes", 0)) for field in ("argument", "temp"))
