@@ -186,13 +186,14 @@ class _Run:
     def _new(self, place: int, instruction: hlo.Instruction, operands: Sequence[Value] = ()) -> Value:
         value = buffers_of(instruction, self._computation, instruction.shape)
         if instruction.opcode.endswith("-start") and isinstance(value, list) and len(value) > 1:
-            value[0] = operands[0] if len(operands) == 1 else list(operands)  # which the operation only reads
+            given = 1 if instruction.opcode == "copy-start" else 0  # beside the result; the operation only reads it
+            value[given] = operands[0] if len(operands) == 1 else list(operands)
         over = self._written_over(instruction, operands)
         leaves = [value] if not isinstance(value, list) else value
         found = [over.get(i, one) for i, one in enumerate(leaves)]
-        given = set(map(id, flat(operands)))
+        read = set(map(id, flat(operands)))
         for one in flat(found):
-            if id(one) not in given:
+            if id(one) not in read:
                 one.made = one.read = one.first = place
                 self._own.append(one)
         return found if isinstance(value, list) else found[0]
