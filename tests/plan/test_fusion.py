@@ -75,7 +75,7 @@ def test_the_gradients_of_the_iteration_before(how):
         found = reduced(row + inner)
         return x, found.astype(jnp.float16) if how == "cast" else found
 
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     loop = jax.shard_map(lambda xs: jax.lax.scan(body, 0.0, xs)[1], mesh=mesh, in_specs=P(), out_specs=P(None, "data"))
     (scan,) = (op for op in block(loop, (5, 64), sizes={"data": 8}).ops if op.name == "scan")
     expected = 0 if how == "reduced in an inner loop" else 4 * 64
@@ -92,7 +92,7 @@ def test_the_gradients_of_the_iteration_before(how):
     ],
 )
 def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut, platform, kind):
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def weight_gradient(x, y):
         found = (x.T @ y).T
@@ -110,7 +110,7 @@ def test_a_sum_that_is_cut_is_a_reduce_scatter_in_the_global_view(cut, platform,
 
 @pytest.mark.parametrize(("carried", "kind"), [(False, "reduce-scatter"), (True, "all-reduce")])
 def test_a_sum_in_a_loop_is_a_reduce_scatter_if_the_stack_is_cut_afterwards(carried, kind):
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def weight_gradients(x, y):
         def turn(last, layer):
