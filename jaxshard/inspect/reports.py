@@ -170,30 +170,32 @@ def report(compiled: jax.stages.Compiled) -> Report:
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(needed("a compiled program, `jax.jit(f).lower(...).compile()`", compiled))
-    found = read(compiled)
-    if text := excess(compiled, found.collectives):
-        warn(f"inspect.report: {text}")
-    return found
-
-
-def read(compiled: jax.stages.Compiled) -> Report:
-    """As `report`, but warns of nothing."""
     found = collectives(compiled)
-    known: dict[str, Any] = {
-        "platform": _platform(compiled),
-        "arguments": tuple(sum(_shard_bytes(*leaf) for leaf in leaves) for leaves in inputs_of(compiled)),
-        "flops": _flops(compiled),
-    }
+    if text := excess(compiled, found):
+        warn(f"inspect.report: {text}")
+    return Report(
+        found,
+        _total(found, "wire_bytes"),
+        **memory_of(compiled),
+        arguments=tuple(sum(_shard_bytes(*leaf) for leaf in leaves) for leaves in inputs_of(compiled)),
+        flops=_flops(compiled),
+        platform=_platform(compiled),
+    )
+
+
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """The fields of a `Report` that are of memory, from `argument_bytes` to `peak_bytes`; {} without an analysis."""
     memory = compiled.memory_analysis()
     if memory is None:
-        return Report(found, _total(found, "wire_bytes"), **known)
-    sizes = [int(getattr(memory, f"{field}_size_in_bytes")) for field in ("argument", "output", "temp", "alias")]
+        return {}
+    fields = ("argument", "output", "temp", "alias")
+    sizes = {f"{field}_bytes": int(getattr(memory, f"{field}_size_in_bytes")) for field in fields}
     peak = int(getattr(memory, "peak_memory_in_bytes", 0))
-    if not peak or known["platform"] != "gpu":
-        peak = sizes[0] + sizes[1] + sizes[2] - sizes[3]
+    if not peak or _platform(compiled) in ("cpu", "tpu"):
+        peak = sizes["argument_bytes"] + sizes["output_bytes"] + sizes["temp_bytes"] - sizes["alias_bytes"]
     else:  # the compiler's peak includes host memory
         peak -= sum(int(getattr(memory, f"host_{field}_size_in_bytes", 0)) for field in ("argument", "temp"))
-    return Report(found, _total(found, "wire_bytes"), *sizes, peak_bytes=peak, **known)
+    return sizes | {"peak_bytes": peak}
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:

@@ -231,14 +231,14 @@ def _scattered(op: Op) -> Op:
 def _scatter_stacks(loop: Op, uses: "_Uses") -> None:
     """In the body of a loop: a stack that is cut afterwards is one of parts."""
     (body,), (_, carries) = loop.blocks, loop.split
-    stacks = list(zip(loop.outs[carries:], body.outs[carries:], strict=True))
-    parts = [row.root.parts for _, row in stacks]
+    stacks = zip(loop.outs[carries:], body.outs[carries:], strict=True)
+    found = [(row.root, row.root.parts, *uses.until_cut(stack)) for stack, row in stacks]
     cuts: dict[Value, Axes] = {carry.root: () for carry in body.outs[:carries]}
-    for stack, row in stacks:
-        cuts[row.root] = () if row.root in cuts else uses.until_cut(stack)[1]
+    for row, _, _, axes in found:
+        cuts[row] = () if row in cuts else axes
     scatter_sums(body, cuts)
-    for (stack, row), before in zip(stacks, parts, strict=True):
-        uses.divide(uses.until_cut(stack)[0], row.root.parts // before)
+    for row, parts, chain, _ in found:
+        uses.divide(chain, row.parts // parts)
 
 
 class _Uses:

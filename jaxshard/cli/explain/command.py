@@ -154,7 +154,9 @@ def _of_function(what: str, given: Arguments) -> Subject | OwnStep:
     devices = None if machine is None else devices_of(machine)  # so that an impossible machine is reported at once
     subject = made_by(what, devices)
     if isinstance(subject, OwnStep):
-        if devices is not None and set(subject.mesh.devices.flat) != set(devices):
+        with blamed(what):
+            mesh = subject.mesh
+        if devices is not None and set(mesh.devices.flat) != set(devices):
             raise ValueError(f"{what} makes a step of your own, whose mesh is not of {given.compile}: {_DEVICES}")
         return subject
     if given.no_compile or (devices is None and isinstance(subject.mesh, Mesh)):
@@ -205,10 +207,7 @@ def made_by(what: str, devices: Sequence[Any] | None = None) -> Subject | OwnSte
     """
     made = called(what, offered={"devices": devices})
     if isinstance(made, tuple | list) and len(made) > 1 and callable(made[0]) and not isinstance(made[0], TrainStep):
-        with blamed(what):
-            own = OwnStep(made[0], tuple(made[1:]))
-            assert own.mesh is not None, "else it raises"
-            return own
+        return OwnStep(made[0], tuple(made[1:]))
     if not isinstance(made, tuple | list) or len(made) < 3:
         shape = f" of {len(made)}" if isinstance(made, tuple | list) else ""
         raise ValueError(f"{what} returned a {type(made).__name__}{shape}: {_WANTED}")

@@ -16,7 +16,7 @@ from jaxshard.base.tree import owner_of, parent_of, shape_of
 from jaxshard.base.types import AnyMesh, AxisSizes, Names, Tree
 from jaxshard.inspect.own_steps import Argument, OwnStep, excess
 from jaxshard.inspect.peak import Held, peak
-from jaxshard.inspect.reports import read as report_of
+from jaxshard.inspect.reports import memory_of
 from jaxshard.inspect.sources import Frame, frames
 from jaxshard.inspect.traffic import Collective, collectives
 from jaxshard.layout.cutting import Leaf
@@ -268,7 +268,7 @@ def with_memory(found: Explanation, compiled: jax.stages.Compiled) -> Explanatio
     for each in read.held:
         groups.setdefault(_where(each.stack) if each.stack else ("", _UNKNOWN), []).append(each)
     held = sorted((_at_peak(*place, of_line) for place, of_line in groups.items()), key=lambda one: -one.bytes)
-    memory = Memory(report_of(compiled).peak_bytes, read.bytes, read.argument_bytes, tuple(held))
+    memory = Memory(memory_of(compiled).get("peak_bytes"), read.bytes, read.argument_bytes, tuple(held))
     return dataclasses.replace(found, memory=memory)
 
 
