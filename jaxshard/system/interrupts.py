@@ -118,19 +118,23 @@ class Interrupts:
         """Runs a handler; delays its exception if the latest call's results are not assigned yet."""
         if self._reminded:
             self._reminded = False
-            if self._held and not self._is_returning(frame):
+            if self._held and not self._must_wait(frame):
                 raise self._held.pop(0)
             return
         try:
             handler(number, frame)
         except BaseException as error:
-            if not self._is_returning(frame):
+            if not self._must_wait(frame):
                 raise
             self.put_off(error, number)
 
     def put_off(self, error: BaseException, number: int) -> None:
         self._held.append(error)
         self._remind(number)
+
+    def _must_wait(self, frame: FrameType | None) -> bool:
+        """Whether an exception would be lost now, or the results with it; `frame` is the interrupted one."""
+        return _is_in_hook(frame) or self._is_returning(frame)
 
     def _is_returning(self, frame: FrameType | None) -> bool:
         """Whether the arguments are gone, and the results not yet assigned; `frame` is the interrupted one."""
@@ -220,6 +224,13 @@ class _Hook:
     def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
         if not self.deals(unraisable):
             self.before(unraisable)
+
+
+def _is_in_hook(frame: FrameType | None) -> bool:
+    """Whether Python deals with an error that it ignores: it ignores further ones then, and tells nobody but stderr."""
+    while frame is not None and frame.f_code is not _Hook.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def deal_with(deals: "Callable[[sys.UnraisableHookArgs], bool]") -> None:
