@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,27 +12,12 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import sum_dtype
-from jaxshard.base.types import Jaxpr, Scalar, Tree
+from jaxshard.base.types import DType, Jaxpr, Scalar, Tree
 from jaxshard.loss import ordered
 from jaxshard.loss.params import unshard, uses
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.stages import Parts
 from jaxshard.pipelining.timetable import Info, Plan, Work
-from jaxshard.programs.jaxprs import without_consts
-
-
-class _Function(NamedTuple):
-    """A traced function of flat inputs; its constants, `consts`, are its last inputs."""
-
-    jaxpr: Jaxpr
-    consts: list[Tree]
-    outs: Tree
-
-    @classmethod
-    def trace(cls, fn: Callable[..., Tree], *args: Tree) -> "_Function":
-        leaves, treedef = jax.tree.flatten(args)
-        closed, outs = jax.make_jaxpr(lambda *x: fn(*jax.tree.unflatten(treedef, x)), return_shape=True)(*leaves)
-        return cls(*without_consts(closed), outs)
 
 
 class Pipe:
@@ -53,27 +39,36 @@ class Pipe:
             return stages.of_round(cast[0], index, plan), cast[1], stages.at(microbatches, index), Info(index, index)
 
         chunk, shared, microbatch, info = collectives.shapes_of(one_tick)
-        self.first = _Function.trace(parts.first_fn, shared, microbatch, info)
+        self.first = stages.Function.trace(parts.first_fn, shared, microbatch, info)
         self.kind = stages.settled(parts, axis, chunk, shared, microbatch, info)
-        self.stage = _Function.trace(parts.stage, chunk, self.kind, info)
-        self.last = _Function.trace(
+        self.stage = stages.Function.trace(parts.stage, chunk, self.kind, info)
+        self.last = stages.Function.trace(
             lambda *xs: stages.losses(parts.last_fn(*xs), self.cast), shared, self.kind, microbatch, info
         )
         self.consts = [self.stage.consts, self.first.consts, self.last.consts]
         # Held here: the traced program keeps this pipe alive, so `deferred` can find the part by its equation.
-        self.part = unshard.Deferred(self.run, self.why_not_lazy)
+        self.part = unshard.Deferred(self.run, self.why_not_lazy, self.casts_to)
 
-    def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims) -> str | None:
+    def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims, cast: bool) -> str | None:
         """None if the input at `position` can stay a shard until its marks, else the reason; see `unshard.Deferred`."""
-        if position < self.num_blocks:
-            if self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
-                return "cut on the dim of virtual stages"
-            return uses.why_not_lazy(self.stage.jaxpr, position, dims)
-        position -= self.num_blocks
-        if position >= self.num_shared:
+        if position < self.num_blocks and self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
+            return "cut on the dim of virtual stages"
+        readers = self._readers(position)
+        if not readers:
             return "given to a pipeline as data"
-        reasons = (uses.why_not_lazy(fn.jaxpr, position, dims) for fn in (self.first, self.last))
-        return next(filter(None, reasons), None)
+        return next(filter(None, (uses.why_not_lazy(fn, i, dims, cast=cast) for fn, i in readers)), None)
+
+    def casts_to(self, position: int) -> Iterator[DType | None]:
+        """For each use of the input at `position`, the narrower dtype to which it is cast; see `unshard.Deferred`."""
+        readers = self._readers(position)
+        return itertools.chain.from_iterable(uses.casts_to(fn, i) for fn, i in readers) if readers else iter([None])
+
+    def _readers(self, position: int) -> list[tuple[Jaxpr, int]]:
+        """The functions that take the parameter at this input, each with its input there; [] if it is none."""
+        if position < self.num_blocks:
+            return [(self.stage.jaxpr, position)]
+        position -= self.num_blocks
+        return [(fn.jaxpr, position) for fn in (self.first, self.last)] if position < self.num_shared else []
 
     def run(self, values: Sequence[Tree]) -> list[Tree]:
         """Returns [the mean loss over microbatches], or the sums [loss, weight]; `values` are the flat inputs."""
@@ -159,7 +154,7 @@ class _Device:
         values = [*self._shared(shared), *jax.tree.leaves(x), *stages.at(self.microbatches, work.microbatch)]
         return self._call(self.pipe.last, values, work, self.consts[2])
 
-    def _call(self, fn: _Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
+    def _call(self, fn: stages.Function, values: list[Tree], work: Work, consts: list[Tree]) -> list[Tree]:
         chunk: Tree = work.round * self.plan.num_stages + self.index
         return ordered.run(fn.jaxpr, [*values, chunk, work.microbatch, *consts])
 

@@ -9,8 +9,9 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of
-from jaxshard.base.types import Scalar, Tree
+from jaxshard.base.types import Jaxpr, Scalar, Tree
 from jaxshard.pipelining.timetable import Info, Plan
+from jaxshard.programs.jaxprs import without_consts
 
 
 class Parts(NamedTuple):
@@ -24,6 +25,20 @@ class Parts(NamedTuple):
     def stage(self, blocks: Tree, x: Tree, info: Info) -> Tree:
         """Runs `stage_fn`, with `const` if there is one."""
         return self.stage_fn(blocks, x, info) if self.const is None else self.stage_fn(blocks, x, info, self.const)
+
+
+class Function(NamedTuple):
+    """A traced function of flat inputs; its constants, `consts`, are its last inputs."""
+
+    jaxpr: Jaxpr
+    consts: list[Tree]
+    outs: Tree
+
+    @classmethod
+    def trace(cls, fn: Callable[..., Tree], *args: Tree) -> "Function":
+        leaves, treedef = jax.tree.flatten(args)
+        closed, outs = jax.make_jaxpr(lambda *x: fn(*jax.tree.unflatten(treedef, x)), return_shape=True)(*leaves)
+        return cls(*without_consts(closed), outs)
 
 
 def of_round(tree: Tree, index: Scalar, plan: Plan) -> Tree:

@@ -250,8 +250,10 @@ class Deferred:
 
     run: Callable[[Sequence[Value]], list[Value]]
     """Flat outputs of flat inputs."""
-    why_not_lazy: Callable[[int, int, Dims], str | None]
-    """As `uses.why_not_lazy`, for (the input's position, its number of dims, how it is cut)."""
+    why_not_lazy: Callable[[int, int, Dims, bool], str | None]
+    """As `uses.why_not_lazy`, for (the input's position, its number of dims, how it is cut, whether it is cast)."""
+    casts_to: Callable[[int], Iterator[DType | None]]
+    """As `uses.casts_to`, for the input's position."""
 
     def bind(self, values: Sequence[Value]) -> list[Value]:
         """Calls `run` in a trace, so that `deferred` can find it."""

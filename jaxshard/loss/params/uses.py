@@ -63,7 +63,7 @@ class _Search:
         if mark(eqn) or (not in_loop and looks_up(jaxpr, eqn, position, self.looked_up_by, asked=False)):
             return None
         if (part := deferred(eqn)) is not None:
-            return part.why_not_lazy(position, eqn.invars[position].aval.ndim, self.dims)
+            return part.why_not_lazy(position, eqn.invars[position].aval.ndim, self.dims, self.cast)
         if name in CASTS or (self.cast and name == CONVERT):
             return self._of_variable(jaxpr, eqn.outvars[0], in_loop)
         if name in INLINED or name in REMAT:
@@ -91,8 +91,14 @@ def computed_in(jaxpr: Jaxpr, index: int) -> DType | None:
     return found.pop() if len(found) == 1 else None
 
 
+def casts_to(jaxpr: Jaxpr, index: int) -> Iterator[DType | None]:
+    """For each use of input `index`, the narrower floating dtype to which it casts it; None: it takes it as it is."""
+    inner = open_jaxpr(jaxpr)
+    return _cast_to(inner, inner.invars[index])
+
+
 def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
-    """For each use of a variable, the narrower floating dtype to which it casts it; None: it takes it as it is."""
+    """As `casts_to`, of a variable."""
     if any(out is var for out in jaxpr.outvars):
         yield None
     for eqn, position in uses_of(jaxpr, var):
@@ -107,9 +113,10 @@ def _cast_to(jaxpr: OpenJaxpr, var: Var) -> Iterator[DType | None]:
         elif name in KEEPS_NUMBERS:
             for out in eqn.outvars:
                 yield from _cast_to(jaxpr, out)
-        elif (name in INLINED or name in REMAT or name == SCAN) and deferred(eqn) is None and position not in carried:
-            inner = open_jaxpr(inner_jaxpr(eqn))
-            yield from _cast_to(inner, inner.invars[position])
+        elif (part := deferred(eqn)) is not None:
+            yield from part.casts_to(position)
+        elif (name in INLINED or name in REMAT or name == SCAN) and position not in carried:
+            yield from casts_to(inner_jaxpr(eqn), position)
         else:
             yield None
 
