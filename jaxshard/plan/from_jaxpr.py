@@ -18,6 +18,7 @@ from jaxshard.plan.fusion import scatter_sums
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import (
+    BARRIER,
     CALLS,
     COLLECTIVE_KINDS,
     COND,
@@ -199,7 +200,8 @@ class _Writer:
         name, params = eqn.primitive.name, eqn.params
         kind = COLLECTIVE_KINDS.get(name)
         if name in VIEWS:
-            return [Value(_shape(v), x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
+            outs = [Value(_shape(v), x.dtype, root=x) for v, x in zip(eqn.outvars, ins, strict=False)]
+            return _tied(outs, ins) if name == BARRIER else outs
         if kind is None:
             outs = [Value(_shape(v), _dtype(v)) for v in eqn.outvars]
             ops.append(Op(name, list(ins), outs, params))
@@ -227,6 +229,14 @@ class _Writer:
         moved = tuple(self._moved("all-reduce", o.bytes, summed, o.dtype) for o in outs if summed)
         ops.append(Op(name, list(ins), outs, eqn.params, moved=moved, in_global_view=True, cut=self._size(summed)))
         return outs
+
+
+def _tied(outs: list[Value], ins: Sequence[Value]) -> list[Value]:
+    """The results of a barrier, each of which waits for all its operands."""
+    tied = tuple(dict.fromkeys(y for x in ins for y in (x.root, *x.tied)))
+    for out in outs:
+        out.tied = tied
+    return outs
 
 
 def _shape(v: Var) -> tuple[int, ...]:

@@ -58,11 +58,14 @@ class _Lives:
 
     def peak(self) -> int:
         ops, read_by = self.ordered(), self.fusion.read_by
-        last = {source: i for i, op in enumerate(ops) for source in read_by(op)}
+        last = self._last_uses(ops)
+        ending: dict[int, list[Value]] = {}
+        for source, i in last.items():
+            ending.setdefault(i, []).append(source)
         live = most = sum(x.bytes for x in self.freed)
         to_copy = set(self.copied)
         for i, op in enumerate(ops):
-            dying = [s for s in read_by(op) if last[s] == i and self.ends(s)]
+            dying = [s for s in ending.get(i, ()) if self.ends(s)]
             live += sum(s.bytes for s in read_by(op) & to_copy)
             to_copy -= read_by(op)
             made = sum(out.bytes for out in op.outs)
@@ -71,6 +74,14 @@ class _Lives:
             unread = sum(out.bytes for out in op.outs if out not in last and out not in self.fusion.kept)
             live += made - sum(s.bytes for s in dying) - unread
         return most
+
+    def _last_uses(self, ops: list[Op]) -> dict[Value, int]:
+        """The place of each array's last reader."""
+        last = {source: i for i, op in enumerate(ops) for source in self.fusion.read_by(op)}
+        if not self.is_gpu:
+            return last
+        joined, places = xla_gpu.held_for_joined_sums(self.fusion), {op: i for i, op in enumerate(ops)}
+        return {source: max(i, places[joined[source]]) if source in joined else i for source, i in last.items()}
 
     def ordered(self) -> list[Op]:
         """The operations that are not virtual, in the order in which they run.

@@ -39,13 +39,17 @@ class OnHost:
 
 
 class Value:
-    """An array: its shape (the global one in the global view, one device's in the local view) and its sharding."""
+    """An array: its shape (the global one in the global view, one device's in the local view) and its sharding.
 
-    __slots__ = ("dtype", "parts", "root", "shape", "spec")
+    `root` is the array whose memory it has; `tied` are the arrays that a barrier has joined with it.
+    """
+
+    __slots__ = ("dtype", "parts", "root", "shape", "spec", "tied")
 
     def __init__(self, shape: Sequence[int], dtype: Any, spec: Spec = (), parts: int = 1, root: "Value | None" = None):
         self.shape, self.dtype, self.spec, self.parts = tuple(shape), dtype, spec, parts
         self.root: Value = self if root is None else root.root
+        self.tied: tuple[Value, ...] = () if root is None else root.tied
 
     @property
     def size(self) -> int:
@@ -153,6 +157,7 @@ class _Rescaler:
     def __init__(self, old: int, new: int):
         self.old, self.new = old, new
         self.values: dict[Value, Value] = {}
+        self.ties: dict[int, tuple[Value, ...]] = {}
 
     def block(self, block: Block) -> Block:
         ins = [self.value(x) for x in block.ins]
@@ -163,7 +168,13 @@ class _Rescaler:
             root = None if x.root is x else self.value(x.root)
             shape = [self._dim(size) for size in x.shape]
             self.values[x] = Value(shape, x.dtype, x.spec, x.parts, root)
+            self.values[x].tied = self.tied(x.tied)
         return self.values[x]
+
+    def tied(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        if id(values) not in self.ties:
+            self.ties[id(values)] = tuple(map(self.value, values))
+        return self.ties[id(values)]
 
     def op(self, op: Op) -> Op:
         ins, outs = [self.value(x) for x in op.ins], [self.value(x) for x in op.outs]

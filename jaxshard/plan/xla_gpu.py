@@ -3,6 +3,7 @@
 * It fuses a sum over rows and the element-wise work on them into one kernel, which cannot overwrite what it reads.
 * It fuses only casts of arrays in memory into a matrix product, no other element-wise work: a layer's normed input is
   kept for the weight's gradient.
+* It joins reduce-scatters outside of loops, and keeps all their operands until the last is there.
 * It merges two iterations of a loop, and reduces the first one's gradients while the second computes; both are live.
 * An iteration copies its slice of a scanned array if a product or several kernels read it.
 * cuDNN needs a convolution's kernel in a different dim order than JAX. XLA transposes each kernel before its first
@@ -40,6 +41,30 @@ def _sums(block: Block) -> list[Op]:
     """The reductions over devices of a block, and of the loops within."""
     found = [op for op in block.ops if any(m.kind in ("reduce-scatter", "all-reduce") for m in op.moved)]
     return found + [op for one in block.ops for inner in one.blocks for op in _sums(inner)]
+
+
+def held_for_joined_sums(fusion: Fusion) -> dict[Value, Op]:
+    """For arrays that reduce-scatters read, the last of the reduce-scatters that XLA joins: it frees them all.
+
+    XLA joins those that do not depend on each other, however far apart they are; one that it could join with earlier or
+    with later ones, with the later ones.
+    """
+    following: dict[Value, int] = {}  # the reduce-scatters that wait for a value, and for each other
+    of_tied: dict[int, int] = {}
+    last: dict[int, Op] = {}
+    found: dict[Value, Op] = {}
+    for op in reversed(fusion.block.ops):
+        num = max((following.get(x, 0) for x in op.outs), default=0)
+        if any(m.kind == "reduce-scatter" for m in op.moved):
+            found |= dict.fromkeys(fusion.read_by(op), last.setdefault(num, op))
+            num += 1
+        num += bool(op.blocks)
+        for x in op.ins:
+            following[x.root] = max(following.get(x.root, 0), num)
+            if num > of_tied.get(id(x.tied), 0):
+                of_tied[id(x.tied)] = num
+                following |= {y: max(following.get(y, 0), num) for y in x.tied}
+    return found
 
 
 def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:

@@ -83,6 +83,28 @@ def test_the_gradients_of_the_iteration_before(how):
 
 
 @pytest.mark.parametrize(
+    ("waits", "platform", "held"), [(False, "gpu", 3), (True, "gpu", 2), (False, "tpu", 1), (True, "tpu", 1)]
+)
+def test_reduce_scatters_are_joined_unless_one_waits_for_another(waits, platform, held):
+    """Three sums; `waits`: the last begins when the first has ended. The second is joined with the last then."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def sums(x):
+        x = collectives.vary(x, ("data",))
+        shards = []
+        for scale in (2.0, 3.0, 4.0):
+            if waits and len(shards) == 2:
+                x, shards[0] = jax.lax.optimization_barrier((x, shards[0]))
+            shards.append(jax.lax.psum_scatter(jnp.sin(scale * x), "data", tiled=True))
+        return shards
+
+    run = jax.shard_map(sums, mesh=mesh, in_specs=P(), out_specs=P("data"))
+    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((N,), jnp.float32)).jaxpr
+    found = from_jaxpr.written_out(traced, [P()], {"data": 8}, platform)
+    assert held * 4 * N <= peak_bytes(found, (), platform) <= (held + 3 / 8) * 4 * N
+
+
+@pytest.mark.parametrize(
     ("cut", "platform", "kind"),
     [
         (P("data"), "gpu", "reduce-scatter"),
