@@ -1,5 +1,6 @@
 """A user's own step: its arguments, and a word if it sends far more than ZeRO has to."""
 
+import functools
 import inspect
 import math
 import os
@@ -41,6 +42,26 @@ class OwnStep(NamedTuple):
     step: Any
     arguments: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, step: Any, *arguments: Any) -> "OwnStep":
+        """Raises ValueError for a step, or an argument, that JAX cannot trace."""
+        if isinstance(step, jax.stages.Compiled):
+            raise ValueError("the step is compiled already: return the function, or jax.jit of it")
+        bound = (*step.args, *step.keywords.values()) if isinstance(step, functools.partial) else ()
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(bound)):
+            raise ValueError("the step is a functools.partial that holds shapes: pass them as arguments of the step")
+        found = cls(step, arguments)
+        for name, argument in zip(
+            _names(step, len(arguments)), () if hasattr(step, "lower") else arguments, strict=False
+        ):
+            kinds = {type(x).__name__ for x in jax.tree.leaves(argument) if not _is_traceable(x)}
+            if kinds:
+                raise ValueError(
+                    f"{name} of the step holds a {min(kinds)}, which JAX does not trace: let the step close over it, "
+                    "or return jax.jit(step, static_argnums=...)"
+                )
+        return found
+
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh of most devices that an argument is on; raises ValueError if none is on a mesh of devices."""
@@ -67,6 +88,10 @@ class OwnStep(NamedTuple):
         found = jax.tree.leaves_with_path(dict(enumerate(self.arguments)))
         paths = [(path[0].key, jax.tree_util.keystr(path[1:], simple=True, separator="/"), x) for path, x in found]
         return [("/".join(filter(None, (names[i], path))), x) for i, path, x in paths if hasattr(x, "sharding")]
+
+
+def _is_traceable(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
 def _names(step: Any, num: int) -> list[str]:

@@ -87,7 +87,8 @@ class CommonOptions(TypedDict, total=False):
 
     reduce_dtype: Float | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
-    for float16 params: sums come before the division, so in float16 sums over more devices overflow sooner."""
+    for float16 params: sums come before the division, so in float16 sums over more devices overflow sooner. If the loss
+    sees all rows (`loss_view`), XLA sums over devices, in the dtype in which the gradients are computed."""
 
     master_dtype: Float | None
     """Keeps masters in the state: copies of the params in this dtype, cut like the state. The params are the rounded

@@ -1,19 +1,18 @@
 """What users should know of a traced loss: rounding, marks without effect, memory that could be saved."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Var
+from jaxshard.base.types import DType, Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.again import is_named_by
-from jaxshard.loss.params.leaf_plan import LeafPlan, gathered_at, lines_of
+from jaxshard.loss.params.leaf_plan import LeafPlan, gathered_at, is_made_again, lines_of
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
-from jaxshard.programs.jaxprs import equations, inner_jaxpr, open_jaxpr
-from jaxshard.programs.primitives import LINEAR, REMAT
+from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
+from jaxshard.programs.primitives import CUTS, LINEAR, POINTWISE, REMAT, SCAN
 from jaxshard.programs.source import line_of
 from jaxshard.system.text import size_in_words
 
@@ -29,7 +28,9 @@ class Kept(NamedTuple):
       num_leaves: how many they are.
       line: the user's line that gathers the largest of those that no mark asks for; "" if unknown.
       is_asked: whether all are gathered where the loss asks for it, by `unshard`.
-      is_much: whether all but the largest have 10% of the bytes of all params, and 8 MiB at least.
+      is_much: whether all but the largest, or the largest layer of a stack, have 10% of the bytes of all params, and 8
+        MiB at least.
+      can_regather: whether `regather="backward"` can gather them all again.
     """
 
     num_bytes: int
@@ -37,6 +38,7 @@ class Kept(NamedTuple):
     line: str
     is_asked: bool
     is_much: bool
+    can_regather: bool
 
     def __str__(self) -> str:
         """What is kept, and the cure; "" if nothing is."""
@@ -45,14 +47,24 @@ class Kept(NamedTuple):
         what = "1 param" if self.num_leaves == 1 else f"{self.num_leaves} params"
         return (
             f"up to {size_in_words(self.num_bytes)} of whole params ({what}) stay on each device from the forward to "
-            f"the backward pass, since the loss gathers them outside of jax.checkpoint{self._first}. "
-            'regather="backward" gathers them again instead; or wrap each layer in jax.checkpoint, and begin it with '
-            "w = jaxshard.unshard(w), which keeps no activations of it either"
+            f"the backward pass, since the loss gathers them outside of jax.checkpoint, or saves them by its policy"
+            f"{self._first}. {_REGATHER if self.can_regather else _NO_REGATHER}"
         )
 
     @property
     def _first(self) -> str:
         return f" (the largest at {self.line})" if self.line else ""
+
+
+_REGATHER = (
+    'regather="backward" gathers them again instead; or wrap each layer in jax.checkpoint, and begin it with '
+    "w = jaxshard.unshard(w), which keeps no activations of it either"
+)
+_NO_REGATHER = (
+    'regather="backward" gathers none again that the loss cuts, scales or scans first, or saves by a policy: wrap each '
+    "layer in jax.checkpoint, pass it whole leaves (of a list, or as the xs of a lax.scan), and begin it with "
+    "w = jaxshard.unshard(w)"
+)
 
 
 def warnings(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> list[str]:
@@ -66,7 +78,8 @@ def warnings(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> l
 def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
     """The params that the loss keeps whole for the backward pass; none if only the largest is large.
 
-    (That one is whole at some time anyway, and the last layer's is needed again at once. `regather="step"` keeps all.)
+    (That one, or a layer of it, is whole at some time anyway, and the last layer's is needed again at once.
+    `regather="step"` keeps all.)
     """
     program = open_jaxpr(jaxpr)
     each = zip(program.invars, plans, strict=False)  # more inputs follow
@@ -75,10 +88,24 @@ def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
     unasked = [(plan, var) for plan, var in found if plan.reason is not None]
     largest = max(unasked or found, key=lambda each: each[0].num_bytes, default=None)
     line = "" if largest is None else next(iter(lines_of(program, largest[1], largest[0])), "")
-    sizes, of_all = [plan.num_bytes_gathered for plan, _ in found], sum(plan.num_bytes for plan in plans)
-    beyond = sum(sizes) - max(sizes, default=0)
+    num_bytes, of_all = sum(plan.num_bytes_gathered for plan, _ in found), sum(plan.num_bytes for plan in plans)
+    beyond = num_bytes - max((_at_once(program, var, plan) for plan, var in found), default=0)
     num_leaves = len(found) if beyond >= of_all / 100 else 0
-    return Kept(sum(sizes), num_leaves, line, not unasked, beyond >= max(_LEAST_KEPT, of_all // 10))
+    can = not options.regathers and all(is_made_again(plan, program, var) for plan, var in found)
+    return Kept(num_bytes, num_leaves, line, not unasked, beyond >= max(_LEAST_KEPT, of_all // 10), can)
+
+
+def _at_once(program: OpenJaxpr, var: Var, plan: LeafPlan) -> int:
+    """The bytes of a parameter that the loss needs at once: of a stack of layers, those of one layer."""
+    scans = [eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == SCAN and _runs_over(eqn, plan)]
+    cuts = (eqn.outvars[0].aval.size for eqn, _ in uses.uses_of(program, var) if eqn.primitive.name in CUTS)
+    parts = [var.aval.size // size for size in cuts if size]
+    return plan.num_bytes_gathered // max([1, *scans, *parts])
+
+
+def _runs_over(scan: Equation, plan: LeafPlan) -> bool:
+    """Whether a scan runs over an array of the parameter's shape: itself, or what is made of it."""
+    return any(v.aval.shape == plan.leaf.shape for v in scan.invars[sum(scan_split(scan)) :])
 
 
 def _is_kept(program: OpenJaxpr, var: Var, plan: LeafPlan) -> bool:
@@ -87,7 +114,7 @@ def _is_kept(program: OpenJaxpr, var: Var, plan: LeafPlan) -> bool:
     (A pipeline has a backward pass of its own, for which `regather` is no cure.)
     """
     trails = gathered_at(program, var, plan, through=uses.KEEPS_NUMBERS)
-    return any(not _in_remat(trail) and _needs(trail[-1]) for trail in trails)
+    return any(not _is_recomputed(trail) and _needs(trail[-1]) for trail in trails)
 
 
 def _needs(eqn: Equation) -> bool:
@@ -95,15 +122,17 @@ def _needs(eqn: Equation) -> bool:
     return bool(uses.mark(eqn)) or (eqn.primitive.name not in LINEAR and deferred(eqn) is None)
 
 
-def _in_remat(trail: Sequence[Equation]) -> bool:
-    return any(eqn.primitive.name in REMAT for eqn in trail[:-1])
+def _is_recomputed(trail: Sequence[Equation]) -> bool:
+    """Whether a use is in a remat that does not save what is gathered there."""
+    remats = (eqn for eqn in trail[:-1] if eqn.primitive.name in REMAT)
+    return any(not uses.saves(eqn.params["policy"], MARK) for eqn in remats)
 
 
 def idle_regather(plans: Sequence[LeafPlan], options: LossOptions) -> str:
     """That `regather="backward"` has nothing to gather again; "" if it has."""
     if not options.regathers or options.setup.num_batch_shards == 1:
         return ""
-    if any(plan.regathers and not plan.looks_up for plan in plans):
+    if any(plan.gather == "use" and not plan.looks_up for plan in plans):
         return ""
     least = options.setup.config.min_shard_size
     return (
@@ -120,25 +149,42 @@ def sums_in_words(plans: Sequence[LeafPlan], options: LossOptions) -> str:
     """A sentence about gradients that are summed in 2 bytes, over several microbatches or over devices; else ""."""
     if not options.differentiate:
         return ""
-    dtypes = {plan.sum_dtype for plan in plans if not plan.leaf.frozen}
-    narrow = sorted(str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4)
+    narrow = _narrow(plan.sum_dtype for plan in plans if not plan.leaf.frozen)
+    of_devices = _of_all_rows(plans) if options.loss_view == "global" else _of_casts(plans)
     if not narrow or options.microbatches == 1:
-        return _of_casts(plans)
+        return of_devices
     return (
-        f"over {options.microbatches} microbatches gradients are added up in {', '.join(narrow)}; in bfloat16 they "
-        "are off by 0.4% with 4 microbatches, 0.8% with 64, 1.6% with 256 (measured); reduce_dtype=jnp.float32 adds "
-        "them up in float32"
+        f"over {options.microbatches} microbatches gradients are added up in {narrow}; in bfloat16 they are off by "
+        "0.4% with 4 microbatches, 0.8% with 64, 1.6% with 256 (measured); reduce_dtype=jnp.float32 adds them up in "
+        "float32"
     )
+
+
+def _narrow(dtypes: Iterable[DType]) -> str:
+    """Those of fewer than 4 bytes, in words."""
+    return ", ".join(sorted({str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype).itemsize < 4}))
 
 
 def _of_casts(plans: Sequence[LeafPlan]) -> str:
     """A sentence about gradients that are summed over devices in the dtype to which the loss casts; else ""."""
-    cast = sorted({str(plan.reduced_in) for plan in plans if plan.reduce == "at use" and plan.reduced_in is not None})
+    reduced = (plan for plan in plans if plan.reduce == "at use" and not plan.looks_up)
+    cast = _narrow(plan.reduced_in for plan in reduced if plan.reduced_in is not None)
     if not cast:
         return ""
     return (
-        f"over devices the gradients of params that the loss casts are added up in {', '.join(cast)}, as they are "
-        "computed; reduce_dtype=jnp.float32 adds them up in float32, and sends twice the bytes for them"
+        f"over devices the gradients of params that the loss casts are added up in {cast}, as they are computed; "
+        "reduce_dtype=jnp.float32 adds them up in float32, and sends twice the bytes for them"
+    )
+
+
+def _of_all_rows(plans: Sequence[LeafPlan]) -> str:
+    """A sentence about gradients that XLA sums over devices in 2 bytes, in the global view; else ""."""
+    cast = _narrow(plan.gathered_in for plan in plans if not plan.leaf.frozen)
+    if not cast:
+        return ""
+    return (
+        f"over devices XLA adds gradients up in {cast}, as the loss computes them, since it sees all rows; "
+        "reduce_dtype is for sums over microbatches alone"
     )
 
 
@@ -154,8 +200,7 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
     is_scattered = options.setup.config.cuts.accumulators  # else gradients are reduced once, wherever that may be
     for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
         is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and is_scattered))
-        trails = uses.trails(program, var, uses.ENTERED, through=uses.KEEPS_NUMBERS) if is_void else ()
-        marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
+        marked = [trail for trail in _trails_of_marks(program, var) if is_void and uses.mark(trail[-1]) == MARK]
         found += [(plan, var, line_of(marked[0]))] if marked else []
     if sum(plan.num_bytes for plan, *_ in found) < max(2**20, sum(plan.num_bytes for plan in plans) // 100):
         return ""
@@ -168,9 +213,20 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
     )
 
 
+def _trails_of_marks(program: OpenJaxpr, var: Var, around: Sequence[Equation] = ()) -> Iterator[tuple[Equation, ...]]:
+    """The trails of a parameter's uses (`uses.trails`), and of those of what arithmetic with constants makes of it."""
+    for trail in uses.trails(program, var, uses.ENTERED, through=uses.KEEPS_NUMBERS, around=around):
+        yield trail
+        eqn = trail[-1]
+        if eqn.primitive.name in POINTWISE and sum(not is_literal(v) for v in eqn.invars) == 1:
+            inner = open_jaxpr(inner_jaxpr(trail[-2])) if len(trail) > 1 else program
+            yield from _trails_of_marks(inner, eqn.outvars[0], trail[:-1])
+
+
 _ALL_MARKED = (
-    "A mark counts only if every use of the param goes through unshard: write w = jaxshard.unshard(w), and use w alone "
-    "from there on; or leave unshard out"
+    "A mark counts only if unshard comes first in every use of the param: write w = jaxshard.unshard(w), and use w "
+    "alone from there on, also to scale, transpose or reshape it; pass layers of a stack as the xs of a lax.scan, or "
+    "as leaves of a list, since a slice is not moved alone; or leave unshard out"
 )
 _CURES = {
     uses.CUT_LAYERS: "No other dim could be cut: make one divisible by the devices along the axis, or run the layers "
@@ -211,7 +267,7 @@ def _forgets_names(policy: Any) -> bool:
 
 def _named_by(policy: Any) -> Iterator[str]:
     """The names of marks of ours for which a policy asks, and names that look like ours."""
-    yield from (mark for mark in _MARKS if is_named_by(policy, mark))
+    yield from (mark for mark in _MARKS if uses.is_named_by(policy, mark))
     yield from (name for name in _names_in(policy) if name.startswith("jaxshard.") and name not in _MARKS)
 
 

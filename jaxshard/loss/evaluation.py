@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard import collectives, platforms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.again import Again, made_again, refuses
+from jaxshard.loss.params.again import Again, made_again
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 from jaxshard.programs.jaxprs import (
     closed_jaxpr,
@@ -251,7 +251,7 @@ def _rematerialized(kind: type[Evaluation], eqn: Equation, in_loop: bool) -> Cal
     known, how = _remats.setdefault(inner, {}), (eqn.params["policy"], eqn.params["prevent_cse"], kind, in_loop)
     if how not in known:
         program = inner.replace()  # a copy: JAX may keep it, and that must not keep the key of `_remats` alive
-        regathers = refuses(eqn.params["policy"], MARK)  # else what is gathered would be saved, without its name
+        regathers = uses.refuses(eqn.params["policy"], MARK)  # else what is gathered would be saved, without its name
 
         def again(*values: Value) -> list[Value]:
             return kind.run(program, values, in_loop=in_loop, regathers=regathers)

@@ -19,7 +19,7 @@ from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree
 from jaxshard.collectives import global_view
 from jaxshard.loss.arguments import LossOptions
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.leaf_plan import LeafPlan, with_casts
+from jaxshard.loss.params.leaf_plan import LeafPlan, as_used, with_casts
 from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cut_by_rows
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
@@ -157,7 +157,7 @@ class GlobalLoss(DeviceLoss):
         var, is_cut_further = inputs.invars[index], any(plan.leaf.spec)
         looks_up = bool(table) and uses.only_looked_up(inputs, var, table)
         looks_up = looks_up and not (is_cut_further and is_cut_by_rows(var.aval, table))
-        return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
+        return as_used(plan, inputs, var, reason=reason, looks_up=looks_up)
 
     def _differentiated(self) -> list[jax.Array]:
         return [x for x, plan in zip(self.shards, self.plans, strict=True) if not plan.leaf.frozen]

@@ -99,7 +99,7 @@ class LossFunction:
         """The layout of params and state (as `init` makes it by default), with each parameter's plan in words."""
         found = self.setup.with_state(params, state)
         gathers = {leaf.names: str(each) for leaf, each in zip(found.params, plan.leaves, strict=True)}
-        sums = advice.sums_in_words(plan.leaves, self.options)
+        sums = advice.sums_in_words(plan.leaves, plan.options)
         kept = str(advice.kept(plan.program.jaxpr, plan.leaves, self.options))
         return dataclasses.replace(found, gathers=gathers, loss_rows=str(plan), sums=sums, kept=kept)
 

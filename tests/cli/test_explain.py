@@ -142,6 +142,27 @@ def own_jitted():
     return (jax.jit(step, donate_argnums=(0, 1)), *arguments)
 
 
+def own_compiled():
+    step, *arguments = own_jitted()
+    return (step.lower(*arguments).compile(), *arguments)
+
+
+def own_with_text():
+    step, *arguments = own()
+    return (lambda params, state, batch, mode: step(params, state, batch), *arguments, "fast")
+
+
+def own_partial():
+    step, params, *arguments = own()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    return (functools.partial(step, shapes), *arguments)
+
+
+def with_state():
+    step, params, batch = built("zero2")
+    return step, params, optax.adam(1e-3).init(params), batch
+
+
 def wants(x):
     return x
 
@@ -413,6 +434,13 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
             ["mine:own_jitted", "--compile", "v5e:2x4"],
             "whose mesh is not of v5e:2x4: let it take the machine's devices",
         ),
+        (
+            ["mine:own_compiled"],
+            "mine:own_compiled: the step is compiled already: return the function, or jax.jit of it",
+        ),
+        (["mine:own_with_text"], "mode of the step holds a str, which JAX does not trace: let the step close over it"),
+        (["mine:own_partial"], "the step is a functools.partial that holds shapes: pass them as arguments"),
+        (["mine:with_state"], "returned an optimizer's state where the batch belongs; explain makes the state itself"),
         (["mine:wants"], "wants must take no arguments (missing a required argument: 'x')"),
         (["mine:value"], "value is no function, but of type int"),
         (["mine:zero4"], "mine has no zero4; did you mean 'zero"),

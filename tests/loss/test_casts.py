@@ -223,3 +223,35 @@ def test_marks_that_work_and_those_of_ddp_are_not_told():
 
 def test_marks_that_move_little_are_not_told():
     lower(penalized, "zero3", width=64)
+
+
+@pytest.mark.parametrize(
+    "of_layer",
+    [
+        lambda w, _: unshard(w * 2.0),
+        lambda w, _: unshard(jnp.tanh(w.T)),
+        lambda w, _: unshard(w.reshape(4, -1, 512).reshape(512, 512)),
+    ],
+)
+def test_a_mark_that_comes_after_something_else_is_told(of_layer):
+    loss = scanned(of_layer)
+    with pytest.warns(UserWarning, match="unshard: w is marked at .*A mark counts only if unshard comes first"):
+        lower(lambda p, batch: jnp.mean(loss(p, batch, jnp.float32) ** 2), "zero3")
+
+
+def test_the_layout_has_no_sums_of_tables_whose_rows_are_exchanged():
+    """Each device adds up its own rows' gradients in the param's dtype."""
+    opt = opt_of("zero3", jaxshard.make_mesh(devices=jax.devices()[:4]))
+    ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    step = jaxshard.train_step(lambda p, ids: jnp.mean(p["w"].astype(jnp.bfloat16)[ids].astype(jnp.float32) ** 2), opt)
+    text = str(step.layout({"w": jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)}, ids))
+    assert "its rows exchanged" in text
+    assert "added up in bfloat16" not in text
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_the_layout_says_that_xla_adds_up_in_the_computed_dtype_where_the_loss_sees_all_rows(reduce_dtype):
+    opt = opt_of("zero3", jaxshard.make_mesh(devices=jax.devices()[:4]), reduce_dtype=reduce_dtype)
+    step = jaxshard.train_step(loss_of("cast, then marked, in a scan", jnp.bfloat16), opt, loss_view="global")
+    text = str(step.layout(shapes_of(stacked=True, dtype=jnp.float32), jax.ShapeDtypeStruct((ROWS, WIDTH), "f")))
+    assert "over devices XLA adds gradients up in bfloat16, as the loss computes them" in text

@@ -437,6 +437,12 @@ def test_ids_are_whole_numbers(ids):
         find(np.ones((4, 3)), ids)
 
 
+@pytest.mark.parametrize("table", [{"w": np.ones((4, 3))}, np.float32(1), None])
+def test_the_table_is_one_array_with_rows(table):
+    with pytest.raises(TypeError, match=r"lookup: the table must be one array of \(V, ..., D\), got a "):
+        find(table, [0])
+
+
 # Planted bugs.
 
 

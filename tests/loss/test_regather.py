@@ -133,14 +133,14 @@ def test_the_model_of_all_strategies():
 WIDE = 512
 
 
-def predicted(loss, regather, view="local", machine="h100"):
-    wide = {name: tuple(WIDE if n == WIDTH else n for n in shape) for name, shape in SHAPES.items()}
+def predicted(loss, regather, view="local", machine="h100", width=WIDE):
+    wide = {name: tuple(width if n == WIDTH else n for n in shape) for name, shape in SHAPES.items()}
     used = ["stack"] if loss in (in_a_scan,) else [f"w{i}" for i in range(LAYERS)]
     used += ["bias"] if loss is in_a_list else []
     shapes = {name: jax.ShapeDtypeStruct(wide[name], jnp.float32) for name in used}
     target = plan.Target(plan.chip(machine), 8, 80e9, torus=(2, 2, 2) if machine == "v5p" else ())
     opt = opt_of("zero3", plan.Candidate("zero3", data=8).mesh(target), regather)
-    batch = {"x": jax.ShapeDtypeStruct((64, WIDE), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32)}
     return plan.predict(jaxshard.train_step(loss, opt, loss_view=view), shapes, batch)
 
 
@@ -153,8 +153,19 @@ def test_params_are_gathered_twice_and_products_computed_once(loss, machine):
     again = size if loss is in_a_scan else size * (LAYERS - 1) / LAYERS
     assert twice.wire_bytes - once.wire_bytes == pytest.approx(again * 7 / 8, rel=0.01)
     assert sum(twice.costs.flops.values()) == sum(once.costs.flops.values())
-    if machine == "h100":  # elsewhere the update holds most
-        assert once.peak_bytes - twice.peak_bytes > (1 if loss is in_a_scan else 0.4) * size
+    if machine == "h100" and loss is in_a_scan:  # elsewhere the update holds most
+        assert once.peak_bytes - twice.peak_bytes > size
+
+
+@pytest.mark.filterwarnings("ignore:up to 268 MB of whole params")
+@pytest.mark.parametrize(("width", "gained"), [(512, 0.0), (4096, 1 / LAYERS)])
+def test_layers_in_a_list_gain_on_gpu_where_they_are_large(width, gained):
+    """XLA for GPU reduces gradients of 32 MB together: of small layers all gradients lie beside all params.
+
+    Its own peaks: 5.79 MB either way with a width of 512.
+    """
+    once, twice = (predicted(in_a_list, how, width=width).peak_bytes for how in ("use", "backward"))
+    assert (once - twice) / (4 * LAYERS * width**2) == pytest.approx(gained, abs=0.02)
 
 
 def with_policy(policy):
@@ -200,3 +211,67 @@ def test_the_layout_says_it():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params())
     text = str(step.layout(shapes, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}))
     assert "gathered at its first use: used by dot_general; for the backward pass again" in text
+
+
+# What it cannot gather again.
+
+
+def layers_of(make, *, policy=None, mark=unshard):
+    """Checkpointed layers in a scan over what `make` makes of the stack."""
+
+    def loss(p, batch):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ mark(w)), None), policy=policy)
+        return jnp.mean(lax.scan(layer, batch["x"], make(p["stack"]))[0] ** 2)
+
+    return loss
+
+
+def sliced(p, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ unshard(w)))(x, p["stack"][i])
+    return jnp.mean(x**2)
+
+
+def normed(stack):
+    return stack * lax.rsqrt(jnp.sum(stack**2, axis=1, keepdims=True))
+
+
+STACKS = {
+    "as it is": (layers_of(lambda stack: stack), True),
+    "scaled in the layer": (layers_of(lambda stack: stack, mark=lambda w: w * 2.0), True),
+    "without remat": (in_a_scan, True),
+    "scaled before": (layers_of(lambda stack: stack * 2.0), False),
+    "reshaped before": (layers_of(lambda stack: stack.reshape(LAYERS, -1).reshape(stack.shape)), False),
+    "normed before": (layers_of(normed), False),
+    "slices": (sliced, False),
+    "saved by name": (
+        layers_of(lambda stack: stack, policy=jax.checkpoint_policies.save_only_these_names("jaxshard.unshard")),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_the_layout_promises_it_only_where_the_program_does_it(case):
+    """Gathers are counted in the program before XLA, which may share them."""
+    loss, can = STACKS[case]
+    shapes = {"stack": jax.ShapeDtypeStruct(SHAPES["stack"], jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+    opt = opt_of("zero3", jaxshard.make_mesh(), "backward")
+    step = jaxshard.train_step(loss, opt)
+    layout = str(step.layout(shapes, batch))
+    assert ("for the backward pass again" in layout) == can
+    assert ("kept: up to" in layout) == (not can)
+    if not can:
+        assert 'regather="backward" gathers none again that the loss cuts, scales or scans first' in layout
+    text = step.lower(shapes, jax.eval_shape(opt.init, shapes), batch).as_text()
+    assert text.count("all_gather") >= (2 if can else 1)
+
+
+def test_one_stack_that_is_kept_is_told():
+    """All its layers are kept, and one would do."""
+    shapes = {"stack": jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, 1024), jnp.float32)}
+    step = jaxshard.train_step(in_a_scan, opt_of("zero3", jaxshard.make_mesh(), "use"))
+    assert "kept: up to 33.6 MB of whole params (1 param)" in str(step.layout(shapes, batch))

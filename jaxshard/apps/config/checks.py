@@ -210,7 +210,8 @@ def _check_single(values: Mapping[str, object]) -> None:
     strategy = str(values["sharding.strategy"])
     zero = cast(int, values["sharding.zero"]) if strategy == "hybrid" else None
     cuts_params = jaxshard.layout.Config("zero3" if strategy == "fsdp" else strategy, zero=zero).cuts.params
-    _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, "use: parameters are not cut")
+    needed = f"use: sharding.strategy = {strategy} does not cut params"
+    _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, needed)
     blocks = values["sharding.tensor"] != 1 or values["sharding.pipeline"] != 1  # these name axes of the mesh
     needed = "auto or local: tensor and pipeline axes are for each device's rows"
     _require(values, "sharding.loss_view", lambda value: value != "global" or not blocks, needed)

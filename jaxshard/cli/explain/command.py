@@ -207,14 +207,23 @@ def made_by(what: str, devices: Sequence[Any] | None = None) -> Subject | OwnSte
     """
     made = called(what, offered={"devices": devices})
     if isinstance(made, tuple | list) and len(made) > 1 and callable(made[0]) and not isinstance(made[0], TrainStep):
-        return OwnStep(made[0], tuple(made[1:]))
+        with blamed(what):
+            return OwnStep.of(*made)
     if not isinstance(made, tuple | list) or len(made) < 3:
         shape = f" of {len(made)}" if isinstance(made, tuple | list) else ""
         raise ValueError(f"{what} returned a {type(made).__name__}{shape}: {_WANTED}")
     if not isinstance(made[0], TrainStep):
         raise ValueError(f"{what} returned a {type(made[0]).__name__} as the step: {_WANTED}")
+    if any(map(_is_of_optax, jax.tree.leaves(made[2], is_leaf=_is_of_optax))):
+        raise ValueError(
+            f"{what} returned an optimizer's state where the batch belongs; explain makes the state itself: {_WANTED}"
+        )
     with blamed(what):
         return Subject.of(*made)
+
+
+def _is_of_optax(x: Any) -> bool:
+    return type(x).__module__.startswith("optax")
 
 
 def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:

@@ -1,14 +1,11 @@
 """Gathered parameters that the backward pass makes again, instead of keeping them (`regather="backward"`)."""
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.platforms.backward import held_together, pullback
 
@@ -57,31 +54,3 @@ def made_again(
 
     call.defvjp(forward, backward)
     return call([jnp.asarray(x) for x in operands], [how.arrays for how in again.values()])
-
-
-# Policies of `jax.checkpoint` that name a mark.
-
-
-def is_named_by(policy: Any, mark: str) -> bool:
-    """Whether a policy does with values of this mark something else than with values of any other name."""
-    return _answer(policy, mark) != _answer(policy, "any other name")
-
-
-def refuses(policy: Any, mark: str) -> bool:
-    """Whether a policy names the mark so that its values are not saved, as `save_anything_except_these_names` does."""
-    return policy is not None and is_named_by(policy, mark) and _answer(policy, "any other name") is True
-
-
-def _answer(policy: Any, name: str) -> object:
-    """What a policy says of a value of this name; None if it raises: it may know only the operations of its layer."""
-    primitive, aval = _naming()
-    with contextlib.suppress(Exception):
-        return policy(primitive, aval, name=name)
-    return None
-
-
-@functools.cache
-def _naming() -> tuple[Any, Any]:
-    """The primitive of `checkpoint_name`, and the type of an operand."""
-    (eqn,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "a name"))(0.0).eqns
-    return eqn.primitive, eqn.invars[0].aval

@@ -17,11 +17,11 @@ from jaxshard.base.types import Dims, DType, Equation, Jaxpr, Names, OpenJaxpr, 
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.unshard import lookup_dims
+from jaxshard.loss.params.unshard import MARK, deferred, lookup_dims
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
-from jaxshard.programs.jaxprs import axes_named, open_jaxpr
-from jaxshard.programs.primitives import CASTS, INLINED
+from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr, scan_split, subprograms
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, MOVES, POINTWISE, REMAT, SCAN, WHOLE
 from jaxshard.programs.questions import varies_smoothly
 from jaxshard.programs.source import line_of
 
@@ -184,7 +184,55 @@ def _by_uses(index: int, plan: LeafPlan, jaxpr: Jaxpr, once: bool) -> LeafPlan:
     is_cast, once = plan.computed_in is not None, once and not plan.leaf.frozen
     reason = uses.why_not_lazy(jaxpr, index, plan.scattered, looked_up_by=table, once=once, cast=is_cast)
     looks_up = plan.is_moved and uses.only_looked_up(inputs, inputs.invars[index], table)
-    return dataclasses.replace(plan, reason=reason, looks_up=looks_up)
+    return as_used(plan, inputs, inputs.invars[index], reason=reason, looks_up=looks_up)
+
+
+def as_used(plan: LeafPlan, program: OpenJaxpr, var: Var, *, reason: str | None, looks_up: bool) -> LeafPlan:
+    """The plan of a parameter, the variable of a traced loss, by how that uses it."""
+    plan = dataclasses.replace(plan, reason=reason, looks_up=looks_up)
+    return dataclasses.replace(plan, regathers=plan.regathers and is_made_again(plan, program, var))
+
+
+def is_made_again(plan: LeafPlan, program: OpenJaxpr, var: Var) -> bool:
+    """Whether the backward pass can gather a parameter again wherever it needs it (`loss.evaluation` does so)."""
+    dims, is_cast = (*plan.held, *plan.scattered), plan.computed_in is not None
+    return _Again(dims, lazy=plan.reason is None, cast=is_cast).of_variable(program, var, is_whole=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Again:
+    """Follows a parameter cut by `dims`, which only marks gather if `lazy`, and which every use casts if `cast`."""
+
+    dims: Dims
+    lazy: bool
+    cast: bool
+
+    def of_variable(self, jaxpr: OpenJaxpr, var: Var, *, is_whole: bool) -> bool:
+        if any(out is var for out in jaxpr.outvars):
+            return False
+        stays = not is_whole and (self.lazy or uses.num_uses(jaxpr, var) == 1)
+        return all(self._of_use(jaxpr, eqn, i, stays=stays) for eqn, i in uses.uses_of(jaxpr, var))
+
+    def _of_use(self, jaxpr: OpenJaxpr, eqn: Equation, position: int, *, stays: bool) -> bool:
+        name = eqn.primitive.name
+        if deferred(eqn) is not None:
+            return True  # it has a backward pass of its own
+        if name in REMAT:
+            return stays and not uses.saves(eqn.params["policy"], MARK)
+        if name == SCAN and not (stays and (self.lazy or self._is_sliced(eqn, position))):
+            return False
+        if name in INLINED or name == SCAN:
+            inner = open_jaxpr(inner_jaxpr(eqn))
+            return self.of_variable(inner, inner.invars[position], is_whole=not stays)
+        if name in WHOLE and len(eqn.invars) == 1:
+            stays = stays and not uses.mark(eqn) and (self.lazy or (name == CONVERT and self.cast))
+            return self.of_variable(jaxpr, eqn.outvars[0], is_whole=not stays)
+        is_derived = name in POINTWISE | MOVES and uses.is_small(eqn, position)
+        return next(subprograms(eqn), None) is None and not (is_derived and uses.is_needed(jaxpr, eqn))
+
+    def _is_sliced(self, scan: Equation, position: int) -> bool:
+        is_cut = any(-dim == scan.invars[position].aval.ndim for dim, _ in self.dims)
+        return not is_cut and position >= sum(scan_split(scan))
 
 
 def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) -> None:

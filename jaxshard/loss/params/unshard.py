@@ -71,12 +71,17 @@ def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.A
       `(*ids.shape, ..., D)`, in the table's dtype.
 
     Raises:
-      TypeError: `ids` are not integers.
+      TypeError: `ids` are not integers, or the table has no rows.
 
     >>> import jax.numpy as jnp
     >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1])).tolist()
     [[3.0, 4.0]]
     """
+    if not getattr(table, "ndim", 0):
+        raise TypeError(
+            f"lookup: the table must be one array of (V, ..., D), got a {type(table).__name__}"
+            f"{' without dims' if hasattr(table, 'shape') else ''}"
+        )
     rows = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         raise TypeError(

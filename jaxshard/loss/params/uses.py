@@ -1,16 +1,21 @@
 """How the traced loss uses each parameter: through marks alone, for lookups, or as a whole."""
 
+import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.base.types import Dims, DType, Equation, Jaxpr, OpenJaxpr, Var
 from jaxshard.loss.params import lookup
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
-from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, MOVES, REMAT, SCAN, SUMS, mark_of
+from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, LINEAR, MOVES, REMAT, SCAN, SUMS, mark_of
 
 CUT_LAYERS = "cut on the dim that a scan runs over"
 
@@ -219,3 +224,57 @@ def trails(
             yield from trails(inner, inner.invars[position], entered, through=through, around=trail)
         else:
             yield trail
+
+
+def is_needed(jaxpr: OpenJaxpr, eqn: Equation) -> bool:
+    """Whether the backward pass may need what an equation makes of a parameter."""
+    waiting, seen = [eqn], {id(eqn)}
+    while waiting:
+        eqn = waiting.pop()
+        if any(v is out for v in jaxpr.outvars for out in eqn.outvars):
+            return True
+        for reader, position in (use for out in eqn.outvars for use in uses_of(jaxpr, out)):
+            if reader.primitive.name not in LINEAR:
+                return True
+            if is_small(reader, position) and id(reader) not in seen:
+                seen.add(id(reader))
+                waiting.append(reader)
+    return False
+
+
+def is_small(eqn: Equation, position: int) -> bool:
+    """Whether the result is no larger than the operand: a parameter that is cut or scaled, no activation."""
+    return eqn.outvars[0].aval.size <= eqn.invars[position].aval.size
+
+
+# Policies of `jax.checkpoint` that name a mark.
+
+
+def is_named_by(policy: Any, mark: str) -> bool:
+    """Whether a policy does with values of this mark something else than with values of any other name."""
+    return _answer(policy, mark) != _answer(policy, "any other name")
+
+
+def refuses(policy: Any, mark: str) -> bool:
+    """Whether a policy names the mark so that its values are not saved, as `save_anything_except_these_names` does."""
+    return policy is not None and is_named_by(policy, mark) and _answer(policy, "any other name") is True
+
+
+def saves(policy: Any, mark: str) -> bool:
+    """Whether a policy saves values of this mark."""
+    return policy is not None and _answer(policy, mark) is True
+
+
+def _answer(policy: Any, name: str) -> object:
+    """What a policy says of a value of this name; None if it raises: it may know only the operations of its layer."""
+    primitive, aval = _naming()
+    with contextlib.suppress(Exception):
+        return policy(primitive, aval, name=name)
+    return None
+
+
+@functools.cache
+def _naming() -> tuple[Any, Any]:
+    """The primitive of `checkpoint_name`, and the type of an operand."""
+    (eqn,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "a name"))(0.0).eqns
+    return eqn.primitive, eqn.invars[0].aval
