@@ -98,8 +98,8 @@ def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
 def _at_once(program: OpenJaxpr, var: Var, plan: LeafPlan) -> int:
     """The bytes of a parameter that the loss needs at once: of a stack of layers, those of one layer."""
     scans = [eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == SCAN and _runs_over(eqn, plan)]
-    cuts = (eqn.outvars[0].aval.size for eqn, _ in uses.uses_of(program, var) if eqn.primitive.name in CUTS)
-    parts = [var.aval.size // size for size in cuts if size]
+    cuts = [eqn.outvars[0].aval.size for eqn, _ in uses.uses_of(program, var) if eqn.primitive.name in CUTS]
+    parts = [var.aval.size // size for size in cuts if size and sum(cuts) >= var.aval.size]
     return plan.num_bytes_gathered // max([1, *scans, *parts])
 
 

@@ -23,6 +23,7 @@ from jaxshard.step import skips, step
 from jaxshard.step.step import loss_of
 
 USERS = """
+import functools
 import jax, jax.numpy as jnp, optax
 import jaxshard
 
