@@ -200,7 +200,8 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
     is_scattered = options.setup.config.cuts.accumulators  # else gradients are reduced once, wherever that may be
     for var, plan in zip(program.invars, plans, strict=False):  # more inputs follow
         is_void = plan.reason is not None and not plan.looks_up and (plan.held or (plan.scattered and is_scattered))
-        marked = [trail for trail in _trails_of_marks(program, var) if is_void and uses.mark(trail[-1]) == MARK]
+        trails = _trails_of_marks(program, var) if is_void else ()
+        marked = [trail for trail in trails if uses.mark(trail[-1]) == MARK]
         found += [(plan, var, line_of(marked[0]))] if marked else []
     if sum(plan.num_bytes for plan, *_ in found) < max(2**20, sum(plan.num_bytes for plan in plans) // 100):
         return ""
