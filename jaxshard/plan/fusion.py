@@ -16,6 +16,7 @@ from jaxshard.programs.primitives import (
     FUSED,
     FUSED_INTO,
     MEMORYLESS,
+    PAD,
     PASSED_TO_PRODUCTS,
     PICKS,
     POINTWISE,
@@ -23,6 +24,7 @@ from jaxshard.programs.primitives import (
     REDUCTIONS,
     RESHARD,
     SCAN,
+    SLICE,
     TRANSPOSE,
     UPDATES,
 )
@@ -105,6 +107,8 @@ class Fusion:
 
     def _is_taken(self, op: Op) -> bool:
         if op.name not in FUSED or len(op.outs) != 1 or op.outs[0] in self._outs:
+            return False
+        if self.platform == "tpu" and _has_strides(op):
             return False
         return op.name in MEMORYLESS or all(self._takes(reader, op) for reader in self.readers.get(op.outs[0], []))
 
@@ -276,3 +280,13 @@ class _Uses:
         for value in chain:
             for view in {value} | self.views.get(value.root, set()):
                 view.parts *= parts
+
+
+def _has_strides(op: Op) -> bool:
+    """Whether an operation takes every other element, or puts zeros between them, as an `associative_scan` does.
+
+    XLA for TPU writes its result to memory.
+    """
+    if op.name == PAD:
+        return any(between for _, _, between in op.params["padding_config"])
+    return op.name == SLICE and any(stride > 1 for stride in op.params["strides"] or ())

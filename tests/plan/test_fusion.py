@@ -82,6 +82,19 @@ def test_the_gradients_of_the_iteration_before(how):
     assert xla_gpu.bytes_of_previous_iteration(scan.blocks[0]) == expected
 
 
+@pytest.mark.parametrize(("platform", "names"), [("gpu", ["mul"]), ("tpu", ["slice", "pad", "mul"])])
+def test_strides_are_written_on_tpu(platform, names):
+    """XLA for TPU writes each level of an `associative_scan`, and of its gradient."""
+    spread = [(1, 0, 1)]  # a zero before each element
+
+    def shifted(x):
+        return 3 * jax.lax.pad(2 * jax.lax.slice(x, (0,), (N,), (2,)), jnp.float32(0), spread)
+
+    traced = jax.jit(shifted).trace(jax.ShapeDtypeStruct((N,), jnp.float32)).jaxpr
+    found = from_jaxpr.written_out(traced, [P()], {}, platform)
+    assert [op.name for op in found.ops if not Fusion(found, platform).is_virtual(op)] == names
+
+
 @pytest.mark.parametrize(
     ("waits", "platform", "held"), [(False, "gpu", 3), (True, "gpu", 2), (False, "tpu", 1), (True, "tpu", 1)]
 )
