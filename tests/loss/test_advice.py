@@ -77,15 +77,19 @@ def test_bytes_are_those_of_the_dtype_in_which_params_are_gathered():
         (model(), "zero3", {"regather": "step"}),
         (model(mark=jaxshard.unshard, remat=True), "zero3", {}),
         (model(mark=jaxshard.unshard, remat=True, policy=POLICIES.dots_saveable), "zero3", {}),
-        (
-            model(mark=jaxshard.unshard, remat=True, policy=POLICIES.save_only_these_names("jaxshard.unshard")),
-            "hsdp",
-            {},
-        ),
     ],
 )
 def test_nothing_is_told_where_nothing_stays(loss, strategy, options):
     assert told(loss, strategy, **options) == ([], "")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+def test_what_a_policy_saves_by_name_is_a_line_of_the_layout_alone(strategy):
+    policy = POLICIES.save_only_these_names("jaxshard.unshard")
+    found, kept = told(model(mark=jaxshard.unshard, remat=True, policy=policy), strategy)
+    assert found == []
+    assert "11.8 MB" in kept
+    assert 'regather="backward" gathers none again' in kept
 
 
 def test_small_models_and_params_that_only_linear_operations_use_are_not_warned_of():
