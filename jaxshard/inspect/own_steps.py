@@ -50,17 +50,15 @@ class OwnStep(NamedTuple):
         bound = (*step.args, *step.keywords.values()) if isinstance(step, functools.partial) else ()
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(bound)):
             raise ValueError("the step is a functools.partial that holds shapes: pass them as arguments of the step")
-        found = cls(step, arguments)
-        for name, argument in zip(
-            _names(step, len(arguments)), () if hasattr(step, "lower") else arguments, strict=False
-        ):
+        names = _names(step, len(arguments))
+        for name, argument in zip(names, () if hasattr(step, "lower") else arguments, strict=False):
             kinds = {type(x).__name__ for x in jax.tree.leaves(argument) if not _is_traceable(x)}
             if kinds:
                 raise ValueError(
                     f"{name} of the step holds a {min(kinds)}, which JAX does not trace: let the step close over it, "
                     "or return jax.jit(step, static_argnums=...)"
                 )
-        return found
+        return cls(step, arguments)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

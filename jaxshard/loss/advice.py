@@ -89,18 +89,19 @@ def kept(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) -> Kept:
     largest = max(unasked or found, key=lambda each: each[0].num_bytes, default=None)
     line = "" if largest is None else next(iter(lines_of(program, largest[1], largest[0])), "")
     num_bytes, of_all = sum(plan.num_bytes_gathered for plan, _ in found), sum(plan.num_bytes for plan in plans)
-    beyond = num_bytes - max((_at_once(program, var, plan) for plan, var in found), default=0)
+    scans = [eqn for eqn in program.eqns if eqn.primitive.name == SCAN]
+    beyond = num_bytes - max((_at_once(program, scans, var, plan) for plan, var in found), default=0)
     num_leaves = len(found) if beyond >= of_all / 100 else 0
     can = not options.regathers and all(is_made_again(plan, program, var) for plan, var in found)
     return Kept(num_bytes, num_leaves, line, not unasked, beyond >= max(_LEAST_KEPT, of_all // 10), can)
 
 
-def _at_once(program: OpenJaxpr, var: Var, plan: LeafPlan) -> int:
-    """The bytes of a parameter that the loss needs at once: of a stack of layers, those of one layer."""
-    scans = [eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == SCAN and _runs_over(eqn, plan)]
+def _at_once(program: OpenJaxpr, scans: Sequence[Equation], var: Var, plan: LeafPlan) -> int:
+    """The bytes of a parameter that the loss, with these scans, needs at once: of a stack of layers, those of one."""
+    lengths = [scan.params["length"] for scan in scans if _runs_over(scan, plan)]
     cuts = [eqn.outvars[0].aval.size for eqn, _ in uses.uses_of(program, var) if eqn.primitive.name in CUTS]
     parts = [var.aval.size // size for size in cuts if size and sum(cuts) >= var.aval.size]
-    return plan.num_bytes_gathered // max([1, *scans, *parts])
+    return plan.num_bytes_gathered // max([1, *lengths, *parts])
 
 
 def _runs_over(scan: Equation, plan: LeafPlan) -> bool:
