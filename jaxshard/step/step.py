@@ -176,8 +176,8 @@ class TrainStep:
         self._interrupts.begin((params, state) if self.donate else ())
         try:
             results = run(program.run, params, state, batch, args)
-        except BaseException:
-            self._interrupts.cancel()
+        except BaseException as error:
+            self._interrupts.cancel(error)
             raise
         if is_traced(results[2]):  # a trace around this call has closed over all its arrays
             self._interrupts.cancel()

@@ -53,6 +53,7 @@ class Interrupts:
         self._call: _Call | None = None
         self._ended = 0.0
         self._held: list[BaseException] = []
+        self._raised: BaseException | None = None  # by a handler, within the call
         self._reminded = False  # the reminder's signal is on its way
         self._reminding = threading.Lock()  # handlers never take it: they may interrupt its holder
         self._reminder: threading.Thread | None = None
@@ -60,7 +61,7 @@ class Interrupts:
 
     def begin(self, donated: Any) -> None:
         """Called by the function that is about to consume the arrays `donated`; raises a delayed exception."""
-        self._call = None
+        self._call = self._raised = None
         if threading.current_thread() is not threading.main_thread():  # handlers never run there
             return
         handlers = list(map(_handler_of, _NUMBERS))
@@ -79,9 +80,14 @@ class Interrupts:
             self._call = self._call._replace(donated=None)
             self._ended = time.monotonic()
 
-    def cancel(self) -> None:
-        """Called instead of `end` if nothing is returned."""
-        self._call = None
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Called instead of `end` if nothing is returned, because of `error`; raises what a handler raised instead.
+
+        JAX's C++ caches replace an exception from Python's `==` of their keys by a ValueError (jax 0.12).
+        """
+        raised, self._call, self._raised = self._raised, None, None
+        if error is not None and raised not in (None, error):
+            raise raised from error
 
     def release(self) -> None:
         """Removes the wrappers, and raises a delayed exception."""
@@ -125,6 +131,7 @@ class Interrupts:
             handler(number, frame)
         except BaseException as error:
             if not self._must_wait(frame):
+                self._raised = error
                 raise
             self.put_off(error, number)
 

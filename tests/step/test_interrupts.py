@@ -402,6 +402,15 @@ rows = np.ones((64, 64), "f")
 p, state = opt.place(start), opt.init(start)
 p, state, _ = step(p, state, rows)
 came, n = 0, int(sys.argv[2])
+
+def train(guard):  # a function, since Python 3.13 leaves the loop's jump backwards out of the `try` around it
+    global p, state
+    for i in range(100000):
+        p, state, metrics = step(p, state, rows)
+        if sys.argv[1] == "preemption" and guard.reached(i):
+            guard._signal = None
+            raise KeyboardInterrupt
+
 guards = {"plain": contextlib.nullcontext, "watchdog": lambda: Watchdog(60), "preemption": Preemption}[sys.argv[1]]
 with guards() as guard:
     while True:
@@ -410,11 +419,7 @@ with guards() as guard:
             print("alive" if came else "ready", flush=True)
             if came == n:
                 break
-            for i in range(100000):
-                p, state, metrics = step(p, state, rows)
-                if sys.argv[1] == "preemption" and guard.reached(i):
-                    guard._signal = None
-                    raise KeyboardInterrupt
+            train(guard)
         except KeyboardInterrupt:
             came += 1
 print("end", flush=True)
