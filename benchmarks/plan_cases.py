@@ -94,7 +94,11 @@ class ModelCase:
             return models.loss(model, params, batch)
 
         opt = getattr(jaxshard, self.strategy)(optimizer(), mesh)
-        step, params, batch = jaxshard.train_step(loss_fn, opt), opt.place(models.init(model, dtype)), model.batch(16)
+        step, params, batch = (
+            jaxshard.train_step(loss_fn, opt, donate=True),
+            opt.place(models.init(model, dtype)),
+            model.batch(16),
+        )
         report = jaxshard.aot.report(step.lower(params, opt.init(params), batch), machine)
         return Outcome(self, jaxshard.plan.predict(step, params, batch), report)
 

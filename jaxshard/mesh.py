@@ -8,11 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxshard.system.text import checks_names
+
 __all__ = ["AXES", "abstract_mesh", "make_mesh"]
 
 AXES = ("pipeline", "replica", "data", "tensor")
 
 
+@checks_names
 def make_mesh(
     *, data: int = -1, tensor: int = 1, pipeline: int = 1, replica: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
@@ -45,6 +48,7 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+@checks_names
 def abstract_mesh(
     num_devices: int,
     *,
@@ -81,11 +85,21 @@ def abstract_mesh(
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=types, abstract_device=device)
 
 
+def axes_in_words(mesh: Mesh | AbstractMesh) -> str:
+    """The axes larger than 1, with their sizes: "data 4 x tensor 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+
+
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """The platform of a mesh: "cpu", "gpu" (JAX's name for CUDA, too) or "tpu"."""
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform if mesh.abstract_device else "cpu"
     return mesh.devices.flat[0].platform
+
+
+def may_donate(mesh: Mesh | AbstractMesh) -> bool:
+    """False on CPU devices, where a program that reads a donated array ends the process, with no error (jax 0.12)."""
+    return isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu"
 
 
 def platform_here() -> str:

@@ -21,13 +21,15 @@ def _with_options(strategy: Strategy) -> Strategy:
 
 
 @_with_options
-def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+def ddp(
+    inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
+) -> ShardedOptimizer:
     """Data parallel: everything is replicated; gradients are all-reduced once per step (Li et al. 2020).
 
     Args:
       inner: any optax optimizer or chain.
       mesh: a mesh with the data axes (and the replica axes, for `hsdp`), of Auto or Explicit axes; an `AbstractMesh` is
-        enough for plans.
+        enough for plans. None: `jaxshard.make_mesh()`, all devices on the data axis.
       **options: see `jaxshard.Options`.
 
     Returns:
@@ -45,7 +47,9 @@ def ddp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Op
 
 
 @_with_options
-def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+def zero1(
+    inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
+) -> ShardedOptimizer:
     """ZeRO-1: the state has N shards; one reduce-scatter and one gather per step (Rajbhandari et al. 2020, 5.1).
 
     Arguments, options and errors are those of `ddp`.
@@ -58,7 +62,9 @@ def zero1(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 @_with_options
-def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+def zero2(
+    inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
+) -> ShardedOptimizer:
     """ZeRO-2: state and gradients have N shards; a reduce-scatter per microbatch (Rajbhandari et al. 2020, 5.2).
 
     Arguments, options and errors are those of `ddp`.
@@ -71,7 +77,9 @@ def zero2(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[
 
 
 @_with_options
-def zero3(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+def zero3(
+    inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
+) -> ShardedOptimizer:
     """ZeRO-3 = FSDP: params have N shards, too, gathered at use (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
 
     Arguments, options and errors are those of `ddp`.
@@ -87,7 +95,9 @@ fsdp = zero3
 
 
 @_with_options
-def hsdp(inner: optax.GradientTransformation, mesh: AnyMesh, **options: Unpack[Options]) -> ShardedOptimizer:
+def hsdp(
+    inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
+) -> ShardedOptimizer:
     """Hybrid sharded: as zero3 over the data axes; replicas all-reduce gradient shards once per step.
 
     Arguments, options and errors are those of `ddp`.
@@ -134,7 +144,7 @@ def pipeline_parallel(
 @_with_options
 def hybrid(
     inner: optax.GradientTransformation,
-    mesh: AnyMesh,
+    mesh: AnyMesh | None = None,
     specs: Tree | Rules | None = None,
     zero: Zero = 2,
     **options: Unpack[CommonOptions],

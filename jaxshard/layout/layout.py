@@ -18,9 +18,10 @@ from jaxshard.base.tree import named_leaves, owner_of, parent_of, path_of, struc
 from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical
 from jaxshard.layout import frozen, host_memory
 from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
-from jaxshard.layout.layout_table import table
+from jaxshard.layout.layout_table import grouped, table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
+from jaxshard.system.text import html_table
 from jaxshard.system.users_lines import warn
 
 _SCALES = ("extra", "scale")  # the path in a `ShardedState` of the scales of 8-bit moments
@@ -43,9 +44,9 @@ class Shardings(NamedTuple):
         return Shardings(*jax.tree.map(_spec_of, tuple(self)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
-    """Where one optimizer's params, gradients and state live; `print(layout)` shows a table, one row per leaf."""
+    """Where one optimizer's params, gradients and state live, shown as a table with one row per leaf."""
 
     config: Config
     sizes: AxisSizes
@@ -128,12 +129,16 @@ class Layout:
             return in_words(leaf.params.dims, len(leaf.shape))
         return leaf.reason
 
-    def __str__(self) -> str:
+    def _notes(self) -> list[str]:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
-        known = [f"rows: {self.loss_rows}"] if self.loss_rows else []
-        known += [f"sums: {self.sums}"] if self.sums else []
-        known += [f"kept: {self.kept}"] if self.kept else []
-        return "\n".join([table(self.rows()), f"bytes per device: {total}", *known])
+        known = {"bytes per device": total, "rows": self.loss_rows, "sums": self.sums, "kept": self.kept}
+        return [f"{name}: {text}" for name, text in known.items() if text]
+
+    def __repr__(self) -> str:
+        return "\n".join([table(self.rows()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return html_table(grouped(self.rows()), self._notes())
 
 
 def check_specs_used(layout: Layout) -> None:
@@ -253,6 +258,16 @@ def check_floating(params: Tree, which: Sequence[bool]) -> None:
                 f"params: {path_of(names)} has dtype {dtype}, in which updates are lost and sums overflow; keep params "
                 "in bfloat16 or float32, and cast them in the loss, where products are computed"
             )
+
+
+def warn_if_one_replica(config: Config, sizes: AxisSizes) -> None:
+    """Warns of hsdp on a mesh without replicas."""
+    if config.strategy == "hsdp" and math.prod(sizes[axis] for axis in config.replica_axes) == 1:
+        over = " x ".join(config.replica_axes)
+        warn(
+            f"hsdp: the mesh has one replica ({over} is 1), so hsdp does what zero3 does. Make a mesh with one replica "
+            "for each node, as by jaxshard.make_mesh(replica=2), or use zero3"
+        )
 
 
 def warn_if_awkward(layout: Layout) -> None:

@@ -11,6 +11,11 @@ _NUMBER = re.compile(r"\d+")
 _OWNER = re.compile(r"(?<=^like )\S+(?=:)")
 
 
+def grouped(rows: Iterable[Row]) -> list[Row]:
+    """The headings, and the rows: leaves whose paths differ only in numbers share one."""
+    return [_HEAD, *_joined(rows)]
+
+
 def table(rows: Iterable[Row]) -> str:
     """The rows under their headings, in columns.
 
@@ -19,7 +24,7 @@ def table(rows: Iterable[Row]) -> str:
             leaf            shape   dtype    at rest  bytes/device  why
     params  layers/0..11/w  (8, 8)  float32  P()      12 x 256      too small
     """
-    found = [_HEAD, *_joined(rows)]
+    found = grouped(rows)
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in found)
     return "\n".join(line.rstrip() for line in lines)

@@ -36,6 +36,13 @@ class LossOptions:
     loss_view: View = "auto"
 
     @property
+    def facts(self) -> dict[str, object]:
+        """The loss's name and its options, by name."""
+        name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+        options = ("microbatches", "weighted", "has_aux", "loss_view")
+        return {"loss": name, **{option: getattr(self, option) for option in options}}
+
+    @property
     def is_meant(self) -> bool:
         """Whether the author says that each device's own rows are meant, whatever the loss does with them."""
         return self.loss_view == "local" or self.setup.config.rows == "mixed"

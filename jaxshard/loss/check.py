@@ -24,6 +24,7 @@ from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.platforms.platform import Platform
 from jaxshard.programs.jaxprs import axes_named, equations, open_jaxpr
+from jaxshard.system.text import checks_names
 
 _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
     "rows in another order on each device",
@@ -35,6 +36,7 @@ _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
 _UNKNOWN_BYTES = 2**30  # assumed free memory of a device that does not report it
 
 
+@checks_names
 def check(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -65,7 +67,7 @@ def check(
     Raises:
       RowsError: a ValueError with the report as its message, if `raises`.
     """
-    setup = setup_of(opt, "check")
+    setup = setup_of(opt, "check", loss_fn)
     options = LossOptions(
         loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True, loss_view="local"
     )

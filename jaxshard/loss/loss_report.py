@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.base.types import Tree
-from jaxshard.system.text import size_in_words
+from jaxshard.system.text import html_table, size_in_words
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
@@ -38,9 +38,9 @@ class LossDifference:
         return not (or_inf(self.loss) <= tolerance and or_inf(self.worst[1]) <= tolerance)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LossReport:
-    """The report of `check`; `print(report)` shows it.
+    """The report of `check`, shown as a table.
 
     Attributes:
       ok: whether the loss and all gradients stayed the same.
@@ -58,15 +58,26 @@ class LossReport:
     causes: tuple[str, ...]
     notes: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _parts(self) -> tuple[str, list[tuple[str, str, str, str]], list[str]]:
+        """The verdict; for each comparison its name, verdict and the differences of loss and gradients; notes."""
         head = "The loss is a mean over rows" if self.ok else "The loss is NOT what data parallelism averages"
-        lines = [f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."]
+        verdict = f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."
+        rows: list[tuple[str, str, str, str]] = []
         for name, found in self.differences.items():
             path, far = found.worst
             sign = "differs" if found.exceeds(self.tolerance) else "same"
-            lines.append(f"  {name}: {sign}; loss {found.loss:.1e}, gradients at most {far:.1e} ({path})")
-        return "\n".join(
-            [*lines, *(f"  likely: {cause}" for cause in self.causes), *(f"  note: {n}" for n in self.notes)]
+            rows.append((name, sign, f"{found.loss:.1e}", f"{far:.1e} ({path})"))
+        return verdict, rows, [*(f"likely: {cause}" for cause in self.causes), *(f"note: {n}" for n in self.notes)]
+
+    def __repr__(self) -> str:
+        verdict, rows, notes = self._parts()
+        lines = [f"  {name}: {sign}; loss {loss}, gradients at most {far}" for name, sign, loss, far in rows]
+        return "\n".join([verdict, *lines, *(f"  {note}" for note in notes)])
+
+    def _repr_html_(self) -> str:
+        verdict, rows, notes = self._parts()
+        return html_table(
+            [("rows", "result", "loss differs by", "gradients differ by at most"), *rows], [verdict, *notes]
         )
 
 

@@ -12,6 +12,7 @@ from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, View, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
+from jaxshard.system.text import checks_names
 
 Value = TypeVar("Value", covariant=True)
 WithAux: TypeAlias = tuple[jax.Array, Any]
@@ -56,6 +57,7 @@ class Evaluate(Protocol[Value]):
 
 
 @overload
+@checks_names
 def value_and_grad(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -67,6 +69,7 @@ def value_and_grad(
     loss_view: View = "auto",
 ) -> ValueAndGrad[jax.Array]: ...
 @overload
+@checks_names
 def value_and_grad(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -77,6 +80,7 @@ def value_and_grad(
     fold_keys: bool = True,
     loss_view: View = "auto",
 ) -> ValueAndGrad[WithAux]: ...
+@checks_names
 def value_and_grad(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -113,13 +117,14 @@ def value_and_grad(
       TypeError: `opt` is not a `ShardedOptimizer`, the loss is not a floating scalar, or a parameter is not floating.
       ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
     """
-    setup = setup_of(opt, "value_and_grad")
+    setup = setup_of(opt, "value_and_grad", loss_fn)
     options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
     check_options("value_and_grad", options)
     return LossFunction(options)
 
 
 @overload
+@checks_names
 def evaluate(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -129,6 +134,7 @@ def evaluate(
     loss_view: View = "auto",
 ) -> Evaluate[jax.Array]: ...
 @overload
+@checks_names
 def evaluate(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -137,6 +143,7 @@ def evaluate(
     weighted: bool = False,
     loss_view: View = "auto",
 ) -> Evaluate[WithAux]: ...
+@checks_names
 def evaluate(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -152,7 +159,7 @@ def evaluate(
     Returns:
       The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
     """
-    setup = setup_of(opt, "evaluate")
+    setup = setup_of(opt, "evaluate", loss_fn)
     options = LossOptions(
         loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False, loss_view=loss_view
     )
@@ -160,6 +167,7 @@ def evaluate(
     return LossFunction(options)
 
 
+@checks_names
 def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View = "auto") -> "Predict":
     """Applies a function to a batch, each device to its own rows: logits, embeddings, per-row losses.
 
@@ -177,7 +185,7 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View =
       TypeError: `opt` is not a `ShardedOptimizer`, or `fn` is not a function.
       ValueError: an output has no dim of rows; the batch's rows do not divide; params were donated.
     """
-    setup = setup_of(opt, "predict")
+    setup = setup_of(opt, "predict", fn)
     options = LossOptions(
         fn, setup, True, 1, False, fold_keys=True, differentiate=False, per_row=True, loss_view=loss_view
     )

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.base.tree import check_alive, check_same_structure
 from jaxshard.base.types import AnyMesh, Params, T, Tree
 from jaxshard.layout.checks import checked_config
-from jaxshard.layout.layout import Layout, Shardings, check_arrays
+from jaxshard.layout.layout import Layout, Shardings, check_arrays, warn_if_one_replica
 from jaxshard.layout.options import Config
-from jaxshard.mesh import check_context, check_has_devices
+from jaxshard.mesh import axes_in_words, check_context, check_has_devices, make_mesh
 from jaxshard.optimizer import state as states
 from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.local.local_view import local_update
@@ -157,17 +158,25 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         return hash(self._setup)
 
     def __repr__(self) -> str:
-        shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        return ", ".join([f"{self.config.strategy}({type(self.inner).__name__}", shape, *self.config.given]) + ")"
+        return described(self._setup)
 
 
-def setup_of(opt: object, who: str) -> Setup:
-    """The setup of a `ShardedOptimizer`; `who` names the caller in the error.
+def described(setup: Setup) -> str:
+    """The strategy, the optimizer's type, the mesh and the given options: "zero2(..., data 8)"."""
+    name = f"{setup.config.strategy}({type(setup.inner).__name__}"
+    return ", ".join([name, axes_in_words(setup.mesh), *setup.config.given]) + ")"
+
+
+def setup_of(opt: object, who: str, beside: object = None) -> Setup:
+    """The setup of a `ShardedOptimizer`; `who` names the caller in the error, `beside` is its other argument.
 
     Raises:
-      TypeError: it is another kind of optimizer.
+      TypeError: it is another kind of optimizer, or the two arguments are swapped.
     """
     if not isinstance(opt, ShardedOptimizer):
+        if isinstance(beside, ShardedOptimizer):
+            first = "batch" if who == "shard_batch" else "loss_fn"
+            raise TypeError(f"{who}: the arguments are swapped; write {who}({first}, opt)")
         if isinstance(getattr(opt, "tx", None), ShardedOptimizer):
             raise TypeError(
                 f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: give its tx, with params and "
@@ -182,10 +191,15 @@ def setup_of(opt: object, who: str) -> Setup:
     return opt._setup
 
 
-def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh, **options: Any) -> ShardedOptimizer:
+def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh | None, **options: Any) -> ShardedOptimizer:
     """The optimizer of a strategy, its options checked; see `jaxshard.strategies`."""
+    if isinstance(mesh, tuple) and isinstance(inner, Mesh | AbstractMesh):
+        raise TypeError(f"{strategy}: the arguments are swapped; write {strategy}(optimizer, mesh)")
     if isinstance(inner, ShardedOptimizer):
         raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
-    methods = _Methods(Setup(inner, mesh, checked_config(strategy, inner, mesh, options)))
+    mesh = make_mesh() if mesh is None else mesh
+    config = checked_config(strategy, inner, mesh, options)
+    warn_if_one_replica(config, mesh.shape)
+    methods = _Methods(Setup(inner, mesh, config))
     jaxprs.core()  # imported here: JAX traces a program again if this import happens within its first trace
     return ShardedOptimizer(methods.init, methods.update)  # pyright: ignore[reportArgumentType]

@@ -15,13 +15,14 @@ from jaxshard.base.tree import (
     dtype_of,
     flatten,
     is_traced,
+    matched,
     named_leaves,
     path_of,
     shape_of,
     shapes_of,
     structure,
 )
-from jaxshard.base.types import Params, T, Tree, axes_in
+from jaxshard.base.types import Params, State, T, Tree, axes_in
 from jaxshard.collectives import global_view
 from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.host_memory import HOST
@@ -192,6 +193,14 @@ def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
 def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:
     """The expected state with this state's structure, or else the first."""
     return next((one for one in expected if structure(one) == structure(state)), expected[0])
+
+
+def with_arrays(setup: Setup, state: State, params: Tree) -> State:
+    """The state with Python numbers (hyperparameters set by the user) as arrays of the expected dtypes."""
+    if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
+        return state
+    expected = nearest(state, setup.expected_states(params) or [shapes_of(state)])
+    return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
 
 
 def fits(state: Tree, expected: Tree, *, dtypes: bool = True) -> bool:

@@ -47,9 +47,16 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
       Arrays of (rows of all processes, ...), each device holding its own rows.
 
     Raises:
+      TypeError: the batch is traced, as in a function under `jit`.
       ValueError: a leaf's rows do not divide over the devices; the message names the leaf.
     """
-    setup = setup_of(opt, "shard_batch")
+    setup = setup_of(opt, "shard_batch", batch)
+    if is_traced(batch):
+        raise TypeError(
+            "shard_batch: the batch is traced, so this call is within jit, grad or another transformation, and has no "
+            "arrays to distribute. Call it before, on the rows that this process loaded; for a value within the "
+            "program there is jax.lax.with_sharding_constraint"
+        )
     count = jax.process_count()
     for names, leaf in named_leaves(batch):
         rows = np.shape(leaf)[:1]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import Metrics, T, Tree
+from jaxshard.base.types import Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.digest import digests
 from jaxshard.layout.host_memory import HOST
@@ -124,8 +124,12 @@ class Returned:
         return treedef == self._treedef and not any(map(_is_deleted, leaves))
 
 
-def placed(tree: T, shardings: Tree) -> T:
-    """The tree under `shardings`; an array that occurs twice is copied, since it cannot be donated twice."""
+def placed(program: Program, params: Params, state: State) -> tuple[Params, State]:
+    """Params and state under the program's shardings, checked to be the same on all processes.
+
+    An array that occurs twice is copied, since it cannot be donated twice.
+    """
+    agreement.check_same_arrays("train_step", {"params": params, "state": state})
     taken: set[int] = set()
 
     def place(x: Tree, sharding: NamedSharding) -> jax.Array:
@@ -135,7 +139,7 @@ def placed(tree: T, shardings: Tree) -> T:
         taken.add(id(found))
         return found
 
-    return jax.tree.map(place, tree, shardings)
+    return jax.tree.map(place, (params, state), (program.params, program.state))
 
 
 def placed_leaf(x: Tree, sharding: NamedSharding) -> jax.Array:

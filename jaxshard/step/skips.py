@@ -43,6 +43,17 @@ def check_may_be_skipped(binding: Sequence[tuple[str, ...]]) -> None:
         )
 
 
+def rescaled(
+    scaling: LossScale, state: Tree, after: Tree, skipped: jax.Array, finite: jax.Array, weight: jax.Array | None
+) -> Tree:
+    """The new state with the loss scale of the next step; `weight` is the batch's, if the loss is weighted."""
+    stays = skipped & finite  # a batch of weight 0, or a bad update, is no reason to change the scale
+    if weight is not None:
+        stays |= weight == 0
+    following = next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
+    return after._replace(extra=after.extra | {"loss_scale": following})
+
+
 def next_scale(scaling: LossScale, old: Tree, overflowed: jax.Array, stays: jax.Array) -> Tree:
     """The state of the loss scale after a step; where `stays` is true, as it was."""
     return jax.tree.map(lambda new, was: jnp.where(stays, was, new), scaling.after(old, overflowed), old)

@@ -9,22 +9,21 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_traced, matched, named_leaves, path_of, shape_of, shapes_of
+from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, View, check_arguments, check_batch, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
-from jaxshard.mesh import check_has_devices
+from jaxshard.mesh import check_has_devices, may_donate
 from jaxshard.optimizer.inner.update import fast
-from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
+from jaxshard.optimizer.optimizer import ShardedOptimizer, described, setup_of
 from jaxshard.optimizer.sharding import Setup
-from jaxshard.optimizer.state import check_state, nearest, within_reach
+from jaxshard.optimizer.state import check_state, with_arrays, within_reach
 from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
-from jaxshard.processes import agreement
 from jaxshard.step.program import (
     KeyWatch,
     Program,
@@ -37,14 +36,16 @@ from jaxshard.step.program import (
     placed_leaf,
     run,
 )
-from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged, next_scale
+from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged, rescaled
 from jaxshard.system.interrupts import Interrupts
+from jaxshard.system.text import checks_names, html_table
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
 
 ExtraFn = Callable[[Tree, Tree], dict[str, Tree]]
 
 
+@checks_names
 def train_step(
     loss_fn: LossFn,
     opt: ShardedOptimizer,
@@ -54,7 +55,7 @@ def train_step(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
-    donate: bool = True,
+    donate: bool | None = None,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
     compiler_options: Mapping[str, Value] | None = None,
@@ -64,7 +65,8 @@ def train_step(
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are gone
-        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay.
+        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay. None: not on CPU devices, where JAX ends
+        the process if a program reads such an array.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
@@ -91,12 +93,12 @@ def train_step(
         further argument is an array of params or state, and so donated; the batch's rows do not divide, or (several
         processes) the batch does not consist of global arrays.
     """
-    setup = setup_of(opt, "train_step")
+    setup = setup_of(opt, "train_step", loss_fn)
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
         raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
     if max_skips is None and setup.config.loss_scale is not None:
         raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
-    check_flag("train_step", "donate", donate)
+    check_flag("train_step", "donate", donate is None or donate)
     options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
@@ -112,17 +114,30 @@ class TrainStep:
     def __init__(
         self,
         loss: LossFunction,
-        donate: bool,
+        donate: bool | None,
         extra: ExtraFn | None,
         max_skips: int | None,
         given: dict[str, Value],
     ):
         self._loss, self._setup, self._given = loss, loss.setup, given
-        self.donate, self._extra, self._max_skips = donate, extra, max_skips
+        self._donate, self._extra, self._max_skips = donate, extra, max_skips
+        self.donate = may_donate(self._setup.mesh) if donate is None else donate
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
         self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:<12}  {value}" for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts())
+
+    def _facts(self) -> list[tuple[str, str]]:
+        facts = self._loss.options.facts
+        mine = {"donate": self.donate, "max_skips": self._max_skips, "programs": len(self._programs)}
+        facts = {"train_step": facts.pop("loss"), "optimizer": described(self._setup), **facts, **mine}
+        return [(name, str(value)) for name, value in facts.items()]
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +165,7 @@ class TrainStep:
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         known: Program | None = self._returned.program_for(params, state)
         if known is None:
-            state = self._arrays(state, params)
+            state = with_arrays(self._setup, state, params)
         check_batch(batch, self._loss.options)
         program = known or self._program(params, state)
         check_arguments(args, batch, self._loss.options)
@@ -193,7 +208,7 @@ class TrainStep:
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
         """The traced step, like a jitted function's `trace`; takes arrays or their shapes, also on an abstract mesh."""
-        state = self._arrays(state, params)
+        state = with_arrays(self._setup, state, params)
         check_batch(batch, self._loss.options)
         program = self._program(params, state)
         check_arguments(args, batch, self._loss.options)
@@ -205,17 +220,9 @@ class TrainStep:
         """Where every leaf lives, and where and why each parameter is gathered; compiles nothing."""
         return self._loss.layout(params, batch, *args)
 
-    def _arrays(self, state: State, params: Tree) -> State:
-        """The state with Python numbers (hyperparameters set by the user) as arrays of the expected dtypes."""
-        if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(state)):
-            return state
-        expected = nearest(state, self._setup.expected_states(params) or [shapes_of(state)])
-        return matched(lambda x, want: x if hasattr(x, "shape") else jnp.asarray(x, want.dtype), state, expected)
-
     def _placed(self, program: "Program", params: Params, state: State) -> tuple[Params, State]:
-        """Params and state under the program's shardings, checked to be the same on all processes."""
-        agreement.check_same_arrays("train_step", {"params": params, "state": state})
-        found = placed((params, state), (program.params, program.state))
+        """Params and state under the program's shardings; remembers which arrays became which."""
+        found = placed(program, params, state)
         self._returned.found(program, (params, state), found)
         return found
 
@@ -262,11 +269,9 @@ class TrainStep:
         if self._max_skips is not None:
             ok = finite if ok is None else ok & finite
         asked = self._extra(params, batch) if self._extra else {}
-        offered = {"value": found.loss, "grad": fast(found.grads)}
+        offered = {"value": found.loss, "grad": fast(found.grads)} | asked
         judges, old = self._max_skips is not None, setup.trained(params)
-        trained, after, agreed = advance(
-            setup, found.grads, state, old, offered | asked, want="params", ok=ok, judges=judges
-        )
+        trained, after, agreed = advance(setup, found.grads, state, old, offered, want="params", ok=ok, judges=judges)
         if agreed is not None:
             ok, bad_leaf = agreed.ok, jnp.where(bad_leaf < 0, agreed.bad_leaf, bad_leaf)
         params = setup.with_frozen(trained, params, lambda x: x)
@@ -274,11 +279,8 @@ class TrainStep:
         metrics = Metrics(loss=found.loss, grad_norm=norm, skipped=skipped, bad_leaf=bad_leaf)
         if scaling is not None and scale is not None:
             metrics["loss_scale"] = scale
-            stays = skipped & finite  # a batch of weight 0, or a bad update, is no reason to change the scale
-            if self._loss.options.weighted:
-                stays |= found.weight == 0
-            following = next_scale(scaling, state.extra["loss_scale"], ~finite, stays)
-            after = after._replace(extra=after.extra | {"loss_scale": following})
+            weight = found.weight if self._loss.options.weighted else None
+            after = rescaled(scaling, state, after, skipped, finite, weight)
         if self._loss.options.has_aux:
             metrics["aux"] = found.aux
         return params, after, metrics
@@ -294,4 +296,4 @@ def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
     setup = step._setup
     assert dict(mesh.shape) == setup.sizes
     options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))
-    return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)
+    return TrainStep(LossFunction(options), step._donate, step._extra, step._max_skips, step._given)

@@ -1,9 +1,17 @@
-"""Text for terminals: safe to print, shell commands to copy, sizes and times in words."""
+"""Text for terminals and notebooks: safe to print, commands to copy, sizes in words, tables, mistyped names."""
 
 import difflib
+import functools
+import html
+import inspect
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+_CELL = 'style="text-align: left; vertical-align: top"'
 
 
 class LinesError(ValueError):
@@ -131,3 +139,41 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def checks_names(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function; for a keyword that it does not take, it raises a TypeError with the nearest keyword and all others.
+
+    >>> @checks_names
+    ... def make(*, data=1, replica=1): ...
+    >>> make(replicas=2)
+    Traceback (most recent call last):
+    TypeError: make: no argument 'replicas'; did you mean 'replica'? It takes data, replica
+    """
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        unknown = next((name for name in kwargs if name not in known), None)
+        if unknown is not None:
+            hint = nearest(unknown, known) or "."
+            raise TypeError(f"{function.__name__}: no argument {unknown!r}{hint} It takes {', '.join(known)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def html_table(rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
+    """An HTML table, its first row the headings, with a line for each note below.
+
+    >>> html_table([("leaf", "bytes"), ("w", "8")], ["1 leaf < 2"]).count("<tr>")
+    2
+    """
+    head, *body = rows
+    lines = [_line("th", head), *(_line("td", row) for row in body)]
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return f"<table>{''.join(lines)}</table>{below}"
+
+
+def _line(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag} {_CELL}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -42,7 +42,7 @@ def make(loss=loss, **options):
     tx = optax.chain(optax.trace(0.5), optax.scale_by_schedule(lambda count: -1 / 1024))
     opt = jaxshard.zero2(tx, jaxshard.make_mesh(), min_shard_size=8)
     start = {"w": jnp.ones((8, 16))}
-    return jaxshard.train_step(loss, opt, **options), opt.place(start), opt.init(start)
+    return jaxshard.train_step(loss, opt, **{"donate": True} | options), opt.place(start), opt.init(start)
 
 
 def check_whole(p, state):
@@ -397,7 +397,7 @@ from jaxshard.guards import Preemption, Watchdog
 signal.signal(signal.SIGINT, signal.default_int_handler)
 opt = jaxshard.zero2(optax.sgd(1e-3, momentum=0.9), jaxshard.make_mesh(), min_shard_size=8)
 start = {"w": jnp.ones((64, 512)), "v": jnp.ones((512, 8))}
-step = jaxshard.train_step(lambda p, b: jnp.mean((jnp.tanh(b @ p["w"]) @ p["v"] - 1) ** 2), opt)
+step = jaxshard.train_step(lambda p, b: jnp.mean((jnp.tanh(b @ p["w"]) @ p["v"] - 1) ** 2), opt, donate=True)
 rows = np.ones((64, 64), "f")
 p, state = opt.place(start), opt.init(start)
 p, state, _ = step(p, state, rows)

@@ -350,7 +350,7 @@ def test_a_target_network_that_is_the_params_is_an_error_not_a_crash(strategy):
 
     opt = opt_of(strategy)
     params, state = opt.place(weights()), opt.init(weights())
-    step, batch = jaxshard.train_step(follow, opt), rows(1)[0]
+    step, batch = jaxshard.train_step(follow, opt, donate=True), rows(1)[0]
     said = r"further argument 0/a is the array params/a itself.*jax.tree.map\(jnp.copy, params\).*donate=False"
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
@@ -367,7 +367,7 @@ def test_a_target_network_that_is_the_params_is_an_error_not_a_crash(strategy):
 def test_params_used_after_donation_are_an_error_not_a_crash():
     opt = opt_of("zero2")
     params, state = opt.place(weights()), opt.init(weights())
-    step = jaxshard.train_step(fit, opt)
+    step = jaxshard.train_step(fit, opt, donate=True)
     step(params, state, rows(1)[0])
     with pytest.raises(ValueError, match=r"params: a was donated to an earlier step.*donate=False"):
         step(params, opt.init(weights()), rows(1)[0])

@@ -1,0 +1,167 @@
+"""What a newcomer does in the first hour: mistakes that have a name, defaults, and results shown in a notebook."""
+
+import html.parser
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiled_once import fast_environment
+
+import jaxshard
+from jaxshard.mesh import abstract_mesh
+
+TX = optax.adam(1e-3)
+ROWS = np.ones((16, 64), "f")
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def params():
+    return {"w": np.ones((64, 128), "f"), "b": np.ones(3, "f")}
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"])
+def test_without_a_mesh_an_optimizer_takes_all_devices(name):
+    strategy = getattr(jaxshard, name)
+    assert strategy(TX) == strategy(TX, jaxshard.make_mesh())
+    assert strategy(TX, min_shard_size=8).config.min_shard_size == 8
+
+
+def test_hsdp_on_one_replica_warns():
+    with pytest.warns(UserWarning, match=r"hsdp: the mesh has one replica .*make_mesh\(replica=2\), or use zero3"):
+        jaxshard.hsdp(TX)
+    jaxshard.hsdp(TX, jaxshard.make_mesh(replica=2))
+    named = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    jaxshard.hsdp(TX, named, data_axes="fsdp", replica_axes="dp")
+
+
+def swapped(opt):
+    return {
+        "train_step": lambda: jaxshard.train_step(opt, loss),
+        "value_and_grad": lambda: jaxshard.value_and_grad(opt, loss),
+        "evaluate": lambda: jaxshard.evaluate(opt, loss),
+        "predict": lambda: jaxshard.predict(opt, loss),
+        "check": lambda: jaxshard.check(opt, loss, params(), ROWS),
+        "shard_batch": lambda: jaxshard.shard_batch(opt, ROWS),
+        "zero2": lambda: jaxshard.zero2(opt.mesh, TX),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["train_step", "value_and_grad", "evaluate", "predict", "check", "shard_batch", "zero2"]
+)
+def test_swapped_arguments_are_named(name):
+    opt = jaxshard.zero2(TX)
+    with pytest.raises(TypeError, match=rf"{name}: the arguments are swapped; write {name}\("):
+        swapped(opt)[name]()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda opt: jaxshard.make_mesh(replicas=2), "make_mesh: no argument 'replicas'; did you mean 'replica'?"),
+        (lambda opt: abstract_mesh(8, tensors=2), "abstract_mesh: no argument 'tensors'; did you mean 'tensor'?"),
+        (lambda opt: jaxshard.train_step(loss, opt, microbatch=2), "'microbatch'; did you mean 'microbatches'?"),
+        (lambda opt: jaxshard.value_and_grad(loss, opt, aux=True), "'aux'; did you mean 'has_aux'?"),
+        (lambda opt: jaxshard.evaluate(loss, opt, weight=True), "'weight'; did you mean 'weighted'?"),
+        (
+            lambda opt: jaxshard.train_step(loss, opt, precision="bf16"),
+            "no argument 'precision'. It takes loss_fn, opt",
+        ),
+    ],
+)
+def test_mistyped_arguments_are_named(call, said):
+    with pytest.raises(TypeError) as error:
+        call(jaxshard.zero2(TX))
+    assert said in str(error.value)
+
+
+def test_shard_batch_under_jit_says_where_it_belongs():
+    opt = jaxshard.zero2(TX)
+    with pytest.raises(TypeError, match=r"shard_batch: the batch is traced.*Call it before, on the rows"):
+        jax.jit(lambda batch: jaxshard.shard_batch(batch, opt))(ROWS)
+
+
+@pytest.mark.parametrize("donate", [None, True, False])
+def test_on_cpu_devices_a_step_leaves_its_arguments(donate):
+    opt = jaxshard.zero2(TX)
+    step = jaxshard.train_step(loss, opt, donate=donate)
+    p, state = opt.place(params()), opt.init(params())
+    step(p, state, ROWS)
+    gone = [x.is_deleted() for x in jax.tree.leaves((p, state))]
+    assert all(gone) if donate else not any(gone)
+    assert step.donate is bool(donate)
+
+
+def test_an_abstract_mesh_stands_for_the_machine_to_come():
+    assert jaxshard.train_step(loss, jaxshard.zero2(TX, abstract_mesh(8))).donate
+
+
+OLD_PARAMS = """
+import jax; jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp, numpy as np, optax, jaxshard
+opt = jaxshard.zero2(optax.adam(1e-3))
+loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
+step = jaxshard.train_step(loss, opt)
+p = opt.place({"w": np.ones((64, 128), "f")})
+new, state, _ = step(p, opt.init(p), np.ones((16, 64), "f"))
+far = jax.jit(lambda: jnp.sum(new["w"] - p["w"]))()  # a cell that is run again, on the params of before
+print(float(far) < 0)
+"""
+
+
+def test_a_program_that_reads_old_params_lives():
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_PARAMS], capture_output=True, text=True, env=fast_environment(), check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]
+
+
+class Cells(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+def test_results_show_their_tables():
+    opt = jaxshard.zero2(TX)
+    layout, step = opt.layout(params()), jaxshard.train_step(loss, opt, microbatches=2)
+    assert repr(layout) == str(layout)
+    rows = Cells(layout._repr_html_()).rows
+    assert rows[0][:2] == ["leaf", "shape"]  # the first heading is empty
+    assert ["params", "w"] in [row[:2] for row in rows]
+    assert "bytes per device" in layout._repr_html_()
+    facts = dict(row for row in Cells(step._repr_html_()).rows if len(row) == 2)
+    assert facts | {"programs": "0"} == facts
+    assert facts["microbatches"] == "2"
+    assert "zero2(" in repr(step)
+    step(opt.place(params()), opt.init(params()), ROWS)
+    assert "programs      1" in repr(step)
+
+
+def test_a_report_shows_its_table():
+    opt = jaxshard.zero2(TX)
+    report = jaxshard.check(loss, opt, params(), ROWS)
+    assert repr(report) == str(report)
+    assert len(Cells(report._repr_html_()).rows) == 1 + len(report.differences)
+    assert "The loss is a mean over rows" in report._repr_html_()
