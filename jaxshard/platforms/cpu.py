@@ -7,11 +7,10 @@ IN_ORDER = CompilerOption(
     "xla_cpu_scheduler_type",
     "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "cpu",
-    "where an axis other than the batch axes is larger than 1",
+    "if an axis other than the batch axes is larger than 1",
     lambda step: step.checked,
-    "Keeps simulated devices from deadlocks. XLA for CPU schedules for the most concurrency. If loops hold collectives "
-    "over several axes, each device then starts these beside others in its own order, and now and then the devices "
-    "wait for each other forever. Scheduled for the least memory, thousands of runs finished.",
+    "Prevents deadlocks of simulated devices. By default XLA for CPU schedules for concurrency. If loops contain "
+    "collectives over several axes, devices may then start these in different orders and wait for each other forever.",
 )
 
 CPU = Platform(

@@ -34,36 +34,35 @@ TWO_STEPS_IN_ONE = CompilerOption(
     "gpu",
     "always",
     lambda step: True,
-    "Makes two steps of each loop one, and so spares copies of what a loop carries. Kernels other than matrix products "
-    "move 30.3 GB instead of 32.3 GB (zero2).",
+    "Merges two iterations of each loop, which avoids copies of loop-carried arrays. Kernels other than matrix "
+    "products move 30.3 GB instead of 32.3 GB (zero2).",
 )
 SMALL_GATHERS = CompilerOption(
     "xla_gpu_all_gather_combine_threshold_bytes",
     8_000_000,
     "gpu",
-    "where params are cut (zero3, fsdp, hsdp)",
+    "if params are sharded (zero3, fsdp, hsdp)",
     lambda step: step.params_cut,
-    "Joins gathers only up to 8 MB. With XLA's own 30 MB a whole layer in bfloat16 is one gather, and its first matrix "
-    "product waits for all of it; with 8 MB its second weight is gathered beside its first product. In bfloat16, "
-    "products cover 802 MB instead of 368 MB of the 1046 MB that collectives take.",
+    "Combines gathers only up to 8 MB (XLA's default: 30 MB), so that the first matrix product of a layer does not "
+    "wait for all of the layer's weights. In bfloat16, products cover 802 MB instead of 368 MB of 1046 MB.",
 )
 SEVERAL_AT_ONCE = CompilerOption(
     "xla_gpu_experimental_parallel_collective_overlap_limit",
     4,
     "gpu",
-    "where params are cut (zero3, fsdp, hsdp)",
+    "if params are sharded (zero3, fsdp, hsdp)",
     lambda step: step.params_cut,
-    "Lets the output layer be gathered beside the last layers, which have collectives of their own. Products cover "
-    "1638 MB instead of 1507 MB of 2091 MB.",
+    "Allows the gather of the output layer beside the collectives of the last layers. Products cover 1638 MB instead "
+    "of 1507 MB of 2091 MB.",
 )
 SUMS_BEHIND = CompilerOption(
     "xla_gpu_enable_pipelined_all_reduce",
     True,
     "gpu",
-    "where gradients are summed whole (ddp)",
+    "if gradients are all-reduced in full (ddp)",
     lambda step: not step.state_cut,
-    "Sums a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of 866 "
-    "MB.",
+    "All-reduces a layer's gradients while the layer before it is computed. Products cover 685 MB instead of 131 MB of "
+    "866 MB.",
     renamed=("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON"),
 )
 
