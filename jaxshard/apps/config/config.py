@@ -272,7 +272,7 @@ class Arguments(Config):
     """The command line of `jaxshard train`."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """Options in TOML, a table for each section; command-line options override the file."""
+    """A TOML file with a table for each section, or the name of a preset. Command-line options override it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the run, new or empty; by default runs/<date>-<time>."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -47,7 +47,7 @@ class Arguments(Config):
     """The command line of `jaxshard plan`."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """Options in TOML, as for `jaxshard train`; the command line has the last word."""
+    """A TOML file with options as for `jaxshard train`, or the name of a preset. Command-line options override it."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
     v4:4x4x4, cpu:8 (simulated devices, the default)."""
