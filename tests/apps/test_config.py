@@ -10,6 +10,7 @@ import threading
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,8 @@ from jaxshard.apps.commands.train import parse
 from jaxshard.apps.config import config as configs
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.checks import check
-from jaxshard.apps.config.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxshard.apps.config.config import Config, DataConfig, ModelConfig, OptimizerConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.trainer import build
 from jaxshard.cli import main
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
