@@ -37,7 +37,7 @@ NEWEST := tests/test_public_api.py tests/test_mesh.py tests/test_tensor.py tests
 NEWEST_LEAVES_OUT := adamw_with_clipping or on_one_stage_and_on_no_mesh or another_order_of_rows \
   or (asked_for_inside_the_stages and untied)
 
-.PHONY: train test test-floor test-newest test-nightly-jax lint docs quick coverage nightly notebooks bench clean
+.PHONY: release train test test-floor test-newest test-nightly-jax lint docs quick coverage nightly notebooks bench clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/jaxshard train --train.sample 400 $(ARGS)
@@ -63,6 +63,11 @@ docs: $(VENV)/.docs
 	PATH=$(CURDIR)/$(VENV)/bin:$$PATH COLUMNS=100 JAX_PLATFORMS=cpu \
 	  $(VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 	$(VENV)/bin/python scripts/check_site.py docs/_build/html
+	@echo "the site: $(CURDIR)/docs/_build/html/index.html"
+
+# Builds and tests a release, and stops before the upload; `make release ARGS=--upload` uploads it.
+release:
+	scripts/release.sh $(ARGS)
 
 # A part of the suite again, on the newest JAX, which wants Python 3.12 or later.
 test-newest:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the package, installs the wheel alone in an empty environment, and trains 20 steps from it.
+# Builds the package, installs the wheel alone in an empty environment, and trains a preset from it in an empty folder.
 #   scripts/smoke_wheel.sh [PYTHON [FOLDER]]
 # FOLDER keeps the sdist and the wheel; without it nothing stays.
 set -euo pipefail
@@ -31,8 +31,10 @@ case $place in "$work"/*) ;; *) echo "imported from $place"; exit 1 ;; esac
 step "import jaxshard and jaxshard --version: $told; install [train]"
 "$work/empty/bin/python" -m pip install --quiet "${wheel}[train]"
 
-step "train 20 steps"
-"$work/empty/bin/jaxshard" train --train.steps 20 --optimizer.warmup-steps 5 --out "$work/run" >"$work/train.log" 2>&1 ||
+step "train 20 steps of the preset zero3"
+mkdir "$work/here"
+cd "$work/here"
+"$work/empty/bin/jaxshard" train zero3 --train.steps 20 --optimizer.warmup-steps 5 --out "$work/run" >"$work/train.log" 2>&1 ||
   { cat "$work/train.log"; exit 1; }
 tail -n 3 "$work/train.log"
 [ -d "$work/run/model/20" ] || { echo "no checkpoint of step 20"; exit 1; }

@@ -11,74 +11,56 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from jaxshard.apps.commands.help import Section, page
 from jaxshard.system import command as process
 from jaxshard.system.text import nearest, printable, shortened
 
-_HELP = """\
-jaxshard shards any optax optimizer over a JAX device mesh.
-
-usage: jaxshard COMMAND [OPTIONS]
-
-commands:
-  train [CONFIG.toml] [OPTIONS]
-          train a byte-level transformer with a sharded optimizer
-          (with nothing given: 8 simulated devices, ZeRO-2, English text)
-  tokenize INPUT... --out FOLDER
-          tokens of your text, by a tokenizer that is trained on it, or by yours
-  generate RUN [OPTIONS]
-          text that a run's newest model writes
-  eval RUN [--data PATH]
-          the held-out loss of a run's newest model
-  plan [CONFIG.toml] [OPTIONS]
-          what training will cost each device, all strategies side by side, on
-          machines that are not there; --compile asks their own compilers
-  explain CONFIG.toml|MODULE:FUNCTION [OPTIONS]
-          where a step's parameters lie and are gathered, and which line of the
-          source each collective of the compiled step is for
-  bench [OPTIONS]
-          steps of jaxshard beside those by other means, by the machines' own
-          compilers and on simulated devices
-  ckpt ls DIR
-          list the checkpoints of a folder or of a run
-  ckpt info DIR
-          show a checkpoint's leaves
-  ckpt verify DIR
-          read all arrays and compare their digests
-  ckpt diff DIR DIR2
-          compare two checkpoints
-  ckpt export DIR --safetensors FILE
-          write a checkpoint's arrays to one file, or to shards with an index
-  ckpt export RUN --huggingface DIR
-          write a run's model to a folder that transformers reads
-  doctor [OPTIONS]
-          look at this machine: versions, devices, links, a folder's writes, and
-          settings that hurt, with a line of advice for each finding
-
-options:
-  -h, --help
-          show this text; `jaxshard COMMAND --help` lists a command's options
-  --version
-          show the version
-
-examples:
-  jaxshard train
-  jaxshard train configs/zero3.toml --data my_texts/ --out runs/mine
-  jaxshard train --resume --out runs/mine
-  jaxshard tokenize my_texts/ --out my_tokens
-  jaxshard generate runs/mine --prompt "The "
-  jaxshard plan configs/llama3_8b.toml --machine h100:8x8 --fit
-  jaxshard plan configs/gpt2_124m.toml --compile v5e:2x4
-  jaxshard explain train:build --compile v5e:2x4
-  jaxshard bench --machines h100:8 --steps zero2 gspmd-zero-best
-  jaxshard ckpt verify runs/mine
-  jaxshard ckpt export runs/mine --safetensors model.safetensors
-  jaxshard doctor --out /mnt/runs
-"""
-_COMMANDS = {
+_DESCRIPTION = "jaxshard shards any optax optimizer over a JAX device mesh."
+_HELP = {
+    "train [CONFIG.toml] [OPTIONS]": "Train a byte-level transformer with a sharded optimizer (with nothing given: 8 "
+    "simulated devices, ZeRO-2, English text).",
+    "tokenize INPUT... --out FOLDER": "Convert your text to tokens, by a tokenizer that is trained on it, or by yours.",
+    "generate RUN [OPTIONS]": "Write text by a run's newest model.",
+    "eval RUN [--data PATH]": "Measure the held-out loss of a run's newest model.",
+    "plan [CONFIG.toml] [OPTIONS]": "Predict what training costs each device, for all strategies, on machines that you "
+    "need not have; --compile asks their own compilers.",
+    "explain CONFIG.toml|MODULE:FUNCTION [OPTIONS]": "Show where a step's parameters lie and are gathered, and which "
+    "line of the source each collective of the compiled step is for.",
+    "bench [OPTIONS]": "Compare jaxshard's steps with alternatives, by the machines' own compilers and on simulated "
+    "devices.",
+    "ckpt ls DIR": "List the checkpoints of a folder or of a run.",
+    "ckpt info DIR": "Show a checkpoint's leaves.",
+    "ckpt verify DIR": "Read all arrays and compare their digests.",
+    "ckpt diff DIR DIR2": "Compare two checkpoints.",
+    "ckpt export DIR --safetensors FILE": "Write a checkpoint's arrays to one file, or to shards with an index.",
+    "ckpt export RUN --huggingface DIR": "Write a run's model to a folder that transformers reads.",
+    "doctor [OPTIONS]": "Check this machine: versions, devices, interconnect, disk and harmful settings, with advice "
+    "for each problem.",
+    "completion bash|zsh": "Print a script that completes commands, options and their values in your shell.",
+}
+_OPTIONS = {
+    "-h, --help": "Show this text; `jaxshard COMMAND --help` lists a command's options.",
+    "--version": "Show the version.",
+}
+_EXAMPLES = (
+    "jaxshard train",
+    "jaxshard train zero3 --data my_texts/ --out runs/mine",
+    "jaxshard train --resume --out runs/mine",
+    "jaxshard tokenize my_texts/ --out my_tokens",
+    'jaxshard generate runs/mine --prompt "The "',
+    "jaxshard plan llama3_8b --machine h100:8x8 --fit",
+    "jaxshard plan gpt2_124m --compile v5e:2x4",
+    "jaxshard explain train:build --compile v5e:2x4",
+    "jaxshard bench --machines h100:8 --steps zero2 gspmd-zero-best",
+    "jaxshard ckpt verify runs/mine",
+    "jaxshard ckpt export runs/mine --safetensors model.safetensors",
+    "jaxshard doctor --out /mnt/runs",
+)
+COMMANDS = {
     **{name: f"jaxshard.apps.commands.{name}" for name in ("train", "tokenize", "generate", "eval")},
     **{name: f"jaxshard.cli.{name}.command" for name in ("plan", "explain")},
     "bench": "jaxshard.apps.commands.bench",
-    **{name: f"jaxshard.cli.{name}.command" for name in ("ckpt", "doctor")},
+    **{name: f"jaxshard.cli.{name}.command" for name in ("ckpt", "doctor", "completion")},
 }
 
 
@@ -106,15 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
-        print(_HELP, end="")
+        print(_help(), end="")
         return 0
     if command == "--version":
         print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
-    if command not in _COMMANDS:
-        return process.fail("jaxshard", printable(f"{unknown_command(command, [*_COMMANDS])} (jaxshard --help)"), 2)
+    if command not in COMMANDS:
+        return process.fail("jaxshard", printable(f"{unknown_command(command, [*COMMANDS])} (jaxshard --help)"), 2)
     try:
-        module = importlib.import_module(_COMMANDS[command])
+        module = importlib.import_module(COMMANDS[command])
     except ModuleNotFoundError as error:
         print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
@@ -128,6 +110,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 2
 
 
+def _help() -> str:
+    sections = [Section("commands", [*_HELP.items()]), Section("options", [*_OPTIONS.items()])]
+    examples = Section("examples", [(each, "") for each in _EXAMPLES])
+    return page("jaxshard COMMAND [OPTIONS]", _DESCRIPTION, [*sections, examples])
+
+
 def _show_any_character() -> None:
     """Escapes characters that the terminal's encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -137,9 +125,9 @@ def _show_any_character() -> None:
 def unknown_command(name: str, known: Sequence[str]) -> str:
     """The message for an unknown command.
 
-    >>> unknown_command("plann", ["train", "plan"])
-    "no command 'plann'; did you mean 'plan'? There is train, plan"
+    >>> unknown_command("plann", ["train", "plan"]), unknown_command("x", ["train", "plan"])
+    ("no command 'plann'; did you mean 'plan'?", "no command 'x'; the commands are train, plan")
     """
     name = shortened(name, 60)
-    hint = nearest(name, known)
-    return f"no command {name!r}{f'{hint} There' if hint else '; there'} is {', '.join(known)}"
+    others = f"; the commands are {', '.join(known)}"
+    return f"no command {name!r}{nearest(name, known) or others}"

@@ -10,6 +10,7 @@ import threading
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,8 @@ from jaxshard.apps.commands.train import parse
 from jaxshard.apps.config import config as configs
 from jaxshard.apps.config import toml
 from jaxshard.apps.config.checks import check
-from jaxshard.apps.config.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxshard.apps.config.config import Config, DataConfig, ModelConfig, OptimizerConfig, ShardingConfig, TrainConfig
+from jaxshard.apps.trainer import build
 from jaxshard.cli import main
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -322,3 +324,13 @@ def test_a_reader_that_left_is_no_error(command):
         program.stdout.close()
         assert program.stderr.read() == ""
         assert program.wait() == 141
+
+
+@pytest.mark.parametrize(("data", "nats"), [("stdlib", 0.01 * math.log(2)), ("tokens.bin", 0.01)])
+def test_min_improvement_has_the_unit_of_the_losses_shown(tmp_path, monkeypatch, data, nats):
+    """It was in bits per byte for tokens, too, whose losses are shown in nats per token."""
+    monkeypatch.chdir(tmp_path)
+    np.arange(4000, dtype=np.uint16).tofile("tokens.bin")
+    model = ModelConfig(1, 16, 1, hidden=16, sequence_length=16, vocabulary=4096)
+    config = Config(DataConfig(data), model, train=TrainConfig(min_improvement=0.01), sharding=ShardingConfig("ddp"))
+    assert build.prepare(config, [data]).template.stopping.min_improvement == pytest.approx(nats)

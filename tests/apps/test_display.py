@@ -82,7 +82,7 @@ def test_the_bar_of_a_long_run_shows_every_figure_in_80_columns(skipped, devices
         display.training(18_999, scalars | {"skipped_steps": skipped})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     assert "…" not in text
-    figures = ["18999/19000", "1.234 bits/byte  1,234,567 tokens/s", "5678 ms/step  lr 3.0e-04  norm 1.2e+03"]
+    figures = ["18999/19000", "1.234 bits/byte  1,234,567 tokens/s", "5,678 ms/step  lr 3.0e-04  norm 1,234"]
     figures += ["MFU 43%  61.2 GB peak"] if devices else []
     figures += ["1234 skipped"] if skipped else []
     assert [figure for figure in figures if figure not in text] == []
@@ -96,9 +96,30 @@ def test_a_line_shows_no_figure_that_is_not_known():
         display.training(1, scalars)
         display.training(2, scalars | {"grad_norm": 0.5, **DEVICES})
     assert console.file.getvalue().splitlines() == [
-        "step 1/9  2.000 nats/token  9 tokens/s  500 ms/step  lr 0.0e+00",
-        "step 2/9  2.000 nats/token  9 tokens/s  500 ms/step  lr 0.0e+00  norm 0.5  MFU 43%  61.2 GB peak",
+        "step 1/9   2.000 nats/token          9 tokens/s      500 ms/step  lr 0.0e+00",
+        "step 2/9   2.000 nats/token          9 tokens/s      500 ms/step  lr 0.0e+00  norm    0.500  MFU  43%  "
+        "61.2 GB peak",
     ]
+
+
+LINES = [
+    {"loss": 5.5, "bits_per_byte": 7.9, "grad_norm": 2.4, "step_seconds": 2.378, "tokens_per_second": 861.2},
+    {"loss": 2.1, "bits_per_byte": 3.0, "grad_norm": 1e-3, "step_seconds": 0.00041, "tokens_per_second": 4_995_122.0},
+    {"step_seconds": 0.41, "tokens_per_second": 4995.1},
+    {"loss": 12.1, "grad_norm": 123_456.7, "step_seconds": 100.0, "tokens_per_second": 20.5},
+]
+
+
+def test_the_columns_of_the_lines_stand_still():
+    console = Console(file=io.StringIO(), width=120, highlight=False, markup=False)
+    with Display(console, 0, 1000) as display:
+        for index, scalars in enumerate(LINES):
+            display.training(10**index, scalars | {"learning_rate": 3e-4, "skipped_steps": 0, "mfu": 0.05})
+    lines = console.file.getvalue().splitlines()
+    for unit in (" tokens/s", " ms/step", "  lr ", "  MFU "):
+        assert len({line.index(unit) for line in lines}) == 1, lines
+    assert len({line.index("  norm ") for line in lines if "norm" in line}) == 1
+    assert [len(line) for line in lines] == [len(lines[0])] * len(lines)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("0", 120), ("x", 120), ("", 120), ("90", 90)])

@@ -2,11 +2,13 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tensorboardX.proto.event_pb2 as events
 from compiled_once import fast_flags
 
 from jaxshard.apps.config.config import Config, TrainConfig
@@ -280,3 +282,36 @@ def test_the_real_trackio_takes_a_run(tmp_path):
     for record in found:
         del record["timestamp"]
     assert found == records(run)
+
+
+def test_tensorboard_has_metrics_in_groups_and_the_sample_as_text(tmp_path):
+    folder, told = RunFolder(tmp_path), []
+    makers = loggers(folder, Config(), Before(0), told.append)
+    with Recorder(makers, told.append) as recorder:
+        recorder.write(1, {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_second": 9.0})
+        recorder.write(1, {"heldout_loss": 3.5, "heldout_bits_per_byte": 5.0})
+        recorder.text(1, "sample", "O <b>\n    Romeo")
+    assert told == []
+    found = {value.tag: value for event in events_in(folder.tensorboard) for value in event.summary.value}
+    assert found.keys() == {
+        *("train/loss", "train/learning_rate", "speed/tokens_per_second", "heldout/loss", "heldout/bits_per_byte"),
+        "sample/text_summary",
+    }
+    assert found["heldout/loss"].simple_value == 3.5
+    text = found["sample/text_summary"]
+    assert text.tensor.string_val == [b"    O <b>\n        Romeo"]  # indented: Markdown shows it as it is
+    assert text.metadata.plugin_data.plugin_name == "text"
+    assert [json.loads(line).keys() for line in folder.metrics.read_text().splitlines()] == [
+        {"step", "loss", "learning_rate", "tokens_per_second"},
+        {"step", "heldout_loss", "heldout_bits_per_byte"},
+    ]
+
+
+def events_in(folder):
+    """The events of a folder, whose files are lengths, checksums and messages."""
+    for file in sorted(folder.iterdir()):
+        content, place = file.read_bytes(), 0
+        while place < len(content):
+            (size,) = struct.unpack_from("<Q", content, place)
+            yield events.Event.FromString(content[place + 12 : place + 12 + size])
+            place += 16 + size

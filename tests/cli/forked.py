@@ -64,16 +64,16 @@ def listing(folder):
 def _serve():
     import importlib
 
-    from jaxshard.cli import _COMMANDS
+    from jaxshard.cli import COMMANDS
 
-    for name in (*_COMMANDS.values(), "jaxshard.plan.pages.drawing"):
+    for name in (*COMMANDS.values(), "jaxshard.plan.pages.drawing"):
         importlib.import_module(name)
     for name in ("tokenizers", "jaxshard.apps.bench.nnx_peer"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in sys.argv[1:]:
         module, _, function = name.partition(".")
-        setattr(sys.modules[_COMMANDS[module]], function, lambda *_: 0)
+        setattr(sys.modules[COMMANDS[module]], function, lambda *_: 0)
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_forked(*json.loads(line))), flush=True)

@@ -478,18 +478,25 @@ def test_the_command_shows_all_strategies_and_writes_their_figures(capsys, tmp_p
     assert rows[5]["at_rest"]["state"] < 0.52 * rows[4]["at_rest"]["state"]  # cut over both replicas, too
     assert all(row["candidate"]["strategy"] in out for row in rows)
     assert all(row["largest_batch"] > 16 for row in rows)
+    verdict, written = out.splitlines()[-2:]
+    best = min(rows, key=lambda row: (row["seconds"]["total"], row["peak_bytes"]))
+    assert verdict.startswith(f"Verdict: 6 of 6 fit. The fastest is {best['name']}: at least ")
+    assert verdict.endswith(" of 80 GB at the peak.")
+    assert written == f"wrote {file}"
 
 
 def test_the_command_ranks(capsys):
     status, out, _ = run_plan(capsys, *TINY, "--machine", "cpu:8", "--fit")
     assert status == 0
     assert "is the fastest that fits" in out
+    assert re.match(r"Verdict: 12 of 12 fit. The fastest is ", out.splitlines()[-1])
 
 
 def test_the_command_says_what_would_do(capsys):
     status, out, _ = run_plan(capsys, *TINY, "--devices", "8", "--memory", "0.05", "--train.rows", "4096")
     assert status == 1
     assert "Too large for every strategy: " in out
+    assert out.splitlines()[-1] == "Verdict: nothing fits."
     assert re.search(r"\d+ devices would do\. Or fewer rows a step", out)
 
 
@@ -534,6 +541,9 @@ def test_predicted_stands_beside_compiled(capsys, tmp_path):
     (row,) = json.loads(file.read_text())["rows"]
     assert row["predicted"]["wire_bytes"] == pytest.approx(row["compiled"]["wire_bytes"], rel=1e-2)
     assert "params at rest, bytes" in out
+    verdict, written = out.splitlines()[-2:]
+    assert re.fullmatch(r"Verdict: by the compiler zero2[^;]*, [\d.]+ [kM]B of \S+ GB at the peak: fits\.", verdict)
+    assert written == f"wrote {file}"
 
 
 def wide_rows():

@@ -19,7 +19,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 import jax
 import tyro
 
-from jaxshard.apps.config import toml
+from jaxshard.apps.commands import help as pages
+from jaxshard.apps.config import paths, toml
 from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 from jaxshard.system.text import printable, shortened
 
@@ -85,12 +86,19 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
 
     Args:
       words, kind, command: as for `check`.
-      description: the first line of `--help`.
+      description: of the command, for `--help`.
       default: values for options that are not given; None: the dataclass's defaults.
 
     Raises:
-      SystemExit: with status 2, after one line on standard error, if words are left over.
+      SystemExit: with status 0 after `--help`; with status 2, after one line on standard error, if words are left over.
     """
+    if asks_for_help(words):
+        is_plan = command.endswith(_PLANS)
+        more = [f"Presets: {', '.join(paths.presets())}."] if is_plan or command.endswith(" train") else []
+        more += [_UNREAD] if is_plan else []
+        shows = _read_by_a_plan if is_plan else lambda option: True
+        print(pages.of_dataclass(kind, command, "\n\n".join([description, *more]), shows), end="")
+        raise SystemExit(0)
     how: dict[str, Any] = {"prog": command, "description": description, "return_unknown_args": True}
     how |= {} if default is None else {"default": default}
     with one_line(command):
@@ -98,6 +106,21 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
     if unknown:
         refuse(command, _not_understood(unknown[0], options_of(kind), command))
     return given
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether `-h` or `--help` is among the words."""
+    return not {"-h", "--help"}.isdisjoint(words)
+
+
+_PLANS = (" plan", " explain")
+_UNREAD = "It also accepts the other options of `jaxshard train`, about data, logging and saving, and ignores them."
+
+
+def _read_by_a_plan(option: str) -> bool:
+    """Whether an option of the trainer changes a step's cost or layout."""
+    section, _, name = option.partition(".")
+    return section != "data" and (section != "train" or name in ("steps", "rows", "start"))
 
 
 @contextlib.contextmanager

@@ -30,10 +30,10 @@ one that is given. Exit status: 0 done, 2 bad input, and nothing was written."""
 class Arguments:
     """The command line of `jaxshard tokenize`."""
 
-    input: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="INPUT")] = ()
-    """Text files, or folders of them."""
+    input: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="INPUT...")] = ()
+    """Text files, or folders of them; at least one."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """The folder for the tokens; it must be new."""
+    """The folder for the tokens; it must be new. Required."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Vocabulary of the BPE to train on the text, by default 8192."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None

@@ -35,7 +35,7 @@ from jaxshard.apps.trainer import finished_run
 from jaxshard.apps.trainer.build import Run, prepare
 from jaxshard.apps.trainer.loop import Hooks, Meter, fit
 from jaxshard.apps.trainer.safekeeping import MovedError, Safekeeping, resumed
-from jaxshard.apps.trainer.summary import conclude, draw_curves, introduce, sample, show_step
+from jaxshard.apps.trainer.summary import conclude, draw_curves, introduce, resumes, sample, show_step
 from jaxshard.apps.trainer.vocabulary import tokenizer_of
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.guards import HUNG, Preemption, Watchdog
@@ -94,7 +94,10 @@ def _trained(job: Job) -> int:
         say(console, printable(note))
     try:
         with saves, _placed(job, run_id) as place:
-            snapshot, status = execute(job, compile_step(job, console), console, saves, place)
+            snapshot = resumed(job.run, saves, console) if job.resume else job.run.start()
+            if job.resume and not resumes(console, job.run, job.folder, snapshot):
+                return 0
+            snapshot, status = execute(job, compile_step(job, console), console, saves, place, snapshot)
     except MovedError as error:
         return _fail(error, 1)
     except (
@@ -196,9 +199,9 @@ def compile_step(job: Job, console: Console) -> jaxshard.TrainStep:
 
 
 def execute(
-    job: Job, step: jaxshard.TrainStep, console: Console, saves: Checkpointer, place: Place | None
+    job: Job, step: jaxshard.TrainStep, console: Console, saves: Checkpointer, place: Place | None, snapshot: Snapshot
 ) -> tuple[Snapshot, int]:
-    """Trains and saves.
+    """Trains from `snapshot` and saves.
 
     Returns:
       (the last snapshot saved, the exit status): 0, or the status of the signal that ended the run.
@@ -211,13 +214,32 @@ def execute(
       OSError: a save failed.
     """
     run, folder, train = job.run, job.folder, job.run.config.train
-    snapshot = resumed(run, saves, console) if job.resume else run.start()
     if moved := jaxshard.processes.from_first("start", lambda: place and place.moved()):
         raise MovedError(f"{moved[0]}; no step was taken")
     writes = jax.process_index() == 0
     makers = _begun(job, snapshot.step, console) if writes else {}
+    with Recorder(makers, lambda text: say(console, text)) as recorder:
+        snapshot, status = _fitted(job, step, console, (saves, place, recorder), snapshot)
+        if train.sample and not status:
+            text = printable_lines(sample(run, folder, snapshot))
+            say(console, f"a sample:\n{text}")
+            recorder.text(snapshot.step, "sample", text)
+    if writes:
+        draw_curves(run, folder, console)
+        folder.sync()
+    return snapshot, status
+
+
+def _fitted(
+    job: Job,
+    step: jaxshard.TrainStep,
+    console: Console,
+    keep: tuple[Checkpointer, Place | None, Recorder],
+    snapshot: Snapshot,
+) -> tuple[Snapshot, int]:
+    """Trains and saves, and reports skipped steps; returns as `execute`."""
+    run, folder, train, (saves, place, recorder) = job.run, job.folder, job.run.config.train, keep
     with (
-        Recorder(makers, lambda text: say(console, text)) as recorder,
         Display(console, snapshot.step, train.steps) as display,
         Preemption(lambda text: say(console, text)) as preemption,
         Watchdog(train.hang_seconds or math.inf) as watchdog,
@@ -245,11 +267,6 @@ def execute(
         keeping.save_last(snapshot)
     if meter.skipped:
         say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
-    if train.sample and not keeping.was_ended:
-        say(console, f"a sample:\n{printable_lines(sample(run, folder, snapshot))}")
-    if writes:
-        draw_curves(run, folder, console)
-        folder.sync()
     return snapshot, preemption.status if keeping.was_ended else 0
 
 

@@ -226,7 +226,8 @@ class TrainConfig:
     patience: int = 0
     """Evaluations without improvement after which the run stops; 0 never stops early."""
     min_improvement: float = 0.0
-    """Least improvement that early stopping counts, in bits per byte."""
+    """Least improvement that early stopping counts, in the unit of the losses shown: bits per byte for text, nats per
+    token for tokens."""
     save_every: int = 0
     """Steps between two saves of the model; 0: save only at the end."""
     keep_last: int = 2
@@ -272,7 +273,7 @@ class Arguments(Config):
     """The command line of `jaxshard train`."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """Options in TOML, a table for each section; command-line options override the file."""
+    """A TOML file with a table for each section, or the name of a preset. Command-line options override it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the run, new or empty; by default runs/<date>-<time>."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -16,7 +16,7 @@ import cattrs
 import tomli_w
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
-from jaxshard.apps.config import seal
+from jaxshard.apps.config import paths, seal
 from jaxshard.apps.config.config import Config
 from jaxshard.system import small_files
 from jaxshard.system.text import LinesError
@@ -100,7 +100,8 @@ def nearest(key: str, known: Sequence[str]) -> str:
 
 
 def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]:
-    """The file's table, and whether it is as jaxshard wrote it."""
+    """The table of the file, or of the preset that `path` names, and whether it is as jaxshard wrote it."""
+    path = paths.configuration(path)
     try:
         found = small_files.read(path, _MOST_BYTES, pipes)
         text = io.TextIOWrapper(io.BytesIO(found), encoding="utf-8-sig").read()
@@ -108,6 +109,9 @@ def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]
         inside = next(iter(sorted(path.glob("*.toml"))), None)
         cure = f"{str(inside)!r}, which is in it" if inside else "a TOML file"
         raise ValueError(f"cannot read the configuration {str(path)!r}: it is a folder: name {cure}") from None
+    except FileNotFoundError:
+        hint = paths.near_configuration(path)
+        raise ValueError(f"cannot read the configuration {str(path)!r}: there is no such file{hint}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
     state = seal.state_of(text)

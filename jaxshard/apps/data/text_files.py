@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxshard.apps.config import memory
+from jaxshard.apps.config import memory, paths
 from jaxshard.apps.data.token_files import TOKENIZER
 
 STDLIB = "stdlib"
@@ -104,7 +104,7 @@ def _files(option: str, path: str) -> list[Path]:
         return stdlib_files(option)
     root = Path(path)
     if not os.path.lexists(root):
-        raise ValueError(f"{option}: {path!r} does not exist: give a file or a folder of text")
+        raise ValueError(f"{option}: {path!r} does not exist: give a file or a folder of text{paths.near_path(root)}")
     return sorted(_walked(option, root))
 
 

@@ -59,16 +59,38 @@ def _loss(scalars: Mapping[str, float], of: str) -> str:
     return loss_in_words(scalars[f"{of}loss"], f"{of}bits_per_byte" in scalars)
 
 
-def _status(scalars: Mapping[str, float]) -> list[str]:
-    """A record of training in short lines, which fit beside a bar in 80 columns."""
+def _status(scalars: Mapping[str, float], width: int = 0) -> list[list[str]]:
+    """A record of training in three short rows of cells, which fit beside a bar in 80 columns.
+
+    Args:
+      scalars: the record.
+      width: 1 to pad all cells, so that records below each other have columns, and to leave unknown ones blank; 0 to
+        leave unknown ones out.
+    """
     loss = _loss(scalars, "") if "loss" in scalars else "no finite loss"
-    optimizer = [f"{1000 * scalars['step_seconds']:.0f} ms/step", f"lr {scalars['learning_rate']:.1e}"]
-    optimizer += [f"norm {scalars['grad_norm']:.2g}"] if "grad_norm" in scalars else []
-    devices = [f"MFU {scalars['mfu']:.0%}"] if "mfu" in scalars else []
-    devices += [f"{size_in_words(scalars['peak_memory_bytes'])} peak"] if "peak_memory_bytes" in scalars else []
-    devices += [f"{scalars['skipped_steps']} skipped"] if scalars["skipped_steps"] else []
-    lines = [loss, f"{scalars['tokens_per_second']:,.0f} tokens/s"], optimizer, devices
-    return ["  ".join(line) for line in lines if line]
+    known = [
+        [(loss, 17), (f"{scalars['tokens_per_second']:,.0f} tokens/s", 18)],
+        [
+            (f"{_figure(1000 * scalars['step_seconds'])} ms/step", 15),
+            (f"lr {scalars['learning_rate']:.1e}", 10),
+            (f"norm {_figure(scalars['grad_norm']):>{8 * width}}" if "grad_norm" in scalars else "", 13),
+        ],
+        [
+            (f"MFU {scalars['mfu']:>{4 * width}.0%}" if "mfu" in scalars else "", 0),
+            (f"{size_in_words(scalars['peak_memory_bytes'])} peak" if "peak_memory_bytes" in scalars else "", 0),
+            (f"{scalars['skipped_steps']} skipped" if scalars["skipped_steps"] else "", 0),
+        ],
+    ]
+    return [[text.rjust(room * width) for text, room in row if text or room * width] for row in known]
+
+
+def _figure(value: float) -> str:
+    """A number to three significant digits, of at most 8 characters.
+
+    >>> _figure(3.0), _figure(0.0123), _figure(1234.5), _figure(1.5e7)
+    ('3.00', '0.0123', '1,234', '1.50e+07')
+    """
+    return f"{value:#.3g}" if not 99.95 <= abs(value) < 999_999 else f"{value:,.0f}"
 
 
 def memory_table(strategy: str, held: Mapping[str, int], whole: Mapping[str, int]) -> Table:
@@ -192,10 +214,10 @@ class Display:
 
     def training(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a record of training."""
-        lines = _status(scalars)
-        self._bar.update(self._task, status="\n".join(lines))
+        self._bar.update(self._task, status="\n".join("  ".join(row) for row in _status(scalars) if row))
         if self._bar.disable:
-            self._console.print("  ".join([self._at(step), *lines]))
+            cells = [cell for row in _status(scalars, width=1) for cell in row]
+            self._console.print("  ".join([self._at(step), *cells]).rstrip())
 
     def heldout(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows an evaluation, above the bar."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
+from tensorboardX.summary import text as text_summary
 
 from jaxshard.apps.config.config import Config
 from jaxshard.apps.records.trackers import Before, Tracker
@@ -135,13 +136,22 @@ class TensorBoard:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends an event for each value."""
+        self._reopen_if_gone(step)
+        for name, value in scalars.items():
+            self._add(_EVENTS.Event(step=step, summary=scalar(tag_of(name), value)))
+        self._events.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Appends an event with a text, which is shown as it is."""
+        self._reopen_if_gone(step)
+        self._add(_EVENTS.Event(step=step, summary=text_summary(name, "    " + text.replace("\n", "\n    "))))
+        self._events.flush()
+
+    def _reopen_if_gone(self, step: int) -> None:
         is_there = any(self._folder.tensorboard.glob(f"*{self._suffix}"))
         if not is_there and self._watch.where() == self._folder.path:  # otherwise the file has moved with the folder
             self.rewind(step - 1)
             self._tell(_begun_anew(self._folder.tensorboard, step))
-        for name, value in scalars.items():
-            self._add(_EVENTS.Event(step=step, summary=scalar(name, value)))
-        self._events.flush()
 
     def rewind(self, step: int) -> None:
         """Starts a new file, which overrides later steps."""
@@ -152,6 +162,20 @@ class TensorBoard:
         """Closes the file."""
         self._events.close()
         self._watch.close()
+
+
+def tag_of(name: str) -> str:
+    """TensorBoard's tag of a metric, in one of three groups.
+
+    >>> tag_of("loss"), tag_of("heldout_loss"), tag_of("mfu")
+    ('train/loss', 'heldout/loss', 'speed/mfu')
+    """
+    if name.startswith("heldout_"):
+        return f"heldout/{name.removeprefix('heldout_')}"
+    return f"{'speed' if name in _OF_SPEED else 'train'}/{name}"
+
+
+_OF_SPEED = ("step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def _begun_anew(path: Path, step: int) -> str:
@@ -199,6 +223,10 @@ class Recorder:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records the values of `scalars` after `step` steps."""
         self._each(lambda logger: logger.write(step, scalars))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Records a text after `step` steps, in TensorBoard."""
+        self._each(lambda logger: logger.text(step, name, text) if isinstance(logger, TensorBoard) else None)
 
     def sync(self) -> None:
         """Starts to sync the lines of metrics to disk, as at each save; nothing waits for it."""

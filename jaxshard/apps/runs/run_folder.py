@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxshard.apps.config import seal
+from jaxshard.apps.config import paths, seal
 from jaxshard.apps.data.token_files import MOST_TOKENIZER_BYTES, TOKENIZER
 from jaxshard.apps.runs import metrics
 from jaxshard.apps.runs.metrics import Record
@@ -114,7 +114,8 @@ class RunFolder:
         """Raises ValueError if there is no saved run here, or its options are missing and not `configured`."""
         self._check_restorable()
         if self.latest_step() is None:
-            raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed")
+            hint = "" if self.path.exists() else paths.near_path(self.path)
+            raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed{hint}")
         if not configured and not self.config.is_file():
             raise ValueError(f"--resume: {self.config} is gone; {self.cure()}")
 

@@ -104,7 +104,7 @@ class EarlyStopping:
 
     Attributes:
       patience: consecutive evaluations that may fail to improve; 0: never stop.
-      min_improvement: an evaluation improves if it is below the best by more than this, in the loss's unit.
+      min_improvement: an evaluation improves if it is below the best by more than this, in nats.
       best: lowest loss that counted as an improvement.
       misses: evaluations since then.
     """

@@ -233,7 +233,8 @@ def _prepared(config: Config, typed: Collection[str], trains: bool) -> Run:
     mesh = make_mesh(config.sharding)
     check_rows(config, mesh)
     model, schedule, opt, params = make_parts(config, mesh)
-    stopping = EarlyStopping(config.train.patience, config.train.min_improvement * math.log(2))
+    unit = math.log(2) if text.is_bytes else 1.0  # of the losses shown, in nats
+    stopping = EarlyStopping(config.train.patience, config.train.min_improvement * unit)
     rows, seed = config.train.rows, config.train.seed
     batches = batches_of(text, rows, config.model.sequence_length, seed)
     start = Snapshot(params, opt.init(params), 0, stopping, Position(0, rows, seed, text.fingerprint))

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 import jaxshard
-from jaxshard.apps.config import toml
+from jaxshard.apps.config import paths, toml
 from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxshard.apps.data.token_files import TOKENIZER
@@ -156,7 +156,8 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
         return _as_config(found), found
     folder, who = RunFolder(path), f"{option} {path}"
     if folder.latest_step() is None:
-        raise ValueError(f"{who}: no saved run: name the folder that the run printed, or Hugging Face's")
+        hint = "" if path.exists() else paths.near_path(path)
+        raise ValueError(f"{who}: no saved run: name the folder that the run printed, or Hugging Face's{hint}")
     if not folder.config.is_file():
         raise ValueError(f"{who}: {folder.config.name}, which says what model it is, is gone")
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -128,6 +128,7 @@ class Meter:
         """Records an evaluation; one that is not finite is only shown."""
         scalars = {"heldout_loss": loss}
         scalars |= {"heldout_bits_per_byte": bits(loss)} if self._run.text.is_bytes else {}
+        scalars = rounded(scalars)
         if math.isfinite(loss):
             self._recorder.write(step, scalars)
         self._display.heldout(step, scalars)
@@ -147,6 +148,7 @@ class Meter:
             **self._use_of_devices(seconds),
             **further,
         }
+        scalars = rounded(scalars)
         self._recorder.write(step, scalars)
         self._display.training(step, scalars)
         self._losses, self._num_steps, self._seconds = [], 0, 0.0
@@ -156,6 +158,21 @@ class Meter:
         peak = memory.peak_bytes(self._local_devices)
         found = {} if self._least_seconds is None else {"mfu": self._least_seconds / seconds}
         return found if peak is None else found | {"peak_memory_bytes": peak}
+
+
+def rounded(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without digits that mean nothing: times and speeds to 4 significant digits, other floats to 7.
+
+    >>> rounded({"loss": 4.728665828704834, "step_seconds": 2.37813108, "skipped_steps": 12_345_678})
+    {'loss': 4.728666, 'step_seconds': 2.378, 'skipped_steps': 12345678}
+    """
+    return {
+        name: float(f"{value:.{4 if name in _MEASURED else 7}g}") if isinstance(value, float) else value
+        for name, value in scalars.items()
+    }
+
+
+_MEASURED = ("step_seconds", "tokens_per_second", "mfu")
 
 
 def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import jaxshard
@@ -48,12 +50,11 @@ def show_step(console: Console, run: Run, report: jaxshard.inspect.Report) -> No
 
 def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool) -> bool:
     """Prints how the run ended, where its files are, and the command to resume it; returns whether the model exists."""
-    best = snapshot.stopping.best
+    best = _lowest(folder, snapshot)
     if interrupted:
         say(console, f"interrupted after step {snapshot.step}; the model is saved")
     elif snapshot.stopping.stopped:
-        misses = snapshot.stopping.misses
-        say(console, f"stopped early after step {snapshot.step}: {misses} evaluations without improvement")
+        say(console, _end(run, snapshot))
     if math.isfinite(best):
         mark = f" (zlib -9: {zlib_bits_per_byte(run.text.heldout):.2f})" if run.text.is_bytes else ""
         say(console, f"best held-out loss: {loss_in_words(best, run.text.is_bytes)}{mark}")
@@ -62,13 +63,53 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
     there = [name for name in files if (folder.path / name).exists()]
     missing = f"; missing: {', '.join(sorted(set(files) - set(there)))}" if len(there) < len(files) else ""
     say(console, f"in {printable(str(folder.path))}: {', '.join(there) or 'nothing'}{missing}")
-    out = str(folder.path)
-    command = ["jaxshard", "train", "--resume", "--out", f"./{out}" if out.startswith("-") else out]
+    if "tensorboard" in there:
+        say(console, f"to see the curves: {shell_command('tensorboard', '--logdir', _as_argument(folder.tensorboard))}")
+    say(console, _to_go_on(run, folder, snapshot, interrupted))
+    return files[0] in there
+
+
+def resumes(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot) -> bool:
+    """Prints from where a run resumes and returns True; False if no step is left, and prints why."""
+    if snapshot.stopping.stopped or snapshot.step >= run.config.train.steps:
+        say(console, f"nothing is left to do: {_end(run, snapshot)}; {_to_go_on(run, folder, snapshot)}")
+        if jax.process_index() == 0 and not folder.figure.exists():  # the process was killed before it drew them
+            draw_curves(run, folder, console)
+        return False
+    place = printable(str(folder.model / str(snapshot.step)))
+    say(console, f"resumes after step {snapshot.step} of {run.config.train.steps}, from {place}")
+    return True
+
+
+def _end(run: Run, snapshot: Snapshot) -> str:
+    """What ended a run that is done."""
+    if snapshot.stopping.stopped:
+        misses = snapshot.stopping.misses
+        return f"stopped early after step {snapshot.step}: {misses} evaluations without improvement"
+    return f"all {run.config.train.steps} steps are taken"
+
+
+def _to_go_on(run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool = False) -> str:
+    """The command that resumes the run."""
+    command = ["jaxshard", "train", "--resume", "--out", _as_argument(folder.path)]
     if not interrupted:
         enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
         command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
-    say(console, f"to go on: {shell_command(*command)}")
-    return files[0] in there
+    return f"to go on: {shell_command(*command)}"
+
+
+def _as_argument(path: Path) -> str:
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def _lowest(folder: RunFolder, snapshot: Snapshot) -> float:
+    """The lowest held-out loss, in nats. The rule of early stopping knows only those that count as improvements."""
+    try:
+        records = folder.records()
+    except OSError:
+        records = []
+    losses = [record.get("heldout_loss") for record in records if record["step"] <= snapshot.step]
+    return min([snapshot.stopping.best, *(loss for loss in losses if isinstance(loss, float) and math.isfinite(loss))])
 
 
 def _parameters(run: Run) -> str:

@@ -12,7 +12,8 @@ from typing import Annotated, Literal, ParamSpec
 
 import tyro
 
-from jaxshard.apps.commands.arguments import on_cpu, one_line
+from jaxshard.apps.commands import help as pages
+from jaxshard.apps.commands.arguments import asks_for_help, on_cpu, one_line
 from jaxshard.checkpoint import CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.step_folders import StepFolders
 from jaxshard.checkpoint.storage.leaves import Entry, Index
@@ -57,13 +58,16 @@ def command(arguments: Sequence[str]) -> int:
     """Runs `jaxshard ckpt`; returns the exit status."""
     if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # so that an interrupted export removes its files
-    commands = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        return _fail(unknown_command(arguments[0], list(commands)), 2)
+    if not arguments or (not arguments[0].startswith("-") and arguments[0] not in COMMANDS):
+        problem = unknown_command(arguments[0], [*COMMANDS]) if arguments else f"name a command: {', '.join(COMMANDS)}"
+        return _fail(f"{problem} (jaxshard ckpt --help)", 2)
+    if asks_for_help(arguments):
+        print(_help(arguments[0] if arguments[0] in COMMANDS else None), end="")
+        return 0
     try:
         with one_line("jaxshard ckpt"):
             act = tyro.extras.subcommand_cli_from_dict(
-                {name: _later(command) for name, command in commands.items()},
+                {name: _later(command) for name, command in COMMANDS.items()},
                 prog="jaxshard ckpt",
                 description=_DESCRIPTION,
                 args=list(arguments),
@@ -205,7 +209,7 @@ def export(
 
     Args:
       folder: a folder of checkpoints, of a run, or of one step.
-      safetensors: the file to write; it must not be there yet.
+      safetensors: the file to write; it must be new. One of this and --huggingface is required.
       huggingface: the folder to write, instead of a file; it must be new or empty.
       dtype: of the tensors in that folder; by default the parameters'.
       shard_size: the largest file, such as 500MB; the export needs about as much host memory.
@@ -259,6 +263,19 @@ def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
     if not found:
         raise ValueError(f"--only {pattern}: none of {len(leaves)} leaves matches; the first is {next(iter(leaves))}")
     return found
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"ls": ls, "info": info, "verify": verify, "diff": diff, "export": export}
+
+
+def _help(name: str | None) -> str:
+    """The help page of a command, or of all."""
+    if name is not None:
+        return pages.of_function(COMMANDS[name], f"jaxshard ckpt {name}")
+    rows = [(each, (act.__doc__ or "").partition("\n\n")[0]) for each, act in COMMANDS.items()]
+    options = [(pages.HELP[0], "Show this text; `jaxshard ckpt COMMAND --help` lists a command's options.")]
+    sections = [pages.Section("commands", rows), pages.Section("options", options)]
+    return pages.page("jaxshard ckpt COMMAND [OPTIONS] DIR", _DESCRIPTION, sections)
 
 
 def _fail(reason: object, status: int) -> int:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxshard.apps.config.paths import near_path
 from jaxshard.checkpoint import Checkpointer, CorruptCheckpointError, NewerFormatError
 from jaxshard.checkpoint.step_folders import located
 from jaxshard.checkpoint.storage.leaves import Entry, Index
@@ -187,7 +188,8 @@ def num_bytes(leaves: Index) -> int:
 def opened(folder: Path) -> tuple[Checkpointer, int | None]:
     """(checkpoints, step or None) of a folder: of checkpoints, of a run or of one step."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a folder")
+        problem = "is a file: name a folder" if folder.exists() else f"does not exist: name a folder{near_path(folder)}"
+        raise ValueError(f"{folder} {problem}")
     place, step = located(folder)
     return Checkpointer(place), step
 

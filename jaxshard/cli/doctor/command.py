@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxshard.apps.commands import help as pages
 from jaxshard.cli.doctor import devices as doctor_devices
 from jaxshard.cli.doctor import machine
 from jaxshard.cli.doctor import sections as doctor_sections
@@ -35,6 +36,15 @@ are simulated, as for `jaxshard train`. Exit status: 0 nothing is wrong, 1 somet
 _SIMULATED_DEVICES = 8
 _MOST_SECONDS = 86_400
 _WIDTH = 80
+
+
+OPTIONS = {"out": Path, "seconds": float, "json": Path}
+"""Each option's type."""
+_ROWS = (
+    ("--out DIR", "The folder to try; by default that for temporary files."),
+    ("--seconds N", "How long devices, and the folder, may take to answer. (default: 60)"),
+    ("--json FILE", "Write all of it to this file."),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,14 +72,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
       ValueError: an option is not known, or its value is wrong.
     """
-    parser = _Parser(prog=_COMMAND, description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--out", metavar="DIR", help="the folder to try; by default that for temporary files")
-    seconds = "how long devices, and the folder, may take to answer (default: 60)"
-    parser.add_argument("--seconds", metavar="N", type=float, default=60.0, help=seconds)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all of it to this file")
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        sections = [pages.Section("options", [*_ROWS, pages.HELP])]
+        print(pages.page(f"{_COMMAND} [OPTIONS]", _DESCRIPTION, sections), end="")
+        raise SystemExit(0)
+    parser = _Parser(prog=_COMMAND, allow_abbrev=False, add_help=False)
+    parser.add_argument("--out")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
     given, unknown = parser.parse_known_args(list(arguments))
     if unknown:
-        raise ValueError(f"unknown argument {unknown[0]!r}{nearest(unknown[0], ('--out', '--seconds', '--json'))}")
+        raise ValueError(f"unknown argument {unknown[0]!r}{nearest(unknown[0], [f'--{name}' for name in OPTIONS])}")
     if not 0 < given.seconds <= _MOST_SECONDS:
         raise ValueError(f"--seconds {given.seconds:g} must be above 0, and at most {_MOST_SECONDS}")
     if given.out is not None and (not given.out or (os.path.exists(given.out) and not os.path.isdir(given.out))):

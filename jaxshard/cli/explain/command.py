@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxshard import aot
 from jaxshard.apps.commands import arguments as words
 from jaxshard.apps.commands.train_options import fitting_warmup, model_of_start
-from jaxshard.apps.config import toml
+from jaxshard.apps.config import paths, toml
 from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of, simulate_cpus
@@ -95,8 +95,9 @@ def parse(arguments: Sequence[str]) -> Arguments:
                 raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {given.what} makes its own")
         return given
     if given.what is not None:
-        if not given.what.endswith(".toml") and not Path(given.what).exists():
-            raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION")
+        if not given.what.endswith(".toml") and not paths.configuration(Path(given.what)).exists():
+            hint = paths.near_configuration(Path(given.what))
+            raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION{hint}")
         config, in_file = toml.parsed(Path(given.what), pipes=True)
         given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     model, _ = model_of_start(given, arguments, in_file)

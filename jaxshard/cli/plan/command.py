@@ -47,7 +47,7 @@ class Arguments(Config):
     """The command line of `jaxshard plan`."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """Options in TOML, as for `jaxshard train`; the command line has the last word."""
+    """A TOML file with options as for `jaxshard train`, or the name of a preset. Command-line options override it."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
     v4:4x4x4, cpu:8 (simulated devices, the default)."""
@@ -156,10 +156,11 @@ def _planned(given: Arguments) -> int:
     notes += plan_rows.unfused(given, target)
     if rows and not any(row.fits for row in rows):
         notes.append(plan_rows.too_large(given, rows, target))
+    notes.append(plan_rows.verdict(rows))
     if rows:
         _show(console, given, rows, target)
         _write(given, rows, notes)
-    for note in notes:
+    for note in [*notes, *_written(given, bool(rows))]:
         console.print(note, soft_wrap=not console.is_terminal)  # a terminal would break it within a word
     return 0 if any(row.fits for row in rows) else 1
 
@@ -184,6 +185,13 @@ def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
             given.json, json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1)
         )
     _write_pictures(given, rows, notes)
+
+
+def _written(given: Arguments, any_rows: bool = True) -> list[str]:
+    """A line that says which files were written."""
+    pictures = [given.out / name for name in ("plan.png", "plan.html")] if given.out is not None else []
+    found = [str(path) for path in (given.json, *pictures) if path is not None]
+    return [f"wrote {printable(', '.join(found))}"] if found and any_rows else []
 
 
 def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
@@ -220,4 +228,6 @@ def _compiled(given: Arguments) -> int:
         ]
         files.overwrite(given.json, json.dumps({"machine": machine.name, "rows": results}, indent=1))
     _write_pictures(given, rows, [])
+    for line in [plan_rows.verdict_on_compiled(found), *_written(given)]:
+        console.print(line, soft_wrap=True)
     return 0 if any(plan_rows.excess_bytes(row, report) <= 0 for row, report in found) else 1

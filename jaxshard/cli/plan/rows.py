@@ -26,7 +26,7 @@ from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.search import Build, Built, Row
 from jaxshard.step.step import loss_of
-from jaxshard.system.text import size_in_words
+from jaxshard.system.text import seconds_in_words, size_in_words
 
 
 def building(config: Config) -> Build:
@@ -139,6 +139,31 @@ def unfused(config: Config, target: Target) -> list[str]:
     """A note if attention runs by plain operations, although a different shape or type would allow a kernel."""
     reason = why_not_fused(config.model, Candidate("ddp", data=target.num_devices).mesh(target))
     return [f"Attention is not fused: {reason}."] if reason else []
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The last line of a plan: how many fit, and the fastest of them."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return "Verdict: nothing fits."
+    best = min(fitting, key=lambda row: (row.seconds.total, row.peak_bytes))
+    return (
+        f"Verdict: {len(fitting)} of {len(rows)} fit. The fastest is {best.candidate.name}: at least "
+        f"{seconds_in_words(best.seconds.total)} a step, {_peak_of(best.peak_bytes, best)}."
+    )
+
+
+def verdict_on_compiled(found: Sequence[tuple[Row, Report]]) -> str:
+    """The last line of a plan that compiled: which rows fit, by the compiler's figures."""
+    fitting = [(row, report) for row, report in found if excess_bytes(row, report) <= 0]
+    if not fitting:
+        return "Verdict: nothing fits."
+    each = [f"{row.candidate.name}, {_peak_of(report.peak_bytes or row.peak_bytes, row)}" for row, report in fitting]
+    return f"Verdict: by the compiler {'; '.join(each)}: fits."
+
+
+def _peak_of(num_bytes: float, row: Row) -> str:
+    return f"{size_in_words(num_bytes)} of {size_in_words(row.target.memory_bytes)} at the peak"
 
 
 def too_large(config: Config, rows: Sequence[Row], target: Target) -> str:
