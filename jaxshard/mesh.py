@@ -85,6 +85,15 @@ def abstract_mesh(
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=types, abstract_device=device)
 
 
+def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with axes of type Auto."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, abstract_device=device)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
 def axes_in_words(mesh: Mesh | AbstractMesh) -> str:
     """The axes larger than 1, with their sizes: "data 4 x tensor 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxshard
 from jaxshard import aot, inspect, plan
 from jaxshard.apps.config.config import Config, ModelConfig, ShardingConfig, TrainConfig
-from jaxshard.cli.plan import rows as plan_rows
+from jaxshard.cli.plan import of_config as plan_rows
 from jaxshard.hardware import chips
 from jaxshard.optimizer.state import init
 from jaxshard.step.step import loss_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxshard.base.types import AxisSizes
 from jaxshard.hardware.chips import PAGED_BYTES, Chip
 from jaxshard.plan import memory
-from jaxshard.plan.program import Block, Moved, OnHost, Op, distinct, product_flops
+from jaxshard.plan.program import Block, Moved, OnHost, Op, distinct, kernels_without_cost, product_flops
 from jaxshard.programs.primitives import COND, DEVICE_PUT, WHILE
 
 
@@ -26,6 +26,7 @@ class Costs:
       peak_bytes: peak memory in bytes, inputs included.
       trips_known: False if there is a while loop, which counts as one trip.
       host_bytes: bytes transferred from and to host memory.
+      uncounted: kernels whose arithmetic `flops` lacks, since they state no cost.
     """
 
     flops: dict[str, float]
@@ -35,6 +36,7 @@ class Costs:
     peak_bytes: int
     trips_known: bool
     host_bytes: int = 0
+    uncounted: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -64,7 +66,8 @@ def costs_of(block: Block, donated: Sequence[bool], platform: str) -> Costs:
     freed = [x for x, yes in zip(block.ins, donated, strict=True) if yes]
     held = sum(x.bytes for x in distinct(block.ins)) - sum(x.bytes for x in distinct(freed))
     peak = held + memory.peak_bytes(block, freed, platform)
-    return Costs(flops, *memory.traffic(block, platform), tuple(moved), int(peak), known, _host_bytes(block))
+    uncounted = tuple(kernels_without_cost(block))
+    return Costs(flops, *memory.traffic(block, platform), tuple(moved), int(peak), known, _host_bytes(block), uncounted)
 
 
 def _host_bytes(block: Block) -> int:

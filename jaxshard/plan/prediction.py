@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import shape_of
@@ -21,13 +22,14 @@ from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.gradients import LossFunction
 from jaxshard.loss.loss_report import Price
-from jaxshard.mesh import platform_of, torus_dims
+from jaxshard.mesh import platform_of, torus_dims, with_auto_axes
 from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
 from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.costs import Costs, Seconds, costs_of, roofline
-from jaxshard.step.step import TrainStep, loss_of
+from jaxshard.step.step import TrainStep, loss_of, with_setup
+from jaxshard.system.users_lines import warn
 
 _View: TypeAlias = Literal["local", "global"]
 KINDS = ("params", "grads", "state", "batch", "activations")
@@ -91,6 +93,7 @@ class Prediction:
             "flops": self.costs.flops,
             "memory_traffic_bytes": {"products": self.costs.product_bytes, "all else": self.costs.memory_bytes},
             "trips_known": self.costs.trips_known,
+            "uncounted_kernels": list(self.costs.uncounted),
             "leaves": [list(row) for row in self.layout.rows()],
         }
 
@@ -211,6 +214,24 @@ def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.B
     return block, platform
 
 
+def _traced(given: LaidOut) -> jax.stages.Traced:
+    """The traced step, on a mesh of Auto axes: the program is the same, and only its specs are to be propagated.
+
+    A loss that needs Explicit axes (`out_sharding=`) is traced on these.
+    """
+    arguments = (given.params, given.state, given.batch, *given.args)
+    if AxisType.Explicit in given.setup.mesh.axis_types:
+        setup = dataclasses.replace(given.setup, mesh=with_auto_axes(given.setup.mesh))
+        try:
+            return with_setup(given.step, setup).trace(*arguments)
+        except Exception as error:  # of any type: it is the user's code
+            warn(
+                f"plan: the step can be traced on Explicit axes alone ({type(error).__name__} on Auto ones), where the "
+                "plan may count too much traffic; compile it to know (jaxshard.aot.report)"
+            )
+    return given.step.trace(*arguments)
+
+
 class TracedStep:
     """A step as it runs on each device of its platform."""
 
@@ -219,7 +240,7 @@ class TracedStep:
         self.setup, self.batch, self.layout = setup, given.batch, given.layout
         held, num_args = given.specs, len(jax.tree.leaves(given.args))
         specs = held + [P(setup.batch_axes)] * len(jax.tree.leaves(given.batch)) + [P()] * num_args
-        traced = given.step.trace(given.params, given.state, given.batch, *given.args)
+        traced = _traced(given)
         self.block, self.platform = block_of(traced.jaxpr, specs, setup)
         self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
 
@@ -263,8 +284,8 @@ def price_of(loss: LossFunction, params: Tree, batch: Tree, args: Sequence[Tree]
 
 
 def _costs(loss: LossFunction, view: _View, params: Tree, batch: Tree, args: Sequence[Tree]) -> Costs:
-    setup = loss.setup
-    run = LossFunction(dataclasses.replace(loss.options, loss_view=view))
+    setup = dataclasses.replace(loss.setup, mesh=with_auto_axes(loss.setup.mesh))
+    run = LossFunction(dataclasses.replace(loss.options, loss_view=view, setup=setup))
     inputs = jax.tree.map(shape_of, (params, batch, *args))
     traced = jax.jit(lambda *xs: tuple(run.measure(xs[0], xs[1], xs[2:]))).trace(*inputs).jaxpr  # pyright: ignore
     others = [P(setup.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))

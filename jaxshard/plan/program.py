@@ -202,7 +202,18 @@ def product_flops(op: Op) -> float:
         kernel = op.ins[1]
         out_dim: int = op.params["dimension_numbers"].rhs_spec[0]
         return 2.0 * op.outs[0].size * math.prod(kernel.shape) / kernel.shape[out_dim]
+    if (stated := op.params.get("cost_estimate")) is not None:  # of a Pallas kernel
+        return float(stated.flops)
     return float(op.params["flops_per_element"] * op.ins[0].size) if "flops_per_element" in op.params else 0.0
+
+
+def kernels_without_cost(block: Block) -> list[str]:
+    """Names of the user's kernels whose arithmetic is unknown: Pallas's without `cost_estimate`, and foreign calls."""
+    kernels = [op for op in block.ops if "cost_estimate" in op.params or "target_name" in op.params]
+    unknown = [op.params for op in kernels if op.params.get("cost_estimate") is None]
+    names = [str(params.get("target_name") or params.get("name") or "a Pallas kernel") for params in unknown]
+    inner = [name for op in block.ops for part in op.blocks for name in kernels_without_cost(part)]
+    return list(dict.fromkeys(names + inner))
 
 
 # Propagation of specs in the global view, as XLA's partitioner does it.

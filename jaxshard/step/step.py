@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of, shape_of, shapes_of
-from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
+from jaxshard.base.types import Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
@@ -291,9 +291,8 @@ def loss_of(step: TrainStep) -> LossFunction:
     return step._loss
 
 
-def on_mesh(step: TrainStep, mesh: AnyMesh) -> TrainStep:
-    """The same step on other devices; `mesh` must have the axes and sizes of the step's own mesh."""
-    setup = step._setup
-    assert dict(mesh.shape) == setup.sizes
-    options = dataclasses.replace(step._loss.options, setup=Setup(setup.inner, mesh, setup.config))
+def with_setup(step: TrainStep, setup: Setup, microbatches: int | None = None) -> TrainStep:
+    """The same step under another strategy or mesh; None: with as many microbatches."""
+    options = dataclasses.replace(step._loss.options, setup=setup)
+    options = dataclasses.replace(options, microbatches=microbatches or options.microbatches)
     return TrainStep(LossFunction(options), step._donate, step._extra, step._max_skips, step._given)

@@ -20,7 +20,7 @@ from jaxshard.apps.bench import models
 from jaxshard.apps.config.config import Config, ModelConfig, PrecisionConfig, ShardingConfig, TrainConfig
 from jaxshard.cli import main
 from jaxshard.cli.plan import command
-from jaxshard.cli.plan import rows as plan_rows
+from jaxshard.cli.plan import of_config as plan_rows
 from jaxshard.cli.plan import tables as plan_tables
 from jaxshard.hardware import chips
 from jaxshard.mesh import abstract_mesh

@@ -26,10 +26,11 @@ from jaxshard.apps.records.display import make_console
 from jaxshard.base.types import AnyMesh
 from jaxshard.cli.explain import tables as explain_tables
 from jaxshard.cli.explain.explanation import Explanation, OwnStep, Subject, explained, with_compiled, with_memory
-from jaxshard.cli.plan.rows import building, own
+from jaxshard.cli.made import checked
+from jaxshard.cli.plan.of_config import building, own
 from jaxshard.mesh import make_mesh
 from jaxshard.plan import Target
-from jaxshard.step.step import TrainStep, on_mesh
+from jaxshard.step.step import TrainStep, loss_of, with_setup
 from jaxshard.system.command import check_file, fail
 from jaxshard.system.files import overwrite
 from jaxshard.system.users_code import UsersError as UsersError
@@ -210,21 +211,9 @@ def made_by(what: str, devices: Sequence[Any] | None = None) -> Subject | OwnSte
     if isinstance(made, tuple | list) and len(made) > 1 and callable(made[0]) and not isinstance(made[0], TrainStep):
         with blamed(what):
             return OwnStep.of(*made)
-    if not isinstance(made, tuple | list) or len(made) < 3:
-        shape = f" of {len(made)}" if isinstance(made, tuple | list) else ""
-        raise ValueError(f"{what} returned a {type(made).__name__}{shape}: {_WANTED}")
-    if not isinstance(made[0], TrainStep):
-        raise ValueError(f"{what} returned a {type(made[0]).__name__} as the step: {_WANTED}")
-    if any(map(_is_of_optax, jax.tree.leaves(made[2], is_leaf=_is_of_optax))):
-        raise ValueError(
-            f"{what} returned an optimizer's state where the batch belongs; explain makes the state itself: {_WANTED}"
-        )
+    with_shapes = checked(what, made, _WANTED)
     with blamed(what):
-        return Subject.of(*made)
-
-
-def _is_of_optax(x: Any) -> bool:
-    return type(x).__module__.startswith("optax")
+        return Subject.of(*with_shapes)
 
 
 def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
@@ -237,4 +226,5 @@ def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
             "jax.devices(), as jaxshard.make_mesh() does, or name a machine of that size"
         )
     new = jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, devices=devices, axis_types=mesh.axis_types)
-    return subject._replace(step=on_mesh(subject.step, new))
+    setup = dataclasses.replace(loss_of(subject.step).setup, mesh=new)
+    return subject._replace(step=with_setup(subject.step, setup))

@@ -23,6 +23,7 @@ from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of
 from jaxshard.apps.records.display import make_console
+from jaxshard.cli.plan import of_config, own_steps
 from jaxshard.cli.plan import rows as plan_rows
 from jaxshard.cli.plan import tables as plan_tables
 from jaxshard.plan import chip as chip_named
@@ -32,6 +33,7 @@ from jaxshard.plan.prediction import Row
 from jaxshard.system import files
 from jaxshard.system.command import check_room, fail
 from jaxshard.system.text import printable, size_in_words
+from jaxshard.system.users_code import names_function
 
 _DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
 
@@ -39,6 +41,7 @@ Nothing is compiled or allocated, and no accelerator is needed; --compile asks t
 else come from CONFIG.toml and options, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing does, 2 bad
 input."""
 
+_ROWS = "train.rows"
 _Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "own"]
 
 
@@ -46,8 +49,10 @@ _Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "own"]
 class Arguments(Config):
     """The command line of `jaxshard plan`."""
 
-    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """A TOML file with options as for `jaxshard train`, or the name of a preset. Command-line options override it."""
+    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml | MODULE:FUNCTION]")] = None
+    """A TOML file with options as for `jaxshard train`, or the name of a preset; command-line options override it. Or
+    your own step: a function without arguments that returns (step, params, batch, *more), as for `jaxshard explain`; of
+    the options below it takes --train.rows alone."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
     v4:4x4x4, cpu:8 (simulated devices, the default)."""
@@ -76,7 +81,11 @@ def command(arguments: Sequence[str]) -> int:
     def act() -> int:
         given = parse(arguments)
         _check_files(given)
-        return _compiled(given) if given.compile else _planned(given)
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            status = _compiled(given) if given.compile else _planned(given)
+        for text in dict.fromkeys(str(one.message) for one in warned):
+            print(f"jaxshard plan: {printable(text)}", file=sys.stderr)
+        return status
 
     return words.run_on_cpu("jaxshard plan", act)
 
@@ -100,8 +109,13 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """
     words.check(arguments, Arguments, "jaxshard plan", {"data": str})
     given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
+    if given.config is not None and names_function(given.config):
+        _check_own(arguments, given.config)
+        _check(given)
+        rows = given.train.rows if words.is_given(arguments, _ROWS) else 0  # 0: as many as the function gives
+        return dataclasses.replace(given, train=dataclasses.replace(given.train, rows=rows))
     if given.config is not None:
-        config, in_file = toml.parsed(given.config, pipes=True)
+        config, in_file = toml.parsed(Path(given.config), pipes=True)
         given = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments(**vars(config)))
     _check(given)
     warmup = "optimizer.warmup_steps"
@@ -112,6 +126,13 @@ def parse(arguments: Sequence[str]) -> Arguments:
     for note in [*told, *notes]:
         print(f"jaxshard plan: {printable(note)}", file=sys.stderr)
     return given
+
+
+def _check_own(arguments: Sequence[str], what: str) -> None:
+    """Raises ValueError for options of the reference model."""
+    for name in (*words.options_of(Config), "data"):
+        if words.is_given(arguments, name) and name != _ROWS:
+            raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {what} makes its own")
 
 
 def _check(given: Arguments) -> None:
@@ -146,45 +167,55 @@ def target_of(given: Arguments) -> Target:
 
 
 def _planned(given: Arguments) -> int:
-    target, console = target_of(given), make_console()
+    target, model = target_of(given), _model(given)
+    console = make_console()
     if given.fit:
-        found = search.fit(plan_rows.building(given), plan_rows.to_try(given, target), target)
+        found = search.fit(model.build, model.to_try(target), target)
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
-        rows, notes = plan_rows.rows_of(given, plan_rows.candidates(given, given.strategies, target), target)
-    rows = plan_rows.with_useful_seconds(given, rows, target)
-    notes += plan_rows.unfused(given, target)
+        rows, notes = plan_rows.rows_of(model, model.candidates(given.strategies, target), target)
+    if isinstance(model, of_config.OfConfig):
+        rows = of_config.with_useful_seconds(given, rows, target)
+        notes += of_config.unfused(given, target)
+    notes += plan_rows.uncounted(rows)
     if rows and not any(row.fits for row in rows):
-        notes.append(plan_rows.too_large(given, rows, target))
+        notes.append(plan_rows.too_large(model, rows, target))
     notes.append(plan_rows.verdict(rows))
     if rows:
-        _show(console, given, rows, target)
-        _write(given, rows, notes)
+        _show(console, model, rows, target)
+        _write(given, model.title, rows, notes)
     for note in [*notes, *_written(given, bool(rows))]:
         console.print(note, soft_wrap=not console.is_terminal)  # a terminal would break it within a word
     return 0 if any(row.fits for row in rows) else 1
 
 
+def _model(given: Arguments) -> plan_rows.Model:
+    """What is planned."""
+    if given.config is None or not names_function(given.config):
+        return of_config.OfConfig(given, Path(given.config).stem if given.config else "default")
+    return own_steps.read(given.config, given.train.rows or None)
+
+
 # Output.
 
 
-def _show(console: Console, given: Arguments, rows: Sequence[Row], target: Target) -> None:
+def _show(console: Console, model: plan_rows.Model, rows: Sequence[Row], target: Target) -> None:
     count = sum(math.prod(leaf.shape) for leaf in rows[0].prediction.layout.params)
     in_words = f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
     console.print(
-        f"{in_words} parameters, {given.train.rows} rows of {given.model.sequence_length} a step, on "
-        f"{target.num_devices} x {target.chip.name} of {size_in_words(target.memory_bytes)}",
+        f"{in_words} parameters, {model.heading}, on {target.num_devices} x {target.chip.name} of "
+        f"{size_in_words(target.memory_bytes)}",
         soft_wrap=True,
     )
     plan_tables.show(console, rows)
 
 
-def _write(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+def _write(given: Arguments, title: str, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.json is not None:
         files.overwrite(
             given.json, json.dumps({"rows": [row.to_dict() for row in rows], "notes": list(notes)}, indent=1)
         )
-    _write_pictures(given, rows, notes)
+    _write_pictures(given, title, rows, notes)
 
 
 def _written(given: Arguments, any_rows: bool = True) -> list[str]:
@@ -194,14 +225,13 @@ def _written(given: Arguments, any_rows: bool = True) -> list[str]:
     return [f"wrote {printable(', '.join(found))}"] if found and any_rows else []
 
 
-def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str]) -> None:
+def _write_pictures(given: Arguments, title: str, rows: Sequence[Row], notes: Sequence[str]) -> None:
     if given.out is None:
         return
     from jaxshard.plan.pages import drawing, html
 
     files.make_folder(given.out)
-    title = f"{given.config.stem if given.config else 'default'} on {given.machine or given.compile or 'devices'}"
-    title = printable(title)
+    title = printable(f"{title} on {given.machine or given.compile or 'devices'}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font has not every character
         drawing.draw(rows, given.out / "plan.png", title=title)
@@ -212,22 +242,26 @@ def _write_pictures(given: Arguments, rows: Sequence[Row], notes: Sequence[str])
 
 
 def _compiled(given: Arguments) -> int:
-    machine, build = aot.machine(str(given.compile)), plan_rows.building(given)
+    machine = aot.machine(str(given.compile))
     devices = devices_of(machine)  # first, so that an impossible machine is reported before other errors
-    target, console = target_of(given), make_console()
-    wanted = plan_rows.candidates(given, given.strategies or ("own",), target)
-    rows = plan_rows.with_useful_seconds(given, search.compare(build, wanted, target), target)
-    _show(console, given, rows, target)
-    for note in plan_rows.unfused(given, target):
+    target, model = target_of(given), _model(given)
+    console = make_console()
+    rows = search.compare(model.build, model.candidates(given.strategies or ("own",), target), target)
+    notes = plan_rows.uncounted(rows)
+    if isinstance(model, of_config.OfConfig):
+        rows = of_config.with_useful_seconds(given, rows, target)
+        notes += of_config.unfused(given, target)
+    _show(console, model, rows, target)
+    for note in notes:
         console.print(note, soft_wrap=True)
-    found = plan_rows.compiled(console, build, rows, machine, devices)
+    found = plan_rows.compiled(console, model.build, rows, machine, devices)
     if given.json is not None:
         results = [
             {"name": row.candidate.name, "compiled": report.to_dict(), "predicted": row.to_dict()}
             for row, report in found
         ]
         files.overwrite(given.json, json.dumps({"machine": machine.name, "rows": results}, indent=1))
-    _write_pictures(given, rows, [])
+    _write_pictures(given, model.title, rows, [])
     for line in [plan_rows.verdict_on_compiled(found), *_written(given)]:
         console.print(line, soft_wrap=True)
     return 0 if any(plan_rows.excess_bytes(row, report) <= 0 for row, report in found) else 1
