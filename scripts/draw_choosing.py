@@ -1,7 +1,7 @@
 """Draws the decision tree of docs/choosing.md: `python scripts/draw_choosing.py` writes docs/choosing.svg.
 
-The drawing is 400 units wide, so that a telephone shows it at its own size: questions on the left, one below the other;
-where the answer is yes, what to take is on the right.
+The drawing is 400 units wide, so that a phone shows it at full size: questions on the left, one below the other; the
+strategy for a yes on the right.
 """
 
 import pathlib
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from html import escape
 
 PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "choosing.svg"
-TITLE = "Which strategy: questions from above to below"
+TITLE = "Decision tree: which strategy to use"
 
-# (question, what to take if yes); the last is for those who have answered all others with no.
+# (question, the answer if yes); the last entry applies if every answer is no.
 STEPS = [
     ("Is most of the model frozen (LoRA, QLoRA)?", "zero3\nfrozen=[...]"),
-    ("Has the step fewer rows than there are devices?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
-    ("Several nodes, and params and gradients fit, cut over one?", "hsdp\nstate_axes=\n(data, replica)"),
-    ("Several nodes, and they do not fit, cut over one?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
-    ("Do whole params and gradients fit on each device?", "zero1"),
-    ("Do whole params fit on each device?", "zero2"),
-    ("Does all fit, cut over all devices?", "zero3"),
-    ("Too large for all of these:", "moments in 8 bits,\nstate on the host,\ntensor, pipeline"),
+    ("Does a step have fewer examples than devices?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
+    ("Several nodes: do params + gradients fit when sharded over one node?", "hsdp\nstate_axes=\n(data, replica)"),
+    ("Several nodes, and they do not fit in one?", "hybrid\ntensor in a node,\nzero=3 across nodes"),
+    ("Do full params and gradients fit on each device?", "zero1"),
+    ("Do full params fit on each device?", "zero2"),
+    ("Does everything fit when sharded over all devices?", "zero3"),
+    ("Nothing fits:", "8-bit moments,\nstate on the host,\ntensor, pipeline"),
 ]
 
 WIDTH, MARGIN, GAP = 400, 8, 26
 QUESTION, ANSWER = 186, 162  # widths
-LINE, PADDING, LETTERS = 18, 11, 22  # height of a line, space around a text, letters of a question's line
+LINE, PADDING, LETTERS = 18, 11, 22  # height of a line, space around a text, characters of a question's line
 STYLE = 'stroke="#607080" stroke-width="1.5" fill="none" marker-end="url(#tip)"'
 
 
@@ -51,7 +51,7 @@ def svg() -> str:
 
 
 def _row(lines: list[str], results: list[str], y: int, tall: int, *, is_last: bool) -> Iterator[str]:
-    """A question, what to take, and the arrows from the question to both ways on."""
+    """A question, its answer, and the arrows from the question to the answer and to the next question."""
     right, middle = WIDTH - MARGIN - ANSWER, y + tall // 2
     yield from _box(lines, MARGIN, y, QUESTION, tall, fill="#fdf3d8", weights=["normal"] * len(lines))
     bold = ["normal"] * len(results) if is_last else ["bold", *["normal"] * (len(results) - 1)]

@@ -409,31 +409,30 @@ def test_the_table_lists_every_optimizer():
 # The whole matrix, and its table.
 
 TABLE = Path(__file__).parents[2] / "docs" / "matrix.md"
-WORDS = """# The matrix
+WORDS = """# Exactness of every optimizer
 
-Every gradient transformation of optax {optax} trains {steps} steps, with other rows on every device, under every
-strategy. Distances are those of params, state and losses from jitted optax on one device, leaf by leaf
-(|a - b| / |b|). There are three meshes: 8 data; 4 data x 2 tensor, with some leaves cut over tensor; and, for hybrid
-with ZeRO-3, 2 pipeline x 2 data x 2 tensor, with some leaves cut over one model axis and some over both. hsdp has 2
-replicas; hfsdp is hsdp with its state cut over these, too; host is zero3 with its state, if it has one, in the host's
-memory. With jax {jax}, this writes the page:
+Every gradient transformation of optax {optax} trains {steps} steps under every strategy, with different examples on
+each device. The table compares params, state and losses with jitted optax on one device. A leaf's distance is
+`|a - b| / |b|`. This command writes the page (here with jax {jax}):
 
 ```sh
 make nightly ARGS="-k test_the_whole_matrix"
 ```
 
-* A strategy's column has the largest distance of any leaf in double precision, on any mesh. It must be below 1e-12.
-* "float32" has the largest distance over all strategies and meshes, divided by a control's. The control is the
-  largest distance on one device between {orders} other orders of the batch's rows, and {orders} other orders of the
-  rows and of the leaves' elements ({many} where {orders} are too few, since a single number moves rarely). The ratio
-  must be at most 2; a leaf may always be one rounding, 1.2e-7, off.
-* "bits" is for element-wise transformations with equal gradients, over all strategies and meshes. "equal" means: the
-  same bits, also as zero2 and zero3 compile the step on 8 devices. "equal, no FMA" means: the same bits only where
-  the processor cannot round a * b + c once. Elsewhere LLVM rounds once where both operations are in one fusion, and
-  sharding changes fusions.
+* **Meshes:** 8 data; 4 data x 2 tensor, with some leaves sharded over tensor; for `hybrid` with ZeRO-3, 2 pipeline x 2
+  data x 2 tensor, with some leaves sharded over one model axis and some over both.
+* **Strategies:** `hsdp` has 2 replicas; hfsdp is `hsdp` with its state sharded over the replicas too; host is `zero3`
+  with its state in the host's memory.
+* **A strategy's column:** the largest distance of any leaf in float64, on any mesh. The bound is 1e-12.
+* **float32:** the largest float32 distance over strategies and meshes, divided by a control. The control is the largest
+  distance that reordering causes on one device: {orders} orders of the batch's examples, and {orders} of the examples
+  and the leaves' elements ({many} where {orders} are too few). The bound is 2, or one rounding (1.2e-7).
+* **bits:** for element-wise transformations, given equal gradients. "equal": bit-identical on every strategy and mesh,
+  also as `zero2` and `zero3` compile the step on 8 devices. "equal, no FMA": bit-identical only without fused
+  multiply-add, because sharding changes which operations XLA fuses, and with FMA a * b + c is rounded once if fused.
 
-A bare transformation stands in a chain with `scale`. `monitor` and the two transformations of differential privacy
-use the adapters of `tests/matrix.py`.
+A bare transformation runs in a chain with `scale`. Adapters run `monitor` and the two differential privacy
+transformations. optax itself fails on these leaves, which are left out:
 
 {left_out}
 """
@@ -490,7 +489,7 @@ def table(whole):
     rows = [["", *heads], ["---"] * (len(heads) + 1)]
     rows += [[name, *(columns.get(head, "") for head in heads)] for name, columns in whole.items()]
     left_out = [
-        f"* `{name}` without the leaf {leaf!r}: optax itself raises {error.__name__}, {message!r}."
+        f"* `{name}`, leaf {leaf!r}: {error.__name__}, {message!r}."
         for name, case in sorted(CASES.items())
         for leaf, (error, message) in case.without.items()
     ]
