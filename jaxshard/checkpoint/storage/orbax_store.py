@@ -136,7 +136,7 @@ class Save:
     ) -> Self:
         """Starts to write arrays, by path, in the sub-folder `name`; returns once they are copied off the devices.
 
-        They are not compressed, to save CPU time and host memory (figures: docs/checkpoints.md, "What it costs").
+        They are not compressed, to save CPU time and host memory (figures: docs/checkpoints.md, "Costs").
 
         Args:
           place: the folder, under the same path on all processes; it is closed when all is written.
