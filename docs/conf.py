@@ -132,6 +132,11 @@ class BreakNames(SphinxPostTransform):
                     parts = self.after.split(text.astext())
                     broken = [each for part in parts for each in (nodes.raw("", "<wbr>", format="html"), nodes.Text(part))]
                     text.parent.replace(text, broken[1:])
+        for prefix in list(self.document.findall(addnodes.desc_addname)):  # as `jaxshard.` before a name
+            prefix += nodes.raw("", "<wbr>", format="html")
+        for parameters in list(self.document.findall(addnodes.desc_parameterlist)):
+            if parameters.children:
+                parameters[0].insert(0, nodes.raw("", "<wbr>", format="html"))
 
 
 def holds_names(node):
