@@ -129,14 +129,19 @@ class BreakNames(SphinxPostTransform):
         for place in list(self.document.findall(holds_names)):
             for text in list(place.findall(nodes.Text)):
                 if any(len(word) > 20 for word in text.split()) and not in_block(text):
-                    parts = self.after.split(text.astext())
-                    broken = [each for part in parts for each in (nodes.raw("", "<wbr>", format="html"), nodes.Text(part))]
+                    broken = [
+                        each for part in self.after.split(text.astext()) for each in (may_break(), nodes.Text(part))
+                    ]
                     text.parent.replace(text, broken[1:])
         for prefix in list(self.document.findall(addnodes.desc_addname)):  # as `jaxshard.` before a name
-            prefix += nodes.raw("", "<wbr>", format="html")
+            prefix += may_break()
         for parameters in list(self.document.findall(addnodes.desc_parameterlist)):
             if parameters.children:
-                parameters[0].insert(0, nodes.raw("", "<wbr>", format="html"))
+                parameters[0].insert(0, may_break())
+
+
+def may_break():
+    return nodes.raw("", "<wbr>", format="html")
 
 
 def holds_names(node):

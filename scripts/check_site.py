@@ -18,7 +18,11 @@ from sphinx.util.inventory import InventoryFile
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ROOT / "tests" / "public_api.txt"
 PICTURES = ROOT / "docs" / "tutorials" / "pictures"  # docs/conf.py takes them from the notebooks
-UNPUBLISHED = ("https://github.com/jaxshard/", "https://colab.research.google.com/", "https://pypi.org/project/jaxshard")
+UNPUBLISHED = (
+    "https://github.com/jaxshard/",
+    "https://colab.research.google.com/",
+    "https://pypi.org/project/jaxshard",
+)
 LEFT_OUT = ("_modules", "_static", "_sources")
 
 
@@ -83,7 +87,7 @@ def hidden_pictures(site: pathlib.Path, pages: dict[pathlib.Path, Page]) -> Iter
     shown = {pathlib.PurePosixPath(link).name for link in pages[site / "gallery.html"].links}
     for picture in sorted(PICTURES.glob("*.png")):
         if picture.name not in shown:
-            yield f"{picture.name} is not in docs/gallery.md: add it, and see that the captions are those of the pictures"
+            yield f"{picture.name} is not in docs/gallery.md: add it, and check the captions of the others"
 
 
 def main() -> int:

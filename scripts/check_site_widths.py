@@ -1,9 +1,9 @@
 """Looks at the built site in a browser: `python scripts/check_site_widths.py docs/_build/html`.
 
 It is run by hand, since it needs a browser: `pip install playwright`, and `playwright install chromium` or
-`--browser /usr/bin/chromium`. On a screen of 1400 px no block of code may need a scrollbar. On a screen of 400 px no page
-may be wider than the screen. On both, code in a sentence or a table breaks only at a space or after `.`, `_` or `(`, a
-word of a table breaks nowhere else, and the contents beside the page fit. `--pictures FOLDER` also writes a picture of
+`--browser /usr/bin/chromium`. On a screen of 1400 px no block of code may need a scrollbar, and the contents beside the
+page fit. On a screen of 400 px no page may be wider than the screen. On both, code in a sentence or a table breaks only
+at a space or after `.`, `_` or `(`, and a word of a table breaks nowhere. `--pictures FOLDER` also writes a picture of
 each page, light and dark. It prints what is wrong, and exits with 1 if anything is.
 """
 
@@ -31,7 +31,8 @@ LOOK = r"""
   for (const pre of article.querySelectorAll("pre"))
     if (wide && shown(pre) && pre.scrollWidth > pre.clientWidth) {
       const longest = pre.textContent.split("\n").reduce((a, b) => (b.length > a.length ? b : a));
-      found.push(`a block is ${pre.scrollWidth - pre.clientWidth} px too wide, ${longest.length} columns: ${start(longest)}`);
+      const excess = pre.scrollWidth - pre.clientWidth;
+      found.push(`a block is ${excess} px too wide, ${longest.length} columns: ${start(longest)}`);
     }
 
   const contents = document.querySelector(".bd-sidebar-secondary");
@@ -63,7 +64,8 @@ LOOK = r"""
     for (const i of breaks(node)) {
       const [before, after] = [node.data[i - 1], node.data[i]];
       if (code ? /[\s._(]/.test(before) : !/\w/.test(before) || !/\w/.test(after)) continue;
-      found.push(`broken inside a word: ${start(node.data.slice(Math.max(0, i - 30), i))}|${start(node.data.slice(i, i + 30))}`);
+      const [left, right] = [node.data.slice(Math.max(0, i - 30), i), node.data.slice(i, i + 30)];
+      found.push(`broken inside a word: ${start(left)}|${start(right)}`);
     }
   }
   return found;
