@@ -119,7 +119,7 @@ def update(path, content):
 
 
 class BreakNames(SphinxPostTransform):
-    """Lets long names in code break after `.`, `_` and `(`, and nowhere else."""
+    """Lets long names in code break after `.`, `_` and `(`, and nowhere else; a table's numbers do not break."""
 
     default_priority = 900
     formats = ("html",)
@@ -133,6 +133,9 @@ class BreakNames(SphinxPostTransform):
                         each for part in self.after.split(text.astext()) for each in (may_break(), nodes.Text(part))
                     ]
                     text.parent.replace(text, broken[1:])
+        for cell in self.document.findall(nodes.entry):
+            if len(cell.astext()) <= 20 and len(cell.astext().split()) == 1:
+                cell["classes"].append("short")
         for prefix in list(self.document.findall(addnodes.desc_addname)):  # as `jaxshard.` before a name
             prefix += may_break()
         for parameters in list(self.document.findall(addnodes.desc_parameterlist)):
