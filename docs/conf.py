@@ -162,6 +162,14 @@ def leave_room(app, name, template, context, doctree):
         context["meta"] = {**(context.get("meta") or {}), "html_theme.sidebar_secondary.remove": "true"}
 
 
+def edit_notebook(app, name, template, context, doctree):
+    """The button that leads to a notebook's source names the folder that it was copied from."""
+    for group in context.get("header_buttons", ()):
+        for button in group.get("buttons", ()):
+            if re.match(r"tutorials/\d", name) and "url" in button:
+                button["url"] = button["url"].replace("/main/docs/tutorials/", "/main/notebooks/")
+
+
 PLAIN = {}  # docstrings of attributes, as they are written: napoleon takes what stands before a colon for a type
 
 
@@ -182,5 +190,6 @@ def setup(app):
     app.connect("builder-inited", copy_notebooks)
     app.connect("source-read", to_repository)
     app.connect("html-page-context", leave_room)
+    app.connect("html-page-context", edit_notebook, priority=900)
     app.connect("autodoc-process-docstring", keep_plain, priority=100)
     app.connect("autodoc-process-docstring", end_code, priority=900)
