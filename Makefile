@@ -60,7 +60,7 @@ lint: $(VENV)/.test
 
 # The site, in docs/_build/html. A warning is an error, and so is a link that leads nowhere, or a public name left out.
 docs: $(VENV)/.docs
-	PATH=$(CURDIR)/$(VENV)/bin:$$PATH COLUMNS=100 JAX_PLATFORMS=cpu \
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH COLUMNS=92 JAX_PLATFORMS=cpu \
 	  $(VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 	$(VENV)/bin/python scripts/check_site.py docs/_build/html
 	@echo "the site: $(CURDIR)/docs/_build/html/index.html"

@@ -1,10 +1,13 @@
 """Checks the built site: `python scripts/check_site.py docs/_build/html`.
 
 Every public name (tests/public_api.txt) must be in the reference, and every link and picture within the site must lead
-somewhere, to the anchor. It prints what is missing, and exits with 1 if anything is.
+somewhere, to the anchor. No link may lead to the repository, Colab or PyPI before jaxshard is there (`PUBLISHED` in
+docs/conf.py). The gallery must have every picture of the notebooks. It prints what is wrong, and exits with 1 if
+anything is. `check_site_widths.py` looks at the site in a browser.
 """
 
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,7 +15,14 @@ from urllib.parse import unquote, urlsplit
 
 from sphinx.util.inventory import InventoryFile
 
-NAMES = pathlib.Path(__file__).parents[1] / "tests" / "public_api.txt"
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = ROOT / "tests" / "public_api.txt"
+PICTURES = ROOT / "docs" / "tutorials" / "pictures"  # docs/conf.py takes them from the notebooks
+UNPUBLISHED = (
+    "https://github.com/jaxshard/",
+    "https://colab.research.google.com/",
+    "https://pypi.org/project/jaxshard",
+)
 LEFT_OUT = ("_modules", "_static", "_sources")
 
 
@@ -43,10 +53,13 @@ def undocumented(site: pathlib.Path) -> Iterator[str]:
             yield f"{name} is not in the reference: add it to a page of docs/reference"
 
 
-def dead_links(site: pathlib.Path) -> Iterator[str]:
-    """The links and pictures within the site that lead nowhere."""
+def read(site: pathlib.Path) -> dict[pathlib.Path, Page]:
     paths = [path for path in sorted(site.rglob("*.html")) if path.relative_to(site).parts[0] not in LEFT_OUT]
-    pages = {path: Page(path) for path in paths}
+    return {path: Page(path) for path in paths}
+
+
+def dead_links(site: pathlib.Path, pages: dict[pathlib.Path, Page]) -> Iterator[str]:
+    """The links and pictures within the site that lead nowhere."""
     for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
@@ -59,9 +72,30 @@ def dead_links(site: pathlib.Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link} has no such place"
 
 
+def unpublished(site: pathlib.Path, pages: dict[pathlib.Path, Page]) -> Iterator[str]:
+    """The links to what is not public yet."""
+    if re.search(r"^PUBLISHED = True", (ROOT / "docs" / "conf.py").read_text(), re.MULTILINE):
+        return
+    for path, page in pages.items():
+        for link in page.links:
+            if link.startswith(UNPUBLISHED):
+                yield f"{path.relative_to(site)}: {link} is not public yet: link to the file, as in ](../SECURITY.md)"
+
+
+def hidden_pictures(site: pathlib.Path, pages: dict[pathlib.Path, Page]) -> Iterator[str]:
+    """The notebooks' pictures that the gallery lacks."""
+    shown = {pathlib.PurePosixPath(link).name for link in pages[site / "gallery.html"].links}
+    for picture in sorted(PICTURES.glob("*.png")):
+        if picture.name not in shown:
+            yield f"{picture.name} is not in docs/gallery.md: add it, and check the captions of the others"
+
+
 def main() -> int:
     site = pathlib.Path(sys.argv[1]).resolve()
-    wrong = [*undocumented(site), *dead_links(site)]
+    pages = read(site)
+    wrong = [*undocumented(site)]
+    for check in (dead_links, unpublished, hidden_pictures):
+        wrong += check(site, pages)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return bool(wrong)
 

@@ -1,7 +1,7 @@
 """Draws what `jaxshard.zero2` does to memory and to training: `python scripts/draw_first_picture.py`.
 
 Left: bytes that each of 8 devices holds of GPT-2 124M and AdamW in float32, from the layouts. Right: the losses of
-the README's twenty lines under plain optax on one device, and under `zero2` on 8 simulated ones. It writes
+the program of docs/first_steps.md under plain optax on one device, and under `zero2` on 8 simulated ones. It writes
 docs/first_picture.svg.
 """
 
