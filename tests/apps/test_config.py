@@ -311,7 +311,7 @@ def test_main_helps_and_refuses(capsys):
     assert main([]) == main(["--help"]) == 0
     assert "jaxshard train --resume --out" in capsys.readouterr().out
     assert main(["trian"]) == 2
-    assert "no command 'trian'; did you mean 'train'? There is train" in capsys.readouterr().err
+    assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
     assert main(["ckpt", "lss"]) == 2
     assert "jaxshard ckpt: no command 'lss'; did you mean 'ls'?" in capsys.readouterr().err
 

@@ -103,7 +103,7 @@ def test_a_record_has_the_use_of_devices_where_it_is_known_alone(monkeypatch):
         meter.dispatched(step, metrics())
     (_, first), (_, second) = written
     assert {"mfu", "peak_memory_bytes"}.isdisjoint(first)
-    assert second["mfu"] == pytest.approx(1e-9 / second["step_seconds"])
+    assert second["mfu"] == pytest.approx(1e-9 / second["step_seconds"], rel=2e-3)
     assert second["peak_memory_bytes"] == 5
 
 

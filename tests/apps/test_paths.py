@@ -46,13 +46,13 @@ def test_the_installed_package_has_its_presets_inside(tmp_path, monkeypatch, pac
         (["train", "mime/zero.toml"], "'mime/zero.toml': there is no such file; did you mean 'mine/zero.toml'?"),
         (["train", "qqqqqqq"], "there is no such file; the presets are beat_zlib, ddp, default, "),
         (["explain", "zero33"], "zero33: there is no such file; a function is named as MODULE:FUNCTION; did you mean"),
-        (["train", "--data", "tekst"], "give a file or a folder of text; did you mean 'text'?"),
+        (["train", "--data", "textt"], "give a file or a folder of text; did you mean 'text'?"),
         (["train", "--train.start", "mne"], "or Hugging Face's; did you mean 'mine'?"),
         (["train", "--resume", "--out", "mne"], "name the folder that the run printed; did you mean 'mine'?"),
         (["eval", "mne"], "did you mean 'mine'?"),
         (["generate", "mne"], "did you mean 'mine'?"),
         (["ckpt", "ls", "mne"], "mne does not exist: name a folder; did you mean 'mine'?"),
-        (["tokenize", "tekst", "--out", "new"], "folder of text; did you mean 'text'?"),
+        (["tokenize", "textt", "--out", "new"], "folder of text; did you mean 'text'?"),
     ],
 )
 def test_a_mistyped_path_gets_the_nearest_name(tmp_path, monkeypatch, capsys, arguments, told):

@@ -96,6 +96,7 @@ def _trained(job: Job) -> int:
         with saves, _placed(job, run_id) as place:
             snapshot = resumed(job.run, saves, console) if job.resume else job.run.start()
             if job.resume and not resumes(console, job.run, job.folder, snapshot):
+                _repair(job, snapshot.step, console)
                 return 0
             snapshot, status = execute(job, compile_step(job, console), console, saves, place, snapshot)
     except MovedError as error:
@@ -280,6 +281,16 @@ def _begun(job: Job, step: int, console: Console) -> dict[str, Callable[[], Logg
     if config.train.start and not job.resume:
         hf_folder.keep(Path(config.train.start), folder.huggingface)
     return makers
+
+
+def _repair(job: Job, step: int, console: Console) -> None:
+    """Writes what the folder of a finished run lacks, and its options."""
+    if jax.process_index() > 0:
+        return
+    makers = {name: make for name, make in _begun(job, step, console).items() if name not in trackers.TRACKERS}
+    with Recorder(makers, lambda text: say(console, text)):
+        draw_curves(job.run, job.folder, console)
+    job.folder.sync()
 
 
 def _dated_folder() -> Path:

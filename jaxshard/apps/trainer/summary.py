@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 import jaxshard
@@ -73,8 +72,6 @@ def resumes(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot) -
     """Prints from where a run resumes and returns True; False if no step is left, and prints why."""
     if snapshot.stopping.stopped or snapshot.step >= run.config.train.steps:
         say(console, f"nothing is left to do: {_end(run, snapshot)}; {_to_go_on(run, folder, snapshot)}")
-        if jax.process_index() == 0 and not folder.figure.exists():  # the process was killed before it drew them
-            draw_curves(run, folder, console)
         return False
     place = printable(str(folder.model / str(snapshot.step)))
     say(console, f"resumes after step {snapshot.step} of {run.config.train.steps}, from {place}")
