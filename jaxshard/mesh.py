@@ -106,11 +106,6 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform
 
 
-def may_donate(mesh: Mesh | AbstractMesh) -> bool:
-    """False on CPU devices, where a program that reads a donated array ends the process, with no error (jax 0.12)."""
-    return isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu"
-
-
 def platform_here() -> str:
     """The platform of the mesh in whose `shard_map` this is traced."""
     return platform_of(jax.sharding.get_abstract_mesh())

@@ -34,6 +34,7 @@ class LossOptions:
     differentiate: bool = True
     per_row: bool = False  # all of aux has the batch's rows (`predict`)
     loss_view: View = "auto"
+    donates: bool = True  # whether the step around it takes over params and state
 
     @property
     def facts(self) -> dict[str, object]:

@@ -56,7 +56,7 @@ class LossFunction:
     def compiler_options(self) -> dict[str, Value]:
         """The XLA options that it is compiled with; pass them to your own `jax.jit` around it."""
         cuts = self.setup.config.cuts
-        kind = StepKind(params_cut=cuts.params, state_cut=cuts.state, checked=self.options.checked)
+        kind = StepKind(cuts.params, cuts.state, self.options.checked, self.options.donates)
         return compilers.ours(self.setup.mesh, kind)
 
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:

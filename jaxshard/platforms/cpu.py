@@ -7,10 +7,11 @@ IN_ORDER = CompilerOption(
     "xla_cpu_scheduler_type",
     "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "cpu",
-    "if an axis other than the batch axes is larger than 1",
-    lambda step: step.checked,
+    "if an axis other than the batch axes is larger than 1, or the step does not donate",
+    lambda step: step.checked or not step.donates,
     "Prevents deadlocks of simulated devices. By default XLA for CPU schedules for concurrency. If loops contain "
-    "collectives over several axes, devices may then start these in different orders and wait for each other forever.",
+    "collectives over several axes, devices may then start these in different orders and wait for each other forever. "
+    "With jax 0.10.2 a zero3 step that does not donate also corrupts memory under that schedule.",
 )
 
 CPU = Platform(

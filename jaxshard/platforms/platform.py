@@ -25,11 +25,13 @@ class StepKind:
       params_cut: the strategy shards params over the batch axes.
       state_cut: it shards the state, and so the gradients.
       checked: an axis other than the batch axes is larger than 1.
+      donates: params and state are taken over.
     """
 
     params_cut: bool
     state_cut: bool
     checked: bool
+    donates: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

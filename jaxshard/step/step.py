@@ -16,7 +16,7 @@ from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.arguments import LossOptions, View, check_arguments, check_batch, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction, check_global
-from jaxshard.mesh import check_has_devices, may_donate
+from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.optimizer import ShardedOptimizer, described, setup_of
 from jaxshard.optimizer.sharding import Setup
@@ -55,7 +55,7 @@ def train_step(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
-    donate: bool | None = None,
+    donate: bool = True,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
     compiler_options: Mapping[str, Value] | None = None,
@@ -65,8 +65,7 @@ def train_step(
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are gone
-        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay. None: not on CPU devices, where JAX ends
-        the process if a program reads such an array.
+        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
@@ -98,8 +97,10 @@ def train_step(
         raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
     if max_skips is None and setup.config.loss_scale is not None:
         raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
-    check_flag("train_step", "donate", donate is None or donate)
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
+    check_flag("train_step", "donate", donate)
+    options = LossOptions(
+        loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donates=donate
+    )
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
     return TrainStep(LossFunction(options), donate, extra, max_skips, given)
@@ -114,14 +115,13 @@ class TrainStep:
     def __init__(
         self,
         loss: LossFunction,
-        donate: bool | None,
+        donate: bool,
         extra: ExtraFn | None,
         max_skips: int | None,
         given: dict[str, Value],
     ):
         self._loss, self._setup, self._given = loss, loss.setup, given
-        self._donate, self._extra, self._max_skips = donate, extra, max_skips
-        self.donate = may_donate(self._setup.mesh) if donate is None else donate
+        self.donate, self._extra, self._max_skips = donate, extra, max_skips
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
@@ -295,4 +295,4 @@ def with_setup(step: TrainStep, setup: Setup, microbatches: int | None = None) -
     """The same step under another strategy or mesh; None: with as many microbatches."""
     options = dataclasses.replace(step._loss.options, setup=setup)
     options = dataclasses.replace(options, microbatches=microbatches or options.microbatches)
-    return TrainStep(LossFunction(options), step._donate, step._extra, step._max_skips, step._given)
+    return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)

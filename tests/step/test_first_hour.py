@@ -1,6 +1,7 @@
 """What a newcomer does in the first hour: mistakes that have a name, defaults, and results shown in a notebook."""
 
 import html.parser
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled_once import fast_environment
 
 import jaxshard
 from jaxshard.mesh import abstract_mesh
@@ -88,38 +88,33 @@ def test_shard_batch_under_jit_says_where_it_belongs():
         jax.jit(lambda batch: jaxshard.shard_batch(batch, opt))(ROWS)
 
 
-@pytest.mark.parametrize("donate", [None, True, False])
-def test_on_cpu_devices_a_step_leaves_its_arguments(donate):
-    opt = jaxshard.zero2(TX)
-    step = jaxshard.train_step(loss, opt, donate=donate)
-    p, state = opt.place(params()), opt.init(params())
-    step(p, state, ROWS)
-    gone = [x.is_deleted() for x in jax.tree.leaves((p, state))]
-    assert all(gone) if donate else not any(gone)
-    assert step.donate is bool(donate)
-
-
-def test_an_abstract_mesh_stands_for_the_machine_to_come():
-    assert jaxshard.train_step(loss, jaxshard.zero2(TX, abstract_mesh(8))).donate
-
-
-OLD_PARAMS = """
+CORRUPT = """
 import jax; jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp, numpy as np, optax, jaxshard
-opt = jaxshard.zero2(optax.adam(1e-3))
-loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
-step = jaxshard.train_step(loss, opt)
-p = opt.place({"w": np.ones((64, 128), "f")})
-new, state, _ = step(p, opt.init(p), np.ones((16, 64), "f"))
-far = jax.jit(lambda: jnp.sum(new["w"] - p["w"]))()  # a cell that is run again, on the params of before
-print(float(far) < 0)
+
+def block(x, w):
+    return x + jnp.tanh(x @ jaxshard.unshard(w)), None
+
+def loss(params, batch):
+    x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], params["blocks"])
+    return jnp.mean((x @ params["out"] - batch["y"]) ** 2)
+
+rng = np.random.default_rng(0)
+params = {"blocks": rng.normal(size=(4, 256, 256)).astype("f") / 64, "out": rng.normal(size=(256, 64)).astype("f") / 16}
+batch = {"x": rng.normal(size=(256, 256)).astype("f"), "y": rng.normal(size=(256, 64)).astype("f")}
+opt = jaxshard.zero3(optax.adamw(3e-4))
+step = jaxshard.train_step(loss, opt, donate=False)
+p, state = opt.place(params), opt.init(params)
+for _ in range(3):
+    p, state, metrics = step(p, state, jaxshard.shard_batch(batch, opt))
+print(float(metrics["loss"]) < 3)
 """
 
 
-def test_a_program_that_reads_old_params_lives():
-    done = subprocess.run(
-        [sys.executable, "-c", OLD_PARAMS], capture_output=True, text=True, env=fast_environment(), check=False
-    )
+def test_a_step_that_donates_nothing_leaves_memory_intact():
+    """XLA for CPU of jax 0.10 wrote where it should not, and the process ended by a signal."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # as users compile
+    done = subprocess.run([sys.executable, "-c", CORRUPT], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]
 
 
@@ -153,7 +148,7 @@ def test_results_show_their_tables():
     assert "bytes per device" in layout._repr_html_()
     facts = dict(row for row in Cells(step._repr_html_()).rows if len(row) == 2)
     assert facts | {"programs": "0"} == facts
-    assert facts["microbatches"] == "2"
+    assert (facts["microbatches"], facts["donate"]) == ("2", "True")
     assert "zero2(" in repr(step)
     step(opt.place(params()), opt.init(params()), ROWS)
     assert "programs      1" in repr(step)

@@ -10,13 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxshard import strategies
 from jaxshard.apps.config.devices import simulate_cpus
 from jaxshard.base.tree import shape_of
 from jaxshard.base.types import AnyMesh, Tree
 from jaxshard.cli.made import checked
 from jaxshard.layout.options import Config
-from jaxshard.optimizer.optimizer import setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.plan import choices, search
 from jaxshard.plan.choices import Candidate, Target
@@ -166,10 +164,11 @@ class OwnStep:
           ValueError: the strategy's options or the mesh do not allow it.
         """
         setup = self._setup
-        options, named = _options(setup.config, candidate), self._named(candidate, mesh)
-        opt = getattr(strategies, candidate.strategy)(setup.inner, named, **options)
-        step = with_setup(self.step, setup_of(opt, "plan"), candidate.microbatches)
-        return (step, self.params, self.batch, *self.more)
+        options = _options(setup.config, candidate)
+        renamed = dataclasses.replace(candidate, state_axes=options.pop("state_axes", ()))
+        loss_fn, given = loss_of(self.step).options.loss_fn, (self.params, self.batch, *self.more)
+        bare, *_ = search.building(loss_fn, setup.inner, *given, **options)(renamed, self._named(candidate, mesh))
+        return (with_setup(self.step, loss_of(bare).setup, candidate.microbatches), *given)
 
     def _named(self, candidate: Candidate, mesh: AnyMesh) -> AnyMesh:
         """A mesh of these devices with the user's axes: the first data axis takes what the others leave."""
@@ -200,8 +199,6 @@ def _options(config: Config, candidate: Candidate) -> dict[str, Any]:
         given |= {"zero": candidate.zero} if candidate.zero is not None else {}
     if candidate.state_axes and candidate.state_axes != config.state_axes:  # over replicas, too
         given["state_axes"] = (*config.data_axes, *config.replica_axes)
-    if candidate.state_memory != "device":
-        given["state_memory"] = candidate.state_memory
     return given
 
 
