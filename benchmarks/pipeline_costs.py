@@ -32,8 +32,7 @@ MODEL = ModelConfig(layers=16, width=512, heads=8, hidden=2048, sequence_length=
 SCHEDULES = {
     "1f1b": {},
     "interleaved, v = 2": {"schedule": "interleaved", "virtual": 2},
-    "gpipe, remat tick": {"schedule": "gpipe", "remat": "tick"},
-    "gpipe, remat stage": {"schedule": "gpipe", "remat": "stage"},
+    "gpipe": {"schedule": "gpipe"},
 }
 
 
