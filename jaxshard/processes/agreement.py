@@ -189,7 +189,8 @@ def check_same(what: str, said: str, cure: str) -> None:
       ProcessError: on every process, with the first line that differs.
       TimeoutError: as `gathered`.
 
-    >>> check_same("start", "seed 0", "start all processes by the same command")  # a lone process agrees with itself
+    >>> # A lone process agrees with itself.
+    >>> check_same("start", "seed 0", "start all processes by the same command")
     """
     digests = gathered(what, hashlib.sha256(said.encode()).hexdigest())
     if len(set(digests)) == 1:
