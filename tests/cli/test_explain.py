@@ -441,7 +441,7 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
         ),
         (["mine:own_with_text"], "mode of the step holds a str, which JAX does not trace: let the step close over it"),
         (["mine:own_partial"], "the step is a functools.partial that holds shapes: pass them as arguments"),
-        (["mine:with_state"], "returned an optimizer's state where the batch belongs; explain makes the state itself"),
+        (["mine:with_state"], "returned an optimizer's state where the batch belongs; the command makes the state"),
         (["mine:wants"], "wants must take no arguments (missing a required argument: 'x')"),
         (["mine:value"], "value is no function, but of type int"),
         (["mine:zero4"], "mine has no zero4; did you mean 'zero"),
