@@ -61,8 +61,9 @@ def main():
     first = jax.process_index() == 0
     text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8).astype(np.int32)
 
-    mesh, tx = jaxshard.make_mesh(replica=jax.process_count()), optax.adamw(1e-3)
-    opt = jaxshard.hsdp(tx, mesh)
+    hosts, tx = jax.process_count(), optax.adamw(1e-3)
+    mesh = jaxshard.make_mesh(replica=hosts)
+    opt = jaxshard.hsdp(tx, mesh) if hosts > 1 else jaxshard.zero3(tx, mesh)  # a lone host has no replicas
     params = opt.place(init(np.random.default_rng(0), args.width))
     step, i, tree = jaxshard.train_step(loss_fn, opt), 0, {"params": params, "state": opt.init(params)}
     for where, each in (("each device", opt), ("one device alone", jaxshard.ddp(tx, mesh))) if first else ():
