@@ -169,11 +169,14 @@ def run(program: Tree, params: Tree, state: Tree, batch: Tree, args: tuple[Tree,
     """Runs a compiled step; copies state on the host if someone holds a view of it.
 
     `np.asarray` of state on the host is a view, not a copy. While someone holds one (a checkpoint that is being
-    written), the runtime on GPU refuses to overwrite the memory, before it touches anything.
+    written), the runtime on GPU refuses to overwrite the memory, before it touches anything. Within a trace that has
+    closed over all arrays, JAX refuses a program with options; it is traced without them.
     """
     try:
         return program(params, state, batch, *args)
     except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if "compiler_options" in str(error) and "top-level" in str(error):
+            return program.__wrapped__(params, state, batch, *args)
         if "external reference" not in str(error):
             raise
         return program(params, jax.tree.map(_own, state), batch, *args)
