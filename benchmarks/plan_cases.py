@@ -95,7 +95,7 @@ class ModelCase:
 
         opt = getattr(jaxshard, self.strategy)(optimizer(), mesh)
         step, params, batch = (
-            jaxshard.train_step(loss_fn, opt, donate=True),
+            jaxshard.train_step(loss_fn, opt),
             opt.place(models.init(model, dtype)),
             model.batch(16),
         )

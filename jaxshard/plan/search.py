@@ -62,13 +62,13 @@ class AnyRows:
         each = rows // self.parts
         found = next((trace for trace in self._traces if trace[0].holds_for(each)), None)
         as_if, traced = found or self._trace(each)
-        return traced.rescaled(as_if.traced, each, _with_rows(self._given[2], rows)).prediction()
+        return traced.rescaled(as_if.traced, each, with_rows(self._given[2], rows)).prediction()
 
     def _trace(self, rows: int) -> tuple[AsIf, TracedStep]:
         step, params, batch, args = self._given
         as_if = AsIf(next(p for p in _primes if all(d % p for d in self._sizes)), rows)
         with as_if.within():
-            traced = TracedStep(LaidOut(step, params, _with_rows(batch, as_if.traced * self.parts), *args))
+            traced = TracedStep(LaidOut(step, params, with_rows(batch, as_if.traced * self.parts), *args))
         self._traces.append((as_if, traced))
         return self._traces[-1]
 
@@ -77,7 +77,9 @@ _primes = filter(lambda n: all(n % d for d in range(2, math.isqrt(n) + 1)), iter
 """One for each trace of the process: JAX would return what it has traced for the same."""
 
 
-def _with_rows(batch: Tree, rows: int) -> Tree:
+def with_rows(batch: Tree, rows: int) -> Tree:
+    """The shapes of a batch with another number of rows, the first dim of every leaf."""
+
     def resized(x: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 

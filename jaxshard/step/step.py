@@ -293,6 +293,6 @@ def loss_of(step: TrainStep) -> LossFunction:
 
 def with_setup(step: TrainStep, setup: Setup, microbatches: int | None = None) -> TrainStep:
     """The same step under another strategy or mesh; None: with as many microbatches."""
-    options = dataclasses.replace(step._loss.options, setup=setup)
-    options = dataclasses.replace(options, microbatches=microbatches or options.microbatches)
+    options = step._loss.options
+    options = dataclasses.replace(options, setup=setup, microbatches=microbatches or options.microbatches)
     return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)

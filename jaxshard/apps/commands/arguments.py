@@ -108,6 +108,13 @@ def by_tyro(words: Sequence[str], kind: type[T], command: str, description: str,
     return given
 
 
+def refuse_options(words: Sequence[str], kind: type, what: str, but: Sequence[str] = ()) -> None:
+    """Raises a ValueError for an option of the reference model, other than those in `but`: `what` makes its own."""
+    for name in (*options_of(kind), "data"):
+        if is_given(words, name) and name not in but:
+            raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {what} makes its own")
+
+
 def asks_for_help(words: Sequence[str]) -> bool:
     """Whether `-h` or `--help` is among the words."""
     return not {"-h", "--help"}.isdisjoint(words)

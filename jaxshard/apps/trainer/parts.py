@@ -47,7 +47,6 @@ def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> Tr
         microbatches=sharding.microbatches,
         loss_view=sharding.loss_view,
         max_skips=config.train.max_skips,
-        donate=True,  # the loop keeps no old params
     )
 
 

@@ -91,9 +91,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if given.json is not None:
         check_file("--json", given.json)
     if given.what is not None and names_function(given.what):
-        for name in (*words.options_of(Config), "data"):
-            if words.is_given(arguments, name):
-                raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {given.what} makes its own")
+        words.refuse_options(arguments, Config, given.what)
         return given
     if given.what is not None:
         if not given.what.endswith(".toml") and not paths.configuration(Path(given.what)).exists():

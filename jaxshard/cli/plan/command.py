@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     words.check(arguments, Arguments, "jaxshard plan", {"data": str})
     given, in_file = words.by_tyro(arguments, Arguments, "jaxshard plan", _DESCRIPTION, Arguments()), frozenset()
     if given.config is not None and names_function(given.config):
-        _check_own(arguments, given.config)
+        words.refuse_options(arguments, Config, given.config, but=[_ROWS])
         _check(given)
         rows = given.train.rows if words.is_given(arguments, _ROWS) else 0  # 0: as many as the function gives
         return dataclasses.replace(given, train=dataclasses.replace(given.train, rows=rows))
@@ -126,13 +126,6 @@ def parse(arguments: Sequence[str]) -> Arguments:
     for note in [*told, *notes]:
         print(f"jaxshard plan: {printable(note)}", file=sys.stderr)
     return given
-
-
-def _check_own(arguments: Sequence[str], what: str) -> None:
-    """Raises ValueError for options of the reference model."""
-    for name in (*words.options_of(Config), "data"):
-        if words.is_given(arguments, name) and name != _ROWS:
-            raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {what} makes its own")
 
 
 def _check(given: Arguments) -> None:

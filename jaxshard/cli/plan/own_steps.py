@@ -83,8 +83,7 @@ class OwnStep:
 
     def with_rows(self, rows: int) -> OwnStep:
         """The same with another number of rows; leaves of the batch have them as their first dim."""
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self.batch)
-        return dataclasses.replace(self, batch=batch)
+        return dataclasses.replace(self, batch=search.with_rows(self.batch, rows))
 
     def own(self, target: Target) -> Candidate:
         """Its own strategy on the target's devices; only the (first) data axis changes its size.
