@@ -52,7 +52,7 @@ def devices(machine: Machine) -> list[Any]:
 
     Raises:
         CompilerMissingError: if the TPU or GPU compiler is not installed.
-        ValueError: if the compiler refuses the topology, or there are fewer CPU devices.
+        ValueError: if the compiler rejects the topology, or JAX has too few CPU devices.
     """
     if machine.chip.platform == "cpu":
         return _cpu_devices(machine)
@@ -64,8 +64,8 @@ def devices(machine: Machine) -> list[Any]:
         if "INVALID_ARGUMENT" not in str(error):
             raise
         raise ValueError(
-            f"devices: the compiler refuses the topology {machine.name!r}: {error}; take a shape that exists, for "
-            f"example {examples(machine.chip.name)}"
+            f"devices: the compiler rejects the topology {machine.name!r}: {error}; use a valid shape, for example "
+            f"{examples(machine.chip.name)}"
         ) from None
     found = list(described.devices)
     assert len(found) == machine.num_devices, f"{machine.name} has {len(found)} devices"
@@ -76,7 +76,7 @@ def _cpu_devices(machine: Machine) -> list[Any]:
     found = jax.devices("cpu")
     if len(found) < machine.num_devices:
         raise ValueError(
-            f"devices: {machine.name!r} needs {machine.num_devices} CPU devices, there are {len(found)}; before JAX "
+            f"devices: {machine.name!r} needs {machine.num_devices} CPU devices, found {len(found)}; before JAX "
             f'starts, set jax.config.update("jax_num_cpu_devices", {machine.num_devices})'
         )
     return found[: machine.num_devices]
@@ -225,4 +225,4 @@ def _write(path: Path, text: str) -> None:
         files.make_folder(path.parent)
         files.replace(path, text)
     except OSError as error:
-        warn(f"aot.report: cannot keep the report ({error}); set JAXSHARD_CACHE to a folder that can be written")
+        warn(f"aot.report: cannot store the report ({error}); set JAXSHARD_CACHE to a writable folder")

@@ -192,10 +192,10 @@ class ReplicaError(RuntimeError):
         odd = devices[found != values[counts.argmax()]].ravel()
         more = f" and {odd.size - 4} more" if odd.size > 4 else ""
         named = ", ".join(f"{device.id} of process {device.process_index}" for device in odd[:4])
-        others = f", and so do {len(digests) - 1} leaves more" if len(digests) > 1 else ""
+        others = f", and so do {len(digests) - 1} more leaves" if len(digests) > 1 else ""
         super().__init__(
-            f"copies differ: {path} has other bits on device {named}{more} than on the rest{others}. Look for what "
-            "made them differ; ShardedOptimizer.synchronize(tree) makes all copies as the first"
+            f"replicas differ: {path} has different bits on device {named}{more} than on the rest{others}. Find the "
+            "cause; ShardedOptimizer.synchronize(tree) sets all replicas to the first"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ class Preemption:
     """While entered, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C ask the run to end between two steps; a second one
     ends it at once.
 
-    SIGHUP means that the terminal is gone. A shell sends several, or SIGTERM too, so it never counts as a second
+    SIGHUP means that the terminal is closed. A shell sends several, or SIGTERM too, so it never counts as a second
     signal. Slurm sends SIGUSR1 or SIGUSR2 before a job's time is over (`--signal`), and SIGTERM when it is: that does
     not count either, but the same signal twice does. SIGHUP, SIGUSR1 and SIGUSR2 keep their behaviour if they are
     ignored, as by `nohup`, or have a handler already, such as `faulthandler.register`'s.
@@ -69,11 +69,11 @@ class Preemption:
 
     def __enter__(self) -> Self:
         if self._previous:
-            raise RuntimeError("Preemption: it is entered already; make another for another loop")
+            raise RuntimeError("Preemption: it is already entered; create a new one for another loop")
         self._signal = None
         self._numbers = {signal.SIGINT, signal.SIGTERM, *filter(_is_default, _ANNOUNCEMENTS)}
         if threading.current_thread() is not threading.main_thread():
-            warnings.warn("Preemption: outside of the main thread Python hands over no signals", stacklevel=2)
+            warnings.warn("Preemption: Python handles signals only in the main thread; enter it there", stacklevel=2)
             return self
         if jax.process_count() > 1:
             self._handler = _handler_of_jax()
@@ -125,7 +125,10 @@ class Preemption:
         if self._handler:
             ctypes.CFUNCTYPE(None, ctypes.c_int)(self._handler)(signal.SIGTERM)  # which tells the other processes
         with contextlib.suppress(Exception, SystemExit):  # an error of `say` must not keep the run from ending
-            self._say(f"{signal.Signals(number).name}: after this step the model is saved (once more: it is not)")
+            self._say(
+                f"{signal.Signals(number).name}: the model is saved after this step (a second signal ends the run "
+                "without saving)"
+            )
 
     def _leave(self, number: int) -> None:
         if jax.process_count() == 1 and number == signal.SIGINT:
@@ -156,9 +159,7 @@ def _handler_of_jax() -> int:
     """The address of JAX's handler of SIGTERM, a C function that notifies the other processes."""
     address = _libc().signal(signal.SIGTERM, None)
     if not address:
-        raise RuntimeError(
-            "Preemption: jax.distributed has no handler of SIGTERM; is jax_enable_preemption_service off?"
-        )
+        raise RuntimeError("Preemption: jax.distributed does not handle SIGTERM; is jax_enable_preemption_service off?")
     return address
 
 

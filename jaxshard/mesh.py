@@ -1,4 +1,4 @@
-"""Device meshes, and the names of the axes that strategies cut over."""
+"""Device meshes, and the names of the axes that strategies shard over."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -26,8 +26,8 @@ def make_mesh(
     Args:
       data: the number of devices that share optimizer state, gradients and (zero3) parameters; -1: all the rest.
       tensor: the number of devices that share each layer.
-      pipeline: the number of stages that the layers are cut into.
-      replica: the number of copies of the whole `data` x `tensor` x `pipeline` arrangement (`hsdp`).
+      pipeline: the number of pipeline stages.
+      replica: the number of replicas of the full `data` x `tensor` x `pipeline` mesh (`hsdp`).
       devices: the devices to use, by default `jax.devices()` (those of all processes).
 
     Returns:
@@ -42,7 +42,7 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else _listed(devices)
     if not devices:
-        raise ValueError("make_mesh: there are 0 devices; give at least one in devices=, or leave it out for all")
+        raise ValueError("make_mesh: devices= is empty; give at least one device, or leave it out for all")
     given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
     sizes = _inferred(given, len(devices))
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
@@ -64,7 +64,7 @@ def abstract_mesh(
     Args:
       num_devices: the number of devices that the mesh would have.
       data, tensor, pipeline, replica: as for `make_mesh`.
-      platform: "cpu", "gpu" or "tpu": strategies do a few things differently on a TPU.
+      platform: "cpu", "gpu" or "tpu": strategies behave differently on TPUs in a few ways.
       device_kind: the chip's name, with the sides of its torus if they are known: "v5p:8x8x8".
 
     Returns:
@@ -140,7 +140,7 @@ def check_context(who: str, mesh: Mesh | AbstractMesh) -> None:
         if other and own and other != own:
             raise ValueError(
                 f"{who}: the mesh that jax.set_mesh has set has the axes' {what} {other}, and the optimizer's has "
-                f"{own}: call this outside of it, or make the optimizer for that mesh"
+                f"{own}: call this outside jax.set_mesh, or create the optimizer for that mesh"
             )
 
 
@@ -163,7 +163,7 @@ def _listed(devices: object) -> list[Any]:
     for device in found:
         if not hasattr(device, "platform"):
             raise TypeError(
-                f"make_mesh: devices={devices!r:.80} has {device!r:.80}, which is no device; give some of "
+                f"make_mesh: devices={devices!r:.80} has {device!r:.80}, which is not a device; give some of "
                 "jax.devices(), such as jax.devices()[:4]"
             )
     return found
@@ -174,7 +174,9 @@ def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
     for axis, size in given.items():
         if not isinstance(size, int | np.integer) or size < -1 or size == 0:
-            raise ValueError(f"make_mesh: {axis}={size!r} is no size; give a positive whole number, or -1 to infer it")
+            raise ValueError(
+                f"make_mesh: {axis}={size!r} is not a valid size; give a positive integer, or -1 to infer it"
+            )
     unknown = [axis for axis, size in given.items() if size == -1]
     if len(unknown) > 1:
         raise ValueError(

@@ -15,8 +15,8 @@ Strategy = TypeVar("Strategy", bound=Callable[..., Any])
 
 def _with_options(strategy: Strategy) -> Strategy:
     """Appends the list of options, written once in `Options`, to the docstring of a strategy."""
-    listed = (inspect.getdoc(Options) or "").partition("In a line each")[2]
-    strategy.__doc__ = f"{inspect.getdoc(strategy) or ''}\n\nThe options, in a line each{listed}"
+    listed = (inspect.getdoc(Options) or "").partition("One line each")[2]
+    strategy.__doc__ = f"{inspect.getdoc(strategy) or ''}\n\nThe options, one line each{listed}"
     return strategy
 
 
@@ -80,7 +80,8 @@ def zero2(
 def zero3(
     inner: optax.GradientTransformation, mesh: AnyMesh | None = None, **options: Unpack[Options]
 ) -> ShardedOptimizer:
-    """ZeRO-3 = FSDP: params have N shards, too, gathered at use (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023).
+    """ZeRO-3 = FSDP: params have N shards, too, and are gathered at use (Rajbhandari et al. 2020, 5.3; Zhao et al.
+    2023).
 
     Arguments, options and errors are those of `ddp`.
 
@@ -113,7 +114,7 @@ def hsdp(
 def tensor_parallel(
     inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
 ) -> ShardedOptimizer:
-    """Layers cut as `specs` say (Shoeybi et al. 2020), for the blocks of `jaxshard.tensor`; data parallel around.
+    """Layers sharded by `specs` (Shoeybi et al. 2020), for the blocks of `jaxshard.tensor`; data parallel around.
 
     Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`, needed here.
 
@@ -129,7 +130,7 @@ def tensor_parallel(
 def pipeline_parallel(
     inner: optax.GradientTransformation, mesh: AnyMesh, specs: Tree | Rules, **options: Unpack[CommonOptions]
 ) -> ShardedOptimizer:
-    """Stacked layers cut into stages as `specs` say, run by `jaxshard.pipeline`; data parallel around.
+    """Stacked layers, sharded into stages by `specs`, run by `jaxshard.pipeline`; data parallel around.
 
     Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`, needed here.
 
@@ -149,7 +150,7 @@ def hybrid(
     zero: Zero = 2,
     **options: Unpack[CommonOptions],
 ) -> ShardedOptimizer:
-    """Tensor and pipeline parallel as `specs` say, and ZeRO level 0 (ddp), 1, 2 or 3 (`zero`) over the data axes.
+    """Tensor and pipeline parallel by `specs`, and ZeRO level 0 (ddp), 1, 2 or 3 (`zero`) over the data axes.
 
     Arguments, options and errors are those of `ddp`; `specs` is the option of `jaxshard.Options`.
 

@@ -94,14 +94,14 @@ def test_a_replica_that_differs_is_found_and_named():
     tree = {"whole": jax.device_put(x, NamedSharding(mesh, P())), "w": one_copy_differs(x, mesh, P("tensor"), bad)}
     assert len(np.unique(replica_digests(tree)["whole"])) == 1
     with pytest.raises(
-        ReplicaError, match=r"copies differ: w has other bits on device .* of process 0 .*synchronize"
+        ReplicaError, match=r"replicas differ: w has different bits on device .* of process 0 .*synchronize"
     ) as raised:
         digests(tree)
     found = raised.value.digests["w"]
     assert found.shape == mesh.devices.shape
     assert np.unique(found, return_counts=True)[1].min() == 2  # the row of the mesh whose copy has that shard
     whole = one_copy_differs(x, mesh, P(), bad)
-    with pytest.raises(ReplicaError, match=r"0 has other bits on device 5 of process 0 than"):
+    with pytest.raises(ReplicaError, match=r"0 has different bits on device 5 of process 0 than"):
         digests([whole])
 
 

@@ -20,7 +20,9 @@ def test_the_file_has_these_cases_and_a_reason():
 
 
 @pytest.mark.optimized
-@pytest.mark.filterwarnings("ignore:up to .* of whole params:UserWarning")  # a newcomer's model is told so
+@pytest.mark.filterwarnings(
+    "ignore:each device keeps up to .* of gathered params:UserWarning"
+)  # a newcomer's model is told so
 @pytest.mark.parametrize("case", gate.CASES)
 def test_figures_are_as_expected(case):
     lines = gate.differences(case, gate.CASES[case](), EXPECTED)

@@ -22,7 +22,7 @@ def test_a_signal_asks_and_the_handlers_come_back(number):
         os.kill(os.getpid(), number)
         assert preemption.reached(1)
         assert preemption.status == 128 + number
-    assert said == [f"{number.name}: after this step the model is saved (once more: it is not)"]
+    assert said == [f"{number.name}: the model is saved after this step (a second signal ends the run without saving)"]
     assert signal.getsignal(number) == before
     with preemption:  # used again, it knows of no signal
         assert not preemption.reached(2)
@@ -116,12 +116,12 @@ def test_where_a_library_ignores_hangups_for_itself_they_are_heard():
 
 
 def test_preemption_where_it_cannot_be():
-    with Preemption() as preemption, pytest.raises(RuntimeError, match="entered already"):
+    with Preemption() as preemption, pytest.raises(RuntimeError, match="already entered"):
         preemption.__enter__()
     found = []
 
     def elsewhere():
-        with pytest.warns(UserWarning, match="outside of the main thread"), Preemption() as preemption:
+        with pytest.warns(UserWarning, match="only in the main thread"), Preemption() as preemption:
             found.append(preemption.reached(0))
 
     thread = threading.Thread(target=elsewhere)

@@ -65,7 +65,7 @@ def test_some_of_the_devices(num):
         ({"tensor": 2.0}, ("tensor=2.0",)),
         ({"tensor": "2"}, ("tensor='2'",)),
         ({"data": None}, ("data=None",)),
-        ({"data": -1, "devices": 0}, ("0 devices",)),
+        ({"data": -1, "devices": 0}, ("devices= is empty",)),
     ],
 )
 def test_sizes_that_cannot_be(sizes, words):

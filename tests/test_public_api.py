@@ -201,7 +201,7 @@ def test_all_but_checkpoints_works_without_any_extra():
     """On jax, optax and numpy alone; checkpoints say what to install."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 'it comes with: pip install "jaxshard[checkpoint]"' in done.stdout.splitlines()[-1]
+    assert 'install it with: pip install "jaxshard[checkpoint]"' in done.stdout.splitlines()[-1]
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -238,7 +238,7 @@ def test_untyped_transposes_double_gradients_and_are_refused():
 
 def test_a_weight_that_is_whole_would_be_summed_t_times_and_is_refused():
     x, up, down = jnp.ones((3, 4)), jnp.ones((4, 8)), jnp.ones((8, 4))
-    with pytest.raises(TypeError, match=r"column_parallel: the kernel of shape \(4, 8\) is whole.*name 'tensor'"):
+    with pytest.raises(TypeError, match=r"column_parallel: the kernel of shape \(4, 8\) is replicated.*name 'tensor'"):
         on_tensor(tensor.column_parallel, x, up, out=P(None, "tensor"))
     with pytest.raises(TypeError, match="row_parallel: the kernel"):
         on_tensor(
@@ -259,9 +259,9 @@ def test_a_weight_that_is_whole_would_be_summed_t_times_and_is_refused():
 def test_what_is_cut_where_it_should_be_whole_is_refused():
     x, up = jnp.ones((8, 4)), jnp.ones((4, 8))
     columns = P(None, "tensor")
-    with pytest.raises(TypeError, match=r"x of shape .* differs over 'tensor', and should be whole.*sequence=dim"):
+    with pytest.raises(TypeError, match=r"x of shape .* differs over 'tensor', but must be replicated.*sequence=dim"):
         on_tensor(tensor.column_parallel, x, up, specs=(P("tensor"), columns), out=columns)
-    with pytest.raises(TypeError, match=r"with sequence=0.*is whole"):
+    with pytest.raises(TypeError, match=r"with sequence=0.*is replicated"):
         on_tensor(lambda x, up: tensor.column_parallel(x, up, sequence=0), x, up, specs=(P(), columns), out=columns)
     with pytest.raises(TypeError, match="split_sequence"):
         on_tensor(lambda x: tensor.split_sequence(x, 0), x, specs=(P("tensor"),), out=P("tensor"))
@@ -271,7 +271,7 @@ def test_what_is_cut_where_it_should_be_whole_is_refused():
 
 
 def test_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"heads 6 / tensor 4 = 1.5 is no whole number.*heads to 8"):
+    with pytest.raises(ValueError, match=r"heads 6 / tensor 4 = 1.5 is not an integer.*heads to 8"):
         on_tensor(lambda x: x * tensor.per_device("heads", 6), jnp.ones(4))
     with pytest.raises(ValueError, match=r"sequence length 6 / tensor 4"):
         on_tensor(lambda x: tensor.split_sequence(x, 1), jnp.ones((2, 6)), out=P(None, "tensor"))
@@ -284,18 +284,18 @@ def test_sizes_that_do_not_divide():
 @pytest.mark.parametrize("specs", [None, {"w": P()}, [("w", P(None))]])
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_parallel"])
 def test_specs_that_cut_nothing(strategy, specs):
-    with pytest.raises(ValueError, match="name no axis, so nothing would be cut"):
+    with pytest.raises(ValueError, match="name no axis, so nothing would be sharded"):
         getattr(jaxshard, strategy)(optax.sgd(0.1), jaxshard.make_mesh(tensor=2), specs)
 
 
 @pytest.mark.parametrize("zero", [4, -1, True, "2", None])
 def test_a_level_of_zero_that_there_is_not(zero):
-    with pytest.raises(ValueError, match="no level of ZeRO; there are 0"):
+    with pytest.raises(ValueError, match="not a ZeRO level; give 0"):
         jaxshard.hybrid(optax.sgd(0.1), jaxshard.make_mesh(), zero=zero)
 
 
 def test_zero_is_an_option_of_hybrid_alone():
-    with pytest.raises(TypeError, match="no option 'zero'"):
+    with pytest.raises(TypeError, match="unknown option 'zero'"):
         jaxshard.zero2(optax.sgd(0.1), jaxshard.make_mesh(), zero=1)
 
 

@@ -27,7 +27,7 @@ class LossScale:
     Raises:
       TypeError: an argument is not a number.
       ValueError: unless 0 < minimum <= initial <= maximum <= 2**127, factor > 1 and finite, and growth_interval and
-        hysteresis are whole numbers, 1 or more.
+        hysteresis are integers, 1 or more.
     """
 
     initial: float = 2.0**15
@@ -50,7 +50,7 @@ class LossScale:
         counts = (self.growth_interval, self.hysteresis)
         if not 1 < self.factor < float("inf") or not all(is_whole(n, 1) for n in counts):
             raise ValueError(
-                "LossScale: needs factor > 1, and whole numbers growth_interval >= 1 and hysteresis >= 1, got "
+                "LossScale: needs factor > 1, and integers growth_interval >= 1 and hysteresis >= 1, got "
                 f"{self.factor}, {self.growth_interval}, {self.hysteresis}"
             )
 

@@ -34,9 +34,10 @@ def unflatten(treedef: TreeDef, leaves: Iterable[object]) -> Tree:
         if len(leaves) != treedef.num_leaves:
             raise
         raise TypeError(
-            "a node of the tree, of your own type, cannot be rebuilt with other leaves than arrays, and jaxshard, as "
-            f"JAX does, puts specs and shapes into it: {type(error).__name__}: {error}\n"
-            "Let its tree_unflatten make the node without checks and conversions: node = object.__new__(cls), then set "
+            f"a node of the tree, of a type of yours, cannot be rebuilt with leaves that are not arrays, but jaxshard "
+            f"and JAX store specs and shapes in such nodes: {type(error).__name__}: {error}\n"
+            "Its tree_unflatten must create the node without checks or conversions: node = object.__new__(cls), then "
+            "set "
             "the attributes"
         ) from error
 
@@ -115,7 +116,7 @@ def compiled(what: str, rule: str) -> re.Pattern[str]:
     try:
         return re.compile(rule)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{what} is no regular expression: {error}; mend it") from None
+        raise ValueError(f"{what} is not a regular expression: {error}; correct it") from None
 
 
 def first_rules(what: str, rules: Sequence[str], paths: Sequence[str]) -> tuple[list[int | None], str | None]:
@@ -213,7 +214,7 @@ def check_alive(what: str, tree: Tree) -> None:
         return  # this runs at every step, so paths are made only for an error
     names = next(names for names, leaf in named_leaves(tree) if _is_gone(leaf))
     raise ValueError(
-        f"{what}: {path_of(names)} was donated to an earlier step and is gone; use that step's result, or build the "
+        f"{what}: {path_of(names)} was donated to an earlier step and deleted; use that step's result, or build the "
         "step with donate=False"
     )
 
@@ -233,7 +234,7 @@ def check_same_structure(what: str, given: Tree, wanted: Tree, noun: str) -> Non
         if names not in one:
             raise ValueError(f"{what}: {path_of(names)} is missing; give every {noun}")
         if names not in two:
-            raise ValueError(f"{what}: {path_of(names)} is no {noun}; give those alone")
+            raise ValueError(f"{what}: {path_of(names)} is not a {noun}; give only each {noun}")
         if one[names] != two[names]:
             raise ValueError(f"{what}: {path_of(names)} has shape {one[names]}, but that {noun} has {two[names]}")
 

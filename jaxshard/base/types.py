@@ -29,7 +29,7 @@ AxisSizes: TypeAlias = Mapping[str, int]
 Names: TypeAlias = tuple[str, ...]
 Entry: TypeAlias = str | tuple[str, ...] | None  # one entry of a PartitionSpec
 Dims: TypeAlias = tuple[tuple[int, Names], ...]
-"""How an array is cut: pairs (dim, axes). Dims count from the end (-1 is the last), so a stack's slices fit too."""
+"""How an array is sharded: pairs (dim, axes). Dims count from the end (-1 is the last), so a stack's slices fit too."""
 
 
 class Metrics(TypedDict):
@@ -39,7 +39,7 @@ class Metrics(TypedDict):
     """Of the whole batch, before the step."""
 
     grad_norm: jax.Array
-    """Of the whole averaged gradient."""
+    """Of the full averaged gradient."""
 
     skipped: jax.Array
     """Whether params and state stayed as they were, bit for bit."""

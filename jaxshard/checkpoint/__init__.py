@@ -1,4 +1,4 @@
-"""Checkpoints that fit any strategy, mesh and number of devices, and that say so when a bit is not what was saved."""
+"""Checkpoints that fit any strategy, mesh and number of devices, and report corrupt data."""
 
 from jaxshard.checkpoint.as_bytes import from_bytes as from_bytes
 from jaxshard.checkpoint.as_bytes import to_bytes as to_bytes

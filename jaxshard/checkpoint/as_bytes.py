@@ -25,10 +25,10 @@ except ModuleNotFoundError as error:
 def to_bytes(tree: Tree) -> bytes:
     """Serializes a tree of arrays and numbers, with their digests, to one byte string (msgpack, by flax).
 
-    The whole tree passes through this process's memory. For a large tree, or several processes, use a `Checkpointer`.
+    The full tree passes through this process's memory. For a large tree, or several processes, use a `Checkpointer`.
 
     Raises:
-      ValueError: two leaves have the same path, or other processes hold a part of an array.
+      ValueError: two leaves have the same path, or part of an array is on other processes.
       TypeError: a leaf is neither an array nor a number.
 
     >>> import jax.numpy as jnp
@@ -38,7 +38,7 @@ def to_bytes(tree: Tree) -> bytes:
     found = leaves.flatten(tree)
     for path, x in found.arrays().items():
         if not leaves.is_local(x):
-            raise ValueError(f"to_bytes: {path} lies on devices of other processes, too; save it by a Checkpointer")
+            raise ValueError(f"to_bytes: {path} is also on devices of other processes; save it with a Checkpointer")
     raw = {path: _raw(jax.device_get(x)) for path, x in found.arrays().items()}
     data = serialization.msgpack_serialize({"format": FORMAT, "leaves": index_of(found)[0], "arrays": raw})
     return digest_of(data) + data
@@ -59,7 +59,7 @@ def from_bytes(template: T, data: bytes, *, cast: bool = False) -> T:
     """
     wanted = leaves.flatten(template, shapes=True)
     if digest_of(data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
-        raise CorruptCheckpointError(None, None, "their digest is another; were they cut short, or made by to_bytes?")
+        raise CorruptCheckpointError(None, None, "the digest differs; the bytes may be truncated, or not from to_bytes")
     index, raw = _decoded(data[DIGEST_BYTES:])
     check_fits(wanted, index, "these bytes do", cast)
     found = {path: _from_raw(path, raw.get(path), index[path]) for path in wanted.leaves}
@@ -87,7 +87,7 @@ def _check_digests(index: Index, found: Mapping[str, Leaf]) -> None:
         digests = named_digests(arrays)
     for path, digest in digests.items():
         if digest != index[path].get("digest"):
-            raise CorruptCheckpointError(None, path, "other bits than were saved")
+            raise CorruptCheckpointError(None, path, "its bits differ from those saved")
 
 
 def _raw(x: np.ndarray) -> np.ndarray:
@@ -99,5 +99,5 @@ def _from_raw(path: str, raw: object, entry: Entry) -> Leaf:
     if "value" in entry:
         return leaves.number(entry)
     if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.size != leaves.num_bytes(entry):
-        raise CorruptCheckpointError(None, path, "its bytes are not as many as its shape and dtype ask for")
+        raise CorruptCheckpointError(None, path, "its number of bytes does not match its shape and dtype")
     return np.frombuffer(raw.tobytes(), jnp.dtype(entry["dtype"])).reshape(entry["shape"])

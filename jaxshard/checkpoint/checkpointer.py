@@ -2,7 +2,7 @@
 
 Orbax stores the arrays. A checkpoint is a flat set of arrays, named by their paths in the tree, and an index with each
 one's shape, dtype and digest (`jaxshard.digest`). Restoring places the arrays as a template says, digests them again on
-the devices, and compares. The tree's structure comes from the template alone, so nothing is ever unpickled.
+the devices, and compares. The tree's structure comes only from the template, so nothing is ever unpickled.
 """
 
 import functools
@@ -272,7 +272,7 @@ class Checkpointer:
         yield from reading.read_arrays(self._folders, whole_number(step), paths)
 
     def latest_valid(self) -> int | None:
-        """Reads checkpoints until one is intact, the newest first, and returns its step; None: there is none.
+        """Reads checkpoints until one is intact, the newest first, and returns its step; None if none is.
 
         Raises:
           NewerFormatError: only a newer jaxshard can read a newer step.
@@ -280,7 +280,7 @@ class Checkpointer:
         return restoring.newest_intact(lambda: reading.of_first(self.steps), self.verify)
 
     def latest_finite(self) -> int | None:
-        """The newest step whose arrays were all finite when saved; None: there is none. No array is read.
+        """The newest step whose arrays were all finite when saved; None if none is recorded so. No array is read.
 
         An array with a NaN is not finite; an infinity counts except in scalars. jaxshard 0.1 did not record this.
 

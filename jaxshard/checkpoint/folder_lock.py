@@ -38,7 +38,7 @@ class Lock:
         except filelock.Timeout:
             writer, cure = self._noted().get("writer", ""), "end it"
             if not writer:  # it has only begun
-                writer, cure = "another Checkpointer, perhaps of this program,", "close() it, or end its program"
+                writer, cure = "another Checkpointer, perhaps in this program,", "close() it, or end its program"
             elif writer == _this_process():
                 writer, cure = f"this program ({writer})", "close() its other Checkpointer first"
             raise OSError(

@@ -61,8 +61,8 @@ def changed_hyperparams(step: int, template: Mapping[str, Leaf], found: Found) -
         now, then = _scalar(x), _scalar(found[path])
         if now != then:
             lines.append(
-                f"{path} is {then:.6g} in checkpoint {step}, and goes on; this program has {now:.6g}: set it in the "
-                "restored state to take that"
+                f"{path} is {then:.6g} in checkpoint {step}, and this value is kept; this program has {now:.6g}: set "
+                "it in the restored state to use the new value"
             )
     return lines
 
@@ -94,7 +94,7 @@ class _Planner:
                 return None
         left = [path for path in self._index if path not in self._plan.sources]
         if any(path.startswith(f"{self._extra}loss_scale/") for path in left):
-            self._say("loss_scale: that of the checkpoint is left out")
+            self._say("loss_scale: the checkpoint's scale is ignored")
         return self._plan if all(path.startswith(self._extra) or path in self._wanted.leaves for path in left) else None
 
     # One leaf.
@@ -117,7 +117,7 @@ class _Planner:
         name = path.removeprefix(self._extra)
         if path.startswith(self._master):
             source = f"{self._params}{path.removeprefix(self._master)}"
-            self._say("master_dtype: masters are made from the params that were saved")
+            self._say("master_dtype: masters are made from the saved params")
             return self._params is not None and self._take(path, source, x)
         start = {"rounding": jnp.uint32(0)} | {f"loss_scale/{key}": y for key, y in LossScale().start().items()}
         if not path.startswith(self._extra) or name not in start:
@@ -156,7 +156,7 @@ class _Planner:
             self._plan.made[path] = lambda found: _laid(codes(found)[0], x)
             self._plan.made[scale] = lambda found: _laid(codes(found)[1], y)
         if str(_dtype(x)) != entry["dtype"]:
-            self._say(f"moment_dtype: moments that were saved in {entry['dtype']} are now {_dtype(x)}")
+            self._say(f"moment_dtype: moments saved in {entry['dtype']} are now {_dtype(x)}")
         return True
 
     def _param(self, path: str, x: Leaf) -> bool:
@@ -168,7 +168,7 @@ class _Planner:
             return self._take(path, path, x)
         if f"{self._master}{name}" not in self._index:
             return False
-        self._say(f"master_dtype: params are made from the masters that were saved, as {_dtype(x)}")
+        self._say(f"master_dtype: params are made from the saved masters, as {_dtype(x)}")
         return self._take(path, f"{self._master}{name}", x)
 
     def _copy(self, path: str, x: Leaf) -> bool:

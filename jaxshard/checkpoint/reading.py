@@ -105,7 +105,7 @@ def _read(folders: StepFolders, step: int, targets: Mapping[str, Shaped]) -> dic
     except CorruptCheckpointError:
         if step not in of_first(folders.steps):
             raise FileNotFoundError(
-                errno.ENOENT, f"checkpoint {step} was deleted meanwhile", str(folders.path)
+                errno.ENOENT, f"checkpoint {step} was deleted while it was read", str(folders.path)
             ) from None
         raise
 
@@ -135,11 +135,11 @@ def check_sizes(folders: StepFolders, step: int, index: Index) -> None:
 def _check_digests(step: int, index: Index, arrays: Mapping[str, Any]) -> dict[str, Fault]:
     for path, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):  # the target: nothing was stored under this path
-            raise CorruptCheckpointError(step, path, "it is not there")
+            raise CorruptCheckpointError(step, path, "it is missing")
     digests, faults = digests_and_faults(arrays)
     for path, digest in digests.items():
         if digest != index[path].get("digest"):
-            raise CorruptCheckpointError(step, path, "other bits than were saved")
+            raise CorruptCheckpointError(step, path, "its bits differ from those saved")
     return faults
 
 

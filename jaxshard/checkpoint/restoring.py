@@ -41,10 +41,11 @@ def restored(folders: StepFolders, wanted: FlatTree, step: int, *, cast: bool, o
     found, faults = read_leaves(folders, step, part, planned.sources if planned else wanted.leaves)
     if words := manifest.faults_in_words(part, faults):
         newest = of_first(lambda: newest_finite(folders))
-        cure = "none here is" if newest is None else f"the newest that is: restore(template, step={newest})"
+        finite = f"the newest finite one: restore(template, step={newest}), then save into a new folder"
+        cure = "no checkpoint here is finite" if newest is None else finite
         warn(f"checkpoint {step} is not finite: {words}; {cure}")
     if planned is not None:
-        warn(f"checkpoint {step} was saved under other options: {'; '.join(planned.changes) or 'it has more state'}")
+        warn(f"checkpoint {step} was saved with different options: {'; '.join(planned.changes) or 'it has more state'}")
         found = {path: make(found) for path, make in planned.made.items()}
     for line in other_options.changed_hyperparams(step, wanted.leaves, found):
         warn(line)
@@ -79,19 +80,20 @@ def newest_whole(
         except FileNotFoundError as error:  # deleted meanwhile, by the run that writes here, which has newer ones
             tried[step] = error
         except CorruptCheckpointError as error:
-            warn(f"{error}; trying the one before")
+            warn(f"{error}; trying the previous one")
             tried[step] = error
             corrupt(step)
     if tried:
         raise next(iter(tried.values()))
     if damaged := _damaged(folders):
         step, missing = damaged[-1]
-        raise CorruptCheckpointError(step, None, f"{missing} is missing in {folders.of(step)}; none is whole")
-    raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(folders.path))
+        raise CorruptCheckpointError(step, None, f"{missing} is missing in {folders.of(step)}; no checkpoint is intact")
+    raise FileNotFoundError(errno.ENOENT, "no checkpoint found", str(folders.path))
 
 
 def newest_intact(listed: Callable[[], Sequence[int]], verify: Callable[[int], object]) -> int | None:
-    """The newest step that `verify` accepts; None: there is none. If another program deletes one, lists them again."""
+    """The newest step that `verify` accepts; None if it accepts none. If another program deletes one, lists them
+    again."""
     for step in reversed(listed()):
         try:
             verify(step)
@@ -104,7 +106,7 @@ def newest_intact(listed: Callable[[], Sequence[int]], verify: Callable[[int], o
 
 
 def newest_finite(folders: StepFolders) -> int | None:
-    """The newest step that is recorded as finite; None: there is none. Damaged steps are skipped."""
+    """The newest step that is recorded as finite; None if none is. Damaged steps are skipped."""
     for step in reversed(folders.steps()):
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
             found = folders.manifest(step)
@@ -117,7 +119,7 @@ def _warn_of_damaged(folders: StepFolders, taken: int) -> None:
     for step, missing in _damaged(folders):
         if step > taken:
             place = folders.of(step)
-            warn(f"checkpoint {step} is passed over: {missing} is missing in {place}")
+            warn(f"checkpoint {step} is skipped: {missing} is missing in {place}")
 
 
 def _damaged(folders: StepFolders) -> list[tuple[int, str]]:
@@ -178,9 +180,9 @@ def _nested(flat: Mapping[str, np.ndarray | Number]) -> Nested:
         for folder in folders:
             found = inner.setdefault(folder, {})
             if not isinstance(found, dict):
-                raise ValueError(f"checkpoint: {path} lies within another leaf; read it by Checkpointer.read")
+                raise ValueError(f"checkpoint: {path} is inside another leaf; read it with Checkpointer.read")
             inner = found
         if name in inner:
-            raise ValueError(f"checkpoint: other leaves lie within {path}; read it by Checkpointer.read")
+            raise ValueError(f"checkpoint: {path} contains other leaves; read it with Checkpointer.read")
         inner[name] = x
     return made

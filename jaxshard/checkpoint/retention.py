@@ -32,7 +32,7 @@ class Retention:
     """Decides which checkpoints to keep, by the arguments of `Checkpointer`.
 
     Raises:
-      ValueError: a count is not a whole number of at least 1; `keep_best` is not a `Best`, or its mode is unknown.
+      ValueError: a count is not an integer of at least 1; `keep_best` is not a `Best`, or its mode is unknown.
     """
 
     keep_last: int
@@ -48,7 +48,7 @@ class Retention:
         counts = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": best and best.count}
         for name, value in counts.items():
             if (value is not None or name == "keep_last") and not is_whole(value, 1):
-                raise ValueError(f"Checkpointer: {name} {value} must be a whole number, 1 or more")
+                raise ValueError(f"Checkpointer: {name} {value} must be an integer, 1 or more")
         if best and best.mode not in ("min", "max"):
             raise ValueError(f"Checkpointer: keep_best has mode {best.mode!r}, which must be min or max")
 
@@ -148,7 +148,7 @@ def measured(metrics: Mapping[str, SupportsFloat] | None, needed: str | None = N
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"checkpoint: metrics must be a dict of numbers, got {metrics!r:.200}")
     if metrics and needed is not None and needed not in metrics:
-        raise ValueError(f"checkpoint: keep_best is by the metric {needed!r}, and metrics has {list(metrics)}")
+        raise ValueError(f"checkpoint: keep_best needs the metric {needed!r}, but metrics has {list(metrics)}")
     try:
         return {str(name): float(value) for name, value in metrics.items()} if metrics else None
     except (TypeError, ValueError, OverflowError) as error:

@@ -90,13 +90,13 @@ class StepFolders:
         steps, damaged, found = self.steps(), self.damaged(), dict[str, str]()
         for name in sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()):
             if orbax_store.is_temporary(name):
-                found[name] = "temporary: it is being written, or its writing was cut off"
+                found[name] = "temporary: it is being written, or writing it was interrupted"
             elif aside := _PUT_ASIDE.fullmatch(name):
-                found[name] = f"put aside, {aside[1]}"
+                found[name] = f"moved aside, {aside[1]}"
             elif _is_step(name) and int(name) in damaged:
                 found[name] = f"damaged: {damaged[int(name)]} is missing"
             elif name.isdecimal() and int(name) not in steps:
-                found[name] = "uncommitted: it was not written to its end"
+                found[name] = "uncommitted: it was not written completely"
         return found
 
     def manifest(self, step: int) -> Manifest:
@@ -124,8 +124,8 @@ class StepFolders:
 
     def _gone(self, step: int) -> FileNotFoundError:
         newest = self.steps()[-8:]
-        there = f"the newest are {newest}" if newest else "there is none"
-        return FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {step}; {there}", str(self.path))
+        there = f"the newest steps are {newest}" if newest else "the folder has no checkpoints"
+        return FileNotFoundError(errno.ENOENT, f"no checkpoint of step {step}; {there}", str(self.path))
 
     # Only the run that writes here may call these.
 
@@ -151,17 +151,17 @@ class StepFolders:
         try:
             found = self.manifest(step)
             if found["leaves"] != index:
-                raise CorruptCheckpointError(step, None, "its index is not what was saved")
+                raise CorruptCheckpointError(step, None, "its index differs from the saved one")
             folder = self.of(step)
             stored = proven(step, folder, lambda: sizes.listed(folder))
             for path, entry in index.items():
                 whole = tuple(entry["shape"]), entry["dtype"]
                 if leaves.is_stored(entry) and stored.get(orbax_store.stored_name(path)) != whole:
-                    raise CorruptCheckpointError(step, path, "it is not there")
+                    raise CorruptCheckpointError(step, path, "it is missing")
         except CorruptCheckpointError as error:
             with contextlib.suppress(OSError):
                 self.put_aside(step, "unreadable")
-            raise OSError(errno.EIO, f"what was written cannot be read back: {first_line(error)}") from error
+            raise OSError(errno.EIO, f"the written data cannot be read back: {first_line(error)}") from error
         return found
 
     def rests(self, step: int | None = None) -> Iterator[Path]:
@@ -223,12 +223,13 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
       OSError: the file system refuses to look.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
-        raise TypeError(f"Checkpointer: {path!r:.80} is no path of a folder")
+        raise TypeError(f"Checkpointer: {path!r:.80} is not a path")
     if not str(path):
-        raise ValueError("Checkpointer: '' is no folder; name one, or '.' for the working folder")
+        raise ValueError("Checkpointer: '' is not a folder; give one, or '.' for the current folder")
     if _URL.match(str(path)):
         raise ValueError(
-            f"Checkpointer: {str(path)!r} is no folder; mount the bucket (of a hierarchical namespace), and name it"
+            f"Checkpointer: {str(path)!r} is not a folder; mount the bucket (with a hierarchical namespace), and give "
+            "the path of the mount"
         )
     try:
         found = Path(path).expanduser().absolute()
@@ -236,11 +237,11 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"Checkpointer: {str(path)!r}: {error}") from None
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            error.errno, "Checkpointer: the working folder was deleted; name a folder from / on", str(path)
+            error.errno, "Checkpointer: the current folder was deleted; give an absolute path", str(path)
         ) from None
     if os.path.lexists(found) and not is_folder(found):
-        what = "file" if mode_of(found) else "link to nothing"
-        raise NotADirectoryError(errno.ENOTDIR, f"Checkpointer: this is a {what}; name a folder", str(found))
+        what = "file" if mode_of(found) else "broken link"
+        raise NotADirectoryError(errno.ENOTDIR, f"Checkpointer: this is a {what}; give a folder", str(found))
     return found
 
 
@@ -252,7 +253,7 @@ def whole_number(step: object) -> int:
     """
     if isinstance(step, bool | float) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
         raise ValueError(
-            f"checkpoint: step {step!r:.80} must be a whole number, 0 or more; the calls are save(step, tree) and "
+            f"checkpoint: step {step!r:.80} must be an integer, 0 or more; the calls are save(step, tree) and "
             "restore(template, step)"
         )
     return operator.index(step)

@@ -66,7 +66,7 @@ def _moved(template: FlatTree, index: Index) -> str:
             found = next((ends[end] for end in _ends(path) if end in ends), [])
             same = [other for other in found if not [*_misfits(path, x, template.keys.get(path), index[other], False)]]
             if len(found) == len(same) == 1:
-                return f"; {path} may be what the checkpoint has as {same[0]} (Checkpointer.read reads it)"
+                return f"; {path} may be the checkpoint's {same[0]} (read it with Checkpointer.read)"
     return ""
 
 
@@ -92,7 +92,7 @@ def _fitting_parts(template: FlatTree, index: Index, cast: bool) -> Iterable[str
     for top in whole:
         tree = f"{{{top!r}: template[{top!r}]}}" if shapes else "template"
         call = f"restore({tree}, only={f'^{re.escape(top)}/'!r})"
-        yield f"{top}/ fits ({len(tops[top])} leaves): {call} takes it, and the rest begins anew"
+        yield f"{top}/ fits ({len(tops[top])} leaves): {call} restores it; the rest keeps its new values"
     for top, paths in tops.items() if whole else ():
         if top not in whole:
             yield f"of {top}/ {len(paths & good)} of {len(paths)} leaves fit"
@@ -113,7 +113,7 @@ def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> I
     if shape != tuple(entry["shape"]):
         yield f"{path} has shape {tuple(entry['shape'])}, the template {shape}"
     elif key != entry.get("key"):
-        yield f"{path} is a key of {entry.get('key') or 'no kind'}, in the template of {key or 'no kind'}"
+        yield f"{path} is a key of type {entry.get('key') or 'none'}, in the template of type {key or 'none'}"
     elif not cast and not _same_dtype(x, entry):
         yield f"{path} has dtype {entry['dtype']}, the template {_dtype(x)} (cast=True converts)"
     elif jnp.dtype(entry["dtype"]).kind == "c" and _dtype(x).kind != "c":
@@ -126,7 +126,7 @@ def _misfits(path: str, x: Leaf, key: str | None, entry: Entry, cast: bool) -> I
         try:
             x.sharding.shard_shape(shape)
         except ValueError as error:
-            yield f"{path} of shape {shape} cannot lie as the template says: {first_line(error)}"
+            yield f"{path} of shape {shape} cannot be sharded as in the template: {first_line(error)}"
 
 
 def _same_dtype(x: Leaf, entry: Entry) -> bool:
@@ -164,8 +164,8 @@ def part_of(template: FlatTree, only: str | None) -> FlatTree:
     for path, x in template.leaves.items():
         if path not in paths and isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"checkpoint: {path} is only a shape in the template, and only={only!r} leaves it as it is; give its "
-                "array, or a template of the leaves to restore alone"
+                f"checkpoint: {path} is only a shape in the template, and only={only!r} does not restore it; give its "
+                "array, or a template with only the leaves to restore"
             )
     chosen = {path: x for path, x in template.leaves.items() if path in paths}
     return FlatTree(chosen, {path: key for path, key in template.keys.items() if path in paths})
@@ -234,7 +234,7 @@ def converted(path: str, x: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Arr
     with jax.enable_x64(True), np.errstate(all="ignore"):  # or JAX would narrow 64-bit numbers before comparing them
         made = x.astype(dtype)
         if not _holds(x, made):
-            raise ValueError(f"checkpoint: {path} is {x.dtype}, with numbers that {made.dtype} cannot hold")
+            raise ValueError(f"checkpoint: {path} is {x.dtype}, with values that {made.dtype} cannot hold")
     return made
 
 

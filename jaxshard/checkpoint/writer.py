@@ -108,12 +108,13 @@ class Writer:
                 self._folders.sync(step)  # a process may have ended before it did
                 return False
             raise ValueError(
-                f"checkpoint: step {step} is saved already in {self._folders.path}, with other bits; steps never change"
+                f"checkpoint: step {step} is already saved in {self._folders.path} with different contents; a saved "
+                "step cannot change"
             )
         if steps and step < steps[-1]:
             raise ValueError(
-                f"checkpoint: step {step} is older than {steps[-1]}, which is in {self._folders.path}: to go on from "
-                "an older step, save in a new folder, or take the newer ones away"
+                f"checkpoint: step {step} is older than {steps[-1]}, which is in {self._folders.path}: to continue "
+                "from an older step, save in a new folder, or delete the newer steps"
             )
         self._deletion.begin(self._folders.rests(step))
         if not self._folders.has_space(num_bytes):
@@ -185,7 +186,7 @@ class Writer:
         if best and surplus and not self._warned and not any(best.metric in one.metrics for one in self._seen.values()):
             self._warned = True
             warn(
-                f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; give it: "
+                f"checkpoint: keep_best keeps nothing: no checkpoint has the metric {best.metric!r}; pass it: "
                 f"save(step, tree, metrics={{{best.metric!r}: ...}})"
             )
 

@@ -1,4 +1,4 @@
-"""The command `jaxshard`: it trains the reference model, plans, explains, benchmarks, and looks at checkpoints."""
+"""The command `jaxshard`: it trains the reference model, plans, explains, benchmarks, and inspects checkpoints."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _DESCRIPTION = "jaxshard shards any optax optimizer over a JAX device mesh."
 _HELP = {
     "train [CONFIG.toml] [OPTIONS]": "Train a byte-level transformer with a sharded optimizer (with nothing given: 8 "
     "simulated devices, ZeRO-2, English text).",
-    "tokenize INPUT... --out FOLDER": "Convert your text to tokens, by a tokenizer that is trained on it, or by yours.",
-    "generate RUN [OPTIONS]": "Write text by a run's newest model.",
+    "tokenize INPUT... --out FOLDER": "Tokenize text with a new or an existing tokenizer.",
+    "generate RUN [OPTIONS]": "Generate text with a run's newest model.",
     "eval RUN [--data PATH]": "Measure the held-out loss of a run's newest model.",
-    "plan [CONFIG.toml] [OPTIONS]": "Predict what training costs each device, for all strategies, on machines that you "
-    "need not have; --compile asks their own compilers.",
-    "explain CONFIG.toml|MODULE:FUNCTION [OPTIONS]": "Show where a step's parameters lie and are gathered, and which "
-    "line of the source each collective of the compiled step is for.",
-    "bench [OPTIONS]": "Compare jaxshard's steps with alternatives, by the machines' own compilers and on simulated "
+    "plan [CONFIG.toml] [OPTIONS]": "Predict what training costs each device, for all strategies, on machines you do "
+    "not have; --compile uses their compilers.",
+    "explain CONFIG.toml|MODULE:FUNCTION [OPTIONS]": "Show where a step's parameters are placed and gathered, and the "
+    "source line of each collective of the compiled step.",
+    "bench [OPTIONS]": "Compare jaxshard's steps with alternatives, with the machines' compilers and on simulated "
     "devices.",
     "ckpt ls DIR": "List the checkpoints of a folder or of a run.",
     "ckpt info DIR": "Show a checkpoint's leaves.",
     "ckpt verify DIR": "Read all arrays and compare their digests.",
     "ckpt diff DIR DIR2": "Compare two checkpoints.",
     "ckpt export DIR --safetensors FILE": "Write a checkpoint's arrays to one file, or to shards with an index.",
-    "ckpt export RUN --huggingface DIR": "Write a run's model to a folder that transformers reads.",
+    "ckpt export RUN --huggingface DIR": "Write a run's model to a folder that transformers can load.",
     "doctor [OPTIONS]": "Check this machine: versions, devices, interconnect, disk and harmful settings, with advice "
     "for each problem.",
     "completion bash|zsh": "Print a script that completes commands, options and their values in your shell.",
@@ -98,7 +98,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         module = importlib.import_module(COMMANDS[command])
     except ModuleNotFoundError as error:
-        print(f'jaxshard {command}: {error}; it comes with: pip install "jaxshard[train]"', file=sys.stderr)
+        print(f'jaxshard {command}: {error}; install it with: pip install "jaxshard[train]"', file=sys.stderr)
         return 2
     try:
         with process.output_needed():

@@ -1,1 +1,1 @@
-"""Figures of chips, links and machines, each with its source, and what compilers are told of those not here."""
+"""Figures of chips, links and machines, each with its source; the data that AOT compilers need."""

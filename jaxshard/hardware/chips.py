@@ -151,7 +151,7 @@ def chip(name: str) -> Chip:
         name: one of `CHIPS`: "v4", "v5e", "v5p", "v6e", "a100", "h100", "h200", "b200", "cpu".
 
     Raises:
-        ValueError: if there is no such chip; the message has the nearest name, and lists all.
+        ValueError: if the chip is unknown; the message has the nearest name, and lists all.
 
     >>> chip("v5e").flops["bfloat16"]
     197000000000000.0
@@ -159,7 +159,7 @@ def chip(name: str) -> Chip:
     if name not in CHIPS:
         likely = nearest(name)
         hint = f"; did you mean {likely}?" if likely else ""
-        raise ValueError(f"chip: {name!r} is not known; there are {', '.join(CHIPS)}{hint}")
+        raise ValueError(f"chip: {name!r} is unknown; available: {', '.join(CHIPS)}{hint}")
     return CHIPS[name]
 
 

@@ -44,7 +44,7 @@ def machine(name: str) -> Machine:
     found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", str(name))
     if not found or found[1] not in CHIPS:
         known = "; ".join(examples(known) for known in CHIPS)
-        raise ValueError(f"machine: {name!r} {_misnomer(str(name))}; there are: {known}")
+        raise ValueError(f"machine: {name!r} {_misnomer(str(name))}; available: {known}")
     chip, shape = CHIPS[found[1]], tuple(map(int, found[2].split("x")))
     wrong = _misfit(chip, shape)
     if wrong:
@@ -65,7 +65,7 @@ def _misnomer(name: str) -> str:
     """The error in a name that cannot be parsed."""
     chip = name.partition(":")[0]
     if chip in CHIPS or not re.fullmatch(r"\w*[a-zA-Z]\w*", chip):
-        return "is no chip and shape"
+        return "is not a chip and a shape"
     likely = nearest(chip)
     return f"has an unknown chip, {chip!r}" + (f" (did you mean {likely}?)" if likely else "")
 

@@ -1,4 +1,4 @@
-"""What a compiled program says: its collectives, the bytes on the wire, its memory; and pictures of layouts."""
+"""Reports a compiled program's collectives, traffic and memory; draws layouts."""
 
 from jaxshard.inspect.placement import picture as picture
 from jaxshard.inspect.reports import Report as Report

@@ -46,7 +46,7 @@ class OwnStep(NamedTuple):
     def of(cls, step: Any, *arguments: Any) -> "OwnStep":
         """Raises ValueError for a step, or an argument, that JAX cannot trace."""
         if isinstance(step, jax.stages.Compiled):
-            raise ValueError("the step is compiled already: return the function, or jax.jit of it")
+            raise ValueError("the step is already compiled: return the function, or jax.jit of it")
         bound = (*step.args, *step.keywords.values()) if isinstance(step, functools.partial) else ()
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(bound)):
             raise ValueError("the step is a functools.partial that holds shapes: pass them as arguments of the step")
@@ -67,8 +67,8 @@ class OwnStep(NamedTuple):
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding.mesh, jax.sharding.Mesh)]
         if not meshes:
             raise ValueError(
-                "no argument of this step of your own lies on a mesh of devices: place params by opt.place(params), "
-                "make the state by opt.init(params), and shard the batch by jaxshard.shard_batch(batch, opt)"
+                "no argument of this step of your own is on a mesh: place params with opt.place(params), create the "
+                "state with opt.init(params), and shard the batch with jaxshard.shard_batch(batch, opt)"
             )
         return max(meshes, key=lambda mesh: mesh.size)
 
@@ -109,7 +109,7 @@ def _argument(path: str, x: Any) -> Argument:
 
 
 def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
-    """A sentence if a step sends twice what ZeRO-3 sends with one microbatch: how much, where, and the cure; else "".
+    """A sentence if a step sends twice what ZeRO-3 sends with one microbatch: how much, where, and the remedy; else "".
 
     A step is a program of (params, ..., batch, ...): the last argument that is cut is cut by rows, over all devices.
     That of `jaxshard.train_step`, or with gradients of `jaxshard.value_and_grad`, makes its own: it is left out.
@@ -128,10 +128,10 @@ def excess(compiled: jax.stages.Compiled, found: Sequence[Collective]) -> str:
     most_at = f"{most.kind} at {line}" if line else most.kind
     return (
         f"this step sends {size_in_words(sent)} from each device, {sent / formula:.1f} times what ZeRO-3 sends for "
-        f"these params with one microbatch ({size_in_words(formula)}); the most by {most_at}. Unless it has that many "
-        "microbatches, XLA has laid out activations by features. Keep each row on its device, at the start of each "
-        "block: x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data'))); or take loss and gradients by "
-        "jaxshard.value_and_grad(loss_fn, opt)(params, batch), which needs no constraint"
+        f"these params with one microbatch ({size_in_words(formula)}); most of it by {most_at}. Unless it has that "
+        "many microbatches, XLA has sharded activations by features. Keep each row on its device, at the start of each "
+        "block: x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data'))); or compute loss and gradients "
+        "with jaxshard.value_and_grad(loss_fn, opt)(params, batch), which needs no constraint"
     )
 
 

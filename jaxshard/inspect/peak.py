@@ -2,7 +2,7 @@
 
 Each instruction holds its result until the last one that reads it. What the compilers compute in place counts once: a
 loop's carry, an update of a slice, an element-wise result over an operand that nothing reads later, a result over a
-donated argument. The compilers' own plan (`Report.peak_bytes`) may differ: `Peak.bytes` stands beside it.
+donated argument. The compilers' own plan (`Report.peak_bytes`) may differ: compare it with `Peak.bytes`.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ class Peak:
     """The peak of a program on one device.
 
     Attributes:
-      bytes: those of the arguments, and of all that is held beside them at the peak.
+      bytes: those of the arguments and of everything else held at the peak.
       argument_bytes: those of the arguments.
-      held: what is held beside the arguments, the largest first.
+      held: everything else held at the peak, the largest first.
     """
 
     bytes: int
@@ -55,7 +55,7 @@ class Peak:
 def peak(compiled_or_text: jax.stages.Compiled | str) -> Peak:
     """What a compiled program holds at its peak in the device's main memory.
 
-    A TPU's VMEM, in which small programs lie, is left out.
+    A TPU's VMEM, which holds small programs, is not counted.
 
     Args:
         compiled_or_text: `step.lower(...).compile()`, for any platform, or its `as_text()`.

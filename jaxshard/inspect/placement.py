@@ -1,4 +1,4 @@
-"""Draws as text which part of each leaf is on which device, from specs and axis sizes alone."""
+"""Draws as text which part of each leaf is on which device, only from specs and axis sizes."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ def picture(tree: Any, *, width: int = 120) -> str:
 
     A row is two lines: the leaf's path, shape and spec; then its parts as index slices, such as "0:64, :". Neighbours
     with the same part share a cell. Devices with the same parts of every leaf share a column, headed "0-3" or "0,4".
-    If not all columns fit, the middle ones are omitted, and the picture says so.
+    If not all columns fit, the middle ones are omitted, with a note.
 
     Args:
         tree: a pytree of arrays or `jax.ShapeDtypeStruct`s, each with a `NamedSharding`, all on one mesh. An
@@ -69,7 +69,8 @@ def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
         meshes.append(sharding.mesh)
         if sharding.mesh != meshes[0]:
             raise ValueError(
-                f"picture: {path} lies on the mesh {sharding.mesh}, and {leaves[0][0]} on {meshes[0]}; draw them apart"
+                f"picture: {path} is on the mesh {sharding.mesh}, and {leaves[0][0]} on {meshes[0]}; draw them "
+                "separately"
             )
     if isinstance(meshes[0], jax.sharding.AbstractMesh):
         return list(range(meshes[0].size))
@@ -87,8 +88,8 @@ def _parts(path: str, leaf: Any) -> list[_Part]:
             ways, block = ways * sizes[axis], block * sizes[axis] + coordinates[axis]
         if size is None or size % ways:
             raise ValueError(
-                f"picture: {path} of shape {tuple(leaf.shape)} cannot be cut as {leaf.sharding.spec} over {sizes}; "
-                "each dim must divide by the axes that cut it"
+                f"picture: {path} of shape {tuple(leaf.shape)} cannot be sharded as {leaf.sharding.spec} over {sizes}; "
+                "each dim must be divisible by the axes that shard it"
             )
         step = size // ways
         dims.append([(i * step, (i + 1) * step, ways == 1) for i in block.tolist()])

@@ -89,7 +89,7 @@ class Report:
                 f"Report.from_dict needs what Report.to_dict returns, got {plain!r:.80}: {error}"
             ) from None
         if not same:
-            raise ValueError(f"Report.from_dict needs what Report.to_dict returns, got other fields: {plain!r:.80}")
+            raise ValueError(f"Report.from_dict needs what Report.to_dict returns, got different fields: {plain!r:.80}")
         return report
 
     def table(self) -> Any:
@@ -129,7 +129,7 @@ class Report:
         if not self.trips_known:
             lines += [
                 "",
-                "Some loops have no trip count that can be read and count as one trip, so the totals are too low:",
+                "Some loops have an unknown trip count and count as one iteration, so the totals are too low:",
             ]
             lines += [f"  {c.kind} {c.name} {c.op_name}".rstrip() for c in self.collectives if not c.trips_known]
         return "\n".join(lines)

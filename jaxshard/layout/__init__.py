@@ -1,4 +1,4 @@
-"""Where each leaf of params, gradients and state lives: pure functions of shapes, dtypes, options and mesh."""
+"""The sharding of each leaf of params, gradients and state: pure functions of shapes, dtypes, options and mesh."""
 
 from jaxshard.layout.cutting import Leaf as Leaf
 from jaxshard.layout.cutting import Place as Place

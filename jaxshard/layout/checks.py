@@ -75,12 +75,12 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             hint = nearest(name, known)
-            raise TypeError(f"{strategy}: no option {name!r}{hint or ';'} There are {known}")
+            raise TypeError(f"{strategy}: unknown option {name!r}{hint or ';'} The options are {known}")
 
 
 def _check_zero(config: Config) -> None:
     if config.strategy == "hybrid" and not (is_whole(config.zero, 0) and config.zero in (0, 1, 2, 3)):
-        raise ValueError(f"hybrid: zero={config.zero!r} is no level of ZeRO; there are 0 (ddp), 1, 2 and 3")
+        raise ValueError(f"hybrid: zero={config.zero!r} is not a ZeRO level; give 0 (ddp), 1, 2 or 3")
 
 
 def _check_data_axes(mesh: AnyMesh, config: Config) -> None:
@@ -95,10 +95,10 @@ def _check_data_axes(mesh: AnyMesh, config: Config) -> None:
     if not config.data_axes or len(set(both)) < len(both):
         raise ValueError(
             f"{config.strategy}: data_axes {config.data_axes} and replica_axes {config.replica_axes} must name at "
-            "least one data axis, and each axis once: an axis with copies is never cut over"
+            "least one data axis, and each axis only once: nothing is sharded over a replica axis"
         )
     if config.strategy == "hsdp" and not config.replica_axes:
-        raise ValueError("hsdp: replica_axes () names no axis with copies; name one, or take zero3")
+        raise ValueError("hsdp: replica_axes () is empty; name a replica axis, or use zero3")
 
 
 def _check_nested(mesh: AnyMesh, config: Config) -> None:
@@ -109,7 +109,7 @@ def _check_nested(mesh: AnyMesh, config: Config) -> None:
             if axis not in known:
                 raise ValueError(
                     f"{config.strategy}: {name} {getattr(config, name)} names {axis!r}, over which the batch is not "
-                    f"split; there are {known}. Name it in data_axes= or replica_axes=, too, or leave it out"
+                    f"split; the batch axes are {known}. Name it in data_axes= or replica_axes=, too, or leave it out"
                 )
     names, wanted = ("params_axes", "grads_axes", "state_axes"), config.asked_axes
     for inner, outer, few, many in zip(names, names[1:], wanted, wanted[1:], strict=False):
@@ -126,7 +126,7 @@ def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
         if axis not in mesh.axis_names or axis in (*config.data_axes, *config.replica_axes):
             raise ValueError(
                 f"{config.strategy}: auto_axes {config.auto_axes} must be axes of the mesh {tuple(mesh.axis_names)} "
-                "that the model is cut over, such as 'tensor'"
+                "that the model is sharded over, such as 'tensor'"
             )
     if config.auto_axes and AxisType.Explicit in mesh.axis_types:
         raise ValueError(
@@ -135,8 +135,8 @@ def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
         )
     if config.strategy in ("tensor_parallel", "pipeline_parallel") and not axes_of(config.specs):
         raise ValueError(
-            f"{config.strategy}: the specs {config.specs!r:.80} name no axis, so nothing would be cut; give a "
-            "PartitionSpec for each leaf that is, or rules [(regex, PartitionSpec), ...]"
+            f"{config.strategy}: the specs {config.specs!r:.80} name no axis, so nothing would be sharded; give a "
+            "PartitionSpec for each sharded leaf, or rules [(regex, PartitionSpec), ...]"
         )
 
 
@@ -144,8 +144,8 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
     if AxisType.Manual in mesh.axis_types:
         manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
         raise ValueError(
-            f"{config.strategy}: the mesh's axes {manual} are Manual, as inside a shard_map; give the mesh itself, of "
-            "Auto or of Explicit axes (jaxshard.make_mesh)"
+            f"{config.strategy}: the mesh's axes {manual} are Manual, as inside a shard_map; give the original mesh, "
+            "with Auto or Explicit axes (jaxshard.make_mesh)"
         )
     kinds = {str(kind) for kind in mesh.axis_types}
     if len(kinds) > 1:
@@ -169,11 +169,9 @@ def _check_numbers(config: Config) -> None:
         raise ValueError(f'{config.strategy}: {found} is unknown; give "use", "backward" or "step"')
     if config.regather != "use" and not config.cuts.params:
         found = f'regather="{config.regather}"'
-        raise ValueError(f"{config.strategy}: {found} is for params that are cut (zero3, hsdp); leave it out")
+        raise ValueError(f"{config.strategy}: {found} is for sharded params (zero3, hsdp); leave it out")
     if not is_whole(config.min_shard_size, 0):
-        raise ValueError(
-            f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be a whole number, 0 or more"
-        )
+        raise ValueError(f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be an integer, 0 or more")
     for name, dtype in (("reduce_dtype", config.reduce_dtype), ("master_dtype", config.master_dtype)):
         if dtype is not None and not _is_floating(dtype):
             raise ValueError(
@@ -186,7 +184,7 @@ def _check_numbers(config: Config) -> None:
         )
     if config.stochastic_rounding and config.master_dtype is not None:
         raise ValueError(
-            f"{config.strategy}: stochastic_rounding is for params without masters; drop it, or drop master_dtype"
+            f"{config.strategy}: stochastic_rounding is for params without masters; leave out either it or master_dtype"
         )
     if not _is_loss_scale(config.loss_scale):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Decides where the batch axes cut one leaf, from its shape, its dtype and the mesh's axis sizes alone."""
+"""Decides how the batch axes shard one leaf, only from its shape, its dtype and the mesh's axis sizes."""
 
 import dataclasses
 import functools
@@ -77,7 +77,7 @@ def _in_factors(shape: tuple[int, ...], free: Sequence[int], sizes: list[int]) -
     """How two data axes in place of one would cut an array; "" if they would not."""
     num = sizes[0] if len(sizes) == 1 else 1
     ways, dim = max(((math.gcd(shape[d], num), d) for d in free), default=(1, 0), key=lambda each: each[0])
-    return f"; two data_axes of {num // ways} and {ways} devices would cut dim {dim} by {ways}" if ways > 1 else ""
+    return f"; two data_axes of {num // ways} and {ways} devices would shard dim {dim} {ways} ways" if ways > 1 else ""
 
 
 def cut_leaf(
@@ -117,7 +117,7 @@ def cut_leaf(
         cut=cut,
         dims=dims,
         ways=num_parts,
-        reason=where if num_parts == num_shards else f"{where}: only {num_parts} of {num_shards} ways",
+        reason=where if num_parts == num_shards else f"{where}: only {num_parts} of {num_shards} shards",
         params=places[0],
         grads=places[1],
         awkward=num_parts < num_shards <= size,
@@ -186,9 +186,9 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     order = _order(leaf.dtype, config, platform)
     best, num_parts = _best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
     if num_parts < math.prod(data_sizes.values()):
-        return dataclasses.replace(leaf, at_home="its matrices go to owners for the update")
+        return dataclasses.replace(leaf, at_home="its matrices are updated on owner devices")
     home, home_dims = _described(leaf, best)
-    return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="whole matrices dealt out")
+    return dataclasses.replace(leaf, home=home, home_dims=home_dims, at_home="full matrices distributed")
 
 
 def at_home(leaf: Leaf, shape: tuple[int, ...]) -> Place | None:

@@ -1,4 +1,4 @@
-"""Frozen params: the loss uses them, and they are cut and gathered, but have no gradient, update or state."""
+"""Frozen params: the loss uses them, and they are sharded and gathered, but have no gradient, update or state."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
@@ -28,7 +28,7 @@ def flags(frozen: Tree | Sequence[str] | None, params: Tree) -> tuple[list[bool]
         return [False] * len(names), ""
     if _is_rules(frozen):
         return by_rules("frozen", [(rule, True) for rule in frozen], names, False)
-    absent = "nothing is said of the parameter {}; give True or False for it"
+    absent = "the parameter {} is missing; give True or False for it"
     return by_tree("frozen", _given(frozen), names, absent)
 
 
@@ -41,8 +41,8 @@ def in_words(which: Sequence[bool], params: Tree) -> str:
     paths = [path_of(names) for (names, _), yes in zip(named_leaves(params), which, strict=True) if yes]
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
     return (
-        f"frozen: the optimizer gets no {', '.join(paths[:5])}{more}, but an optax.MaskedNode in the place of each; if "
-        "it asks for one of them, do not freeze that, or let the optimizer do without"
+        f"frozen: in place of {', '.join(paths[:5])}{more} the optimizer gets an optax.MaskedNode; if it needs one of "
+        "these params, do not freeze that one"
     )
 
 

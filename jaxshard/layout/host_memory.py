@@ -1,4 +1,4 @@
-"""Checks the option `state_memory=`, and chooses the leaves of a state that lie in the host's memory."""
+"""Checks the option `state_memory=`, and chooses the leaves of a state that are stored in the host's memory."""
 
 import dataclasses
 import math
@@ -74,8 +74,8 @@ def _check_backend(who: str, mesh: AnyMesh) -> None:
     if HOST not in kinds:
         raise ValueError(
             f"{who}: state_memory: these devices ({device.device_kind}, platform {device.platform}) have no memory "
-            f"{HOST!r}, only {kinds}; GPUs, TPUs and CPUs have it, and of machines that are not here, TPUs alone: "
-            "leave the option out, or plan it with `jaxshard plan`"
+            f"{HOST!r}, only {kinds}; GPUs, TPUs and CPUs have it, and ahead of time only TPUs: leave the option out, "
+            "or plan it with `jaxshard plan`"
         )
 
 
@@ -91,7 +91,7 @@ def placed(leaves: Sequence[Leaf], asked: str | MemoryRules, least: int, sizes: 
     if not any(may):
         raise ValueError(
             f"state_memory: this optimizer's state has no array of {max(least, 2)} elements or more (min_shard_size), "
-            "so nothing could lie on the host; leave the option out"
+            "so nothing can be stored on the host; leave the option out"
         )
     if isinstance(asked, str):
         chosen = _by_bytes(leaves, may, fraction("state_memory", asked), sizes)
@@ -120,6 +120,6 @@ def _by_rules(leaves: Sequence[Leaf], may: Sequence[bool], rules: MemoryRules) -
     found, idle = first_rules("state_memory", [rule for rule, _ in rules], paths)
     if idle is not None:
         raise ValueError(
-            f"state_memory: the rule {idle!r} matches no leaf of the state; there are {', '.join(paths[:8])}"
+            f"state_memory: the rule {idle!r} matches no leaf of the state; the leaves are {', '.join(paths[:8])}"
         )
     return [yes and i is not None and rules[i][1] == "host" for yes, i in zip(may, found, strict=True)]

@@ -118,13 +118,13 @@ class Layout:
         return rows
 
     def why(self, kind: str, leaf: Leaf) -> str:
-        """Why a leaf of params or state is cut as it is, and where it lies if not on devices."""
+        """Why a leaf of params or state is sharded as it is, and its memory if not the devices'."""
         if leaf.memory == "host":
             return f"{self.why(kind, dataclasses.replace(leaf, memory='device'))}; on the host"
         if leaf.frozen:
             return leaf.reason
         if not getattr(self.config.cuts, kind):
-            return f"{self.config.strategy} keeps {kind} {'whole' if not leaf.spec else 'uncut over data'}"
+            return f"{self.config.strategy} keeps {kind} {'replicated' if not leaf.spec else 'replicated over data'}"
         if kind == "params" and leaf.params.dims and leaf.params.dims != leaf.dims:
             return in_words(leaf.params.dims, len(leaf.shape))
         return leaf.reason
@@ -156,7 +156,7 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
     """
     which, unused = frozen.flags(config.frozen, params)
     if which and all(which):
-        raise ValueError("frozen: all parameters are frozen, so that nothing would be trained; name fewer")
+        raise ValueError("frozen: all parameters are frozen, so nothing would be trained; freeze fewer")
     if unused and not all(jnp.issubdtype(getattr(x, "dtype", float), jnp.inexact) for _, x in named_leaves(params)):
         raise ValueError(unused)
     check_floating(params, which)
@@ -177,11 +177,11 @@ def layout_state(params: Layout, state: Tree) -> Layout:
     * its path ends in the parameter's path, and it has the parameter's shape;
     * its path ends so, and it stacks arrays of that shape (L-BFGS's memory): the spec then holds for its last dims;
     * its path goes on within the parameter's path (a tuple per parameter), or contains none (a list), but its shape is
-      that of some parameters, which are all cut alike.
+      that of some parameters, which are all sharded alike.
 
-    Other leaves (counts, factored moments) get no model axes. The data axes then cut every leaf by the rule of
-    `cut_leaf`. A leaf that follows a parameter is cut as if it had the parameter's dtype, so that float32 masters and
-    moments are cut like their bfloat16 parameter.
+    Other leaves (counts, factored moments) get no model axes. The data axes then shard every leaf by the rule of
+    `cut_leaf`. A leaf that follows a parameter is sharded as if it had the parameter's dtype, so that float32 masters
+    and moments are sharded like their bfloat16 parameter.
     """
     owners = {leaf.names: leaf for leaf in params.params if not leaf.frozen}
     twins: dict[tuple[int, ...], set[Leaf]] = {}
@@ -207,7 +207,7 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
     elif owner and owner.shape and shape[extra_dims:] == owner.shape:
         spec, who = canonical([None] * extra_dims + list(owner.spec)), f"a stack like {owner.path}: "
     elif owner and owner.shape:
-        who = f"made from {owner.path}, of another shape: "
+        who = f"made from {owner.path}, with a different shape: "
     if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = owner.dtype
     found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
@@ -236,7 +236,7 @@ def _check_array(names: Names, leaf: Tree) -> None:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
             f"params: {path_of(names)} is a {type(leaf).__name__}; every leaf must be an array: give a model's params "
-            f"alone, {_SPLIT}"
+            f"only, {_SPLIT}"
         )
 
 
@@ -250,7 +250,7 @@ def check_floating(params: Tree, which: Sequence[bool]) -> None:
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"params: {path_of(names)} has dtype {dtype}, which has no gradient: freeze it (frozen=), or cast it "
-                f"to a floating dtype. Or give a model's params alone, {_SPLIT}, and pass the rest as a further "
+                f"to a floating dtype. Or give only a model's params, {_SPLIT}, and pass the rest as a further "
                 "argument of the loss"
             )
         if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
@@ -265,13 +265,13 @@ def warn_if_one_replica(config: Config, sizes: AxisSizes) -> None:
     if config.strategy == "hsdp" and math.prod(sizes[axis] for axis in config.replica_axes) == 1:
         over = " x ".join(config.replica_axes)
         warn(
-            f"hsdp: the mesh has one replica ({over} is 1), so hsdp does what zero3 does. Make a mesh with one replica "
-            "for each node, as by jaxshard.make_mesh(replica=2), or use zero3"
+            f"hsdp: the mesh has one replica ({over} is 1), so hsdp equals zero3. Make a mesh with one replica for "
+            "each node, as by jaxshard.make_mesh(replica=2), or use zero3"
         )
 
 
 def warn_if_awkward(layout: Layout) -> None:
-    """Warns of leaves that cannot be cut into N shards, if they hold more than 1% of a device's bytes of params."""
+    """Warns of leaves that cannot be sharded over N devices, if they have more than 1% of a device's param bytes."""
     num_shards = math.prod(layout.sizes[axis] for axis in layout.config.cut_axes.state)
     held = {leaf: leaf.bytes(leaf.cut, layout.sizes) for leaf in layout.params}
     awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}
@@ -279,11 +279,12 @@ def warn_if_awkward(layout: Layout) -> None:
         return
     lost = {leaf: num_bytes - num_bytes * leaf.ways // num_shards for leaf, num_bytes in awkward.items()}
     first = sorted(lost.items(), key=lambda item: -item[1])[:5]
-    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} bytes lost" for leaf, num_bytes in first)
+    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} more bytes" for leaf, num_bytes in first)
     more = f"; and {len(lost) - 5} more, see the layout" if len(lost) > 5 else ""
     leaves = "1 leaf" if len(lost) == 1 else f"{len(lost)} leaves"
     warn(
-        f"{layout.config.strategy}: {leaves} cannot be cut {num_shards} ways, which costs each device "
-        f"{sum(lost.values())} bytes for each copy (params, grads, moments): {named}{more}. Pad a dim to a multiple "
-        f"of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each cuts its own dim."
+        f"{layout.config.strategy}: {leaves} cannot be sharded over {num_shards} devices; each device stores "
+        f"{sum(lost.values())} more bytes for each of params, grads and moments: {named}{more}. Pad a dim to a "
+        f"multiple of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each shards "
+        "its own dim."
     )

@@ -20,7 +20,7 @@ Zero: TypeAlias = Literal[0, 1, 2, 3]
 
 
 class Cuts(NamedTuple):
-    """Whether a strategy cuts params, accumulators and state over batch axes."""
+    """Whether a strategy shards params, accumulators and state over batch axes."""
 
     params: bool
     accumulators: bool  # the sums of gradients over microbatches
@@ -28,7 +28,7 @@ class Cuts(NamedTuple):
 
 
 class CutAxes(NamedTuple):
-    """The mesh axes over which params, accumulators and state are cut, outermost first."""
+    """The mesh axes over which params, accumulators and state are sharded, outermost first."""
 
     params: tuple[str, ...]
     accumulators: tuple[str, ...]
@@ -49,41 +49,41 @@ _LEVELS = ("ddp", "zero1", "zero2", "zero3")  # of ZeRO, inside "hybrid"
 
 
 class CommonOptions(TypedDict, total=False):
-    """The options of every strategy; all may be left out."""
+    """The options of every strategy; all are optional."""
 
     data_axes: str | tuple[str, ...]
-    """The mesh axes that state, gradients and params are cut over, outermost first; ("data",) by default. The batch is
-    split over these, and over `replica_axes`."""
+    """The mesh axes that state, gradients and params are sharded over, outermost first; ("data",) by default. The batch
+    is split over these, and over `replica_axes`."""
 
     replica_axes: str | tuple[str, ...]
-    """The mesh axes with copies: the batch is split over them, too, and gradient shards are all-reduced over them, once
-    per step. By default "replica", if the mesh has it. On a mesh ("dp", "fsdp"), replica_axes="dp" with
-    data_axes="fsdp" makes HSDP."""
+    """The replica axes: the batch is split over them, too, and gradient shards are all-reduced over them, once per
+    step. By default "replica", if the mesh has it. On a mesh ("dp", "fsdp"), replica_axes="dp" with data_axes="fsdp"
+    makes HSDP."""
 
     params_axes: str | tuple[str, ...]
-    """The mesh axes that params are cut over, in place of the strategy's own choice; they must be among those of
+    """The mesh axes that params are sharded over, in place of the strategy's own choice; they must be among those of
     gradients."""
 
     grads_axes: str | tuple[str, ...]
-    """The mesh axes that the sums of gradients are cut over, in place of the strategy's own choice; they must be among
-    those of the state."""
+    """The mesh axes that the sums of gradients are sharded over, in place of the strategy's own choice; they must be
+    among those of the state."""
 
     state_axes: str | tuple[str, ...]
-    """The mesh axes that the state is cut over, in place of the strategy's own choice: data axes or replica axes.
-    hsdp(..., state_axes=("data", "replica")) cuts the state over all devices, params and the sums of gradients within
+    """The mesh axes that the state is sharded over, in place of the strategy's own choice: data axes or replica axes.
+    hsdp(..., state_axes=("data", "replica")) shards the state over all devices, params and the sums of gradients within
     each replica."""
 
     regather: Literal["use", "step", "backward"]
-    """When devices gather cut params: "use", the default, wherever the loss uses them, in each microbatch, and again
-    where `jax.checkpoint` recomputes that use; "backward", in the backward pass again, which then keeps none; "step",
-    once per step, and devices hold them whole until the gradients are computed."""
+    """When devices gather sharded params: "use", the default, wherever the loss uses them, in each microbatch, and
+    again where `jax.checkpoint` recomputes that use; "backward", in the backward pass again, which then keeps none;
+    "step", once per step, and devices keep them until the gradients are computed."""
 
     frozen: Tree | Sequence[str] | None
     """Params that are not trained, of any dtype: regular expressions on the '/'-joined path, or a tree (or prefix) of
-    bools. They have no gradient and no state; they are cut, gathered and saved like others. Their updates are 0."""
+    bools. They have no gradient and no state; they are sharded, gathered and saved like others. Their updates are 0."""
 
     min_shard_size: int
-    """Leaves of fewer elements stay whole; 2048 by default."""
+    """Leaves of fewer elements stay replicated; 2048 by default."""
 
     reduce_dtype: Float | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
@@ -91,8 +91,8 @@ class CommonOptions(TypedDict, total=False):
     sees all rows (`loss_view`), XLA sums over devices, in the dtype in which the gradients are computed."""
 
     master_dtype: Float | None
-    """Keeps masters in the state: copies of the params in this dtype, cut like the state. The params are the rounded
-    masters. If you change a parameter between steps (load, prune), its master changes with it."""
+    """Keeps masters in the state: copies of the params in this dtype, sharded like the state. The params are the
+    rounded masters. If you change a parameter between steps (load, prune), its master changes with it."""
 
     moment_dtype: Literal["int8"] | Float | None
     """jnp.bfloat16 stores moments in bfloat16, "int8" in 8-bit codes with a scale for each block of 128, but for small
@@ -112,7 +112,7 @@ class CommonOptions(TypedDict, total=False):
 
     auto_axes: str | tuple[str, ...]
     """Mesh axes over which XLA partitions the loss too, for models that have `specs` and no collectives of their own.
-    Over other axes the loss gets this device's shards of the params that `specs` cut (see `jaxshard.tensor`)."""
+    Over other axes the loss gets this device's shards of the params that `specs` shard (see `jaxshard.tensor`)."""
 
     rows: Literal["apart", "mixed"]
     """Deprecated. "mixed" is `loss_view="local"`, for a loss that mixes the rows of each device on purpose."""
@@ -121,15 +121,15 @@ class CommonOptions(TypedDict, total=False):
 class Options(CommonOptions, total=False):
     """The options of `ddp`, `zero1`, `zero2`, `zero3` and `hsdp`: the common ones, and the model's specs.
 
-    In a line each; the site's reference has more:
+    One line each; the site's reference has more:
 
-    * specs: how the model's own axes (tensor, pipeline) cut the params.
-    * data_axes, replica_axes: the mesh axes that cut, and those with copies.
-    * params_axes, grads_axes, state_axes: the axes that cut each of these, instead of the strategy's choice.
+    * specs: how the model's own axes (tensor, pipeline) shard the params.
+    * data_axes, replica_axes: the mesh axes that shard, and those with replicas.
+    * params_axes, grads_axes, state_axes: the axes that shard each of these, instead of the strategy's choice.
     * regather: "use", "backward" or "step": gathers params wherever the loss uses them; for the backward pass again,
       which then keeps none; or once per step.
     * frozen: params that are not trained, by rules or a tree of bools.
-    * min_shard_size: leaves of fewer elements stay whole; 2048.
+    * min_shard_size: leaves of fewer elements stay replicated; 2048.
     * reduce_dtype: the dtype in which gradients are summed; by default the one in which the loss computes them.
     * master_dtype: the dtype of masters, copies of the params in the state.
     * moment_dtype: jnp.bfloat16 or "int8", for the optimizer's moments.
@@ -141,8 +141,8 @@ class Options(CommonOptions, total=False):
     """
 
     specs: Tree | Rules | None
-    """How the model's own axes (tensor, pipeline) cut the params: a pytree (or prefix) of PartitionSpecs, or rules
-    [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they cut nothing."""
+    """How the model's own axes (tensor, pipeline) shard the params: a pytree (or prefix) of PartitionSpecs, or rules
+    [(regex on the '/'-joined path, PartitionSpec), ...], first match wins. None, the default: they shard nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,12 +171,12 @@ class Config:
 
     @property
     def cuts(self) -> Cuts:
-        """Which of params, accumulators and state are cut over batch axes."""
+        """Which of params, accumulators and state are sharded over batch axes."""
         return Cuts(*(bool(axes) for axes in self.cut_axes))
 
     @property
     def cut_axes(self) -> CutAxes:
-        """The axes that cut each; state axes start with accumulator axes, which start with param axes."""
+        """The axes that shard each; state axes start with accumulator axes, which start with param axes."""
         params, accumulators, state = self.asked_axes
         accumulators = (*params, *(axis for axis in accumulators if axis not in params))
         return CutAxes(params, accumulators, (*accumulators, *(axis for axis in state if axis not in accumulators)))

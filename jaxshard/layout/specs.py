@@ -1,4 +1,4 @@
-"""PartitionSpecs: how the model's own axes cut the params, as the user gives them."""
+"""PartitionSpecs: how the model's own axes shard the params, as the user gives them."""
 
 import difflib
 import math
@@ -38,7 +38,7 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
     if is_rules(config.specs):
         specs, unused = _by_rule(config.specs, names)
     else:
-        absent = "nothing is given for the parameter {}; add a PartitionSpec for it"
+        absent = "the parameter {} is missing; add a PartitionSpec for it"
         specs, unused = by_tree("specs", _given(config.specs), names, absent)
     for (names, leaf), spec in zip(leaves, specs, strict=True):
         _check_spec(path_of(names), tuple(leaf.shape), spec, sizes, config)
@@ -96,7 +96,8 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, co
         if shape[dim] % num_shards:
             raise ValueError(
                 f"specs: {path} has {spec} for shape {shape}: dim {dim} of {shape[dim]} is not divisible by "
-                f"{num_shards} ({entry!r}); pad it to {-(-shape[dim] // num_shards) * num_shards}, or cut another dim"
+                f"{num_shards} ({entry!r}); pad it to {-(-shape[dim] // num_shards) * num_shards}, or shard a "
+                "different dim"
             )
 
 
@@ -107,7 +108,7 @@ def by_rules(what: str, rules: Sequence[tuple[str, T]], leaves: Sequence[Names],
     wrong = ""
     if idle is not None:
         near = difflib.get_close_matches(idle, paths, n=3, cutoff=0.0)
-        wrong = f"{what}: the rule {idle!r} matches no parameter; mend or drop it. The nearest paths: {near}"
+        wrong = f"{what}: the rule {idle!r} matches no parameter; correct it or leave it out. The nearest paths: {near}"
     return [otherwise if i is None else rules[i][1] for i in found], wrong
 
 
@@ -122,5 +123,5 @@ def by_tree(what: str, given: Mapping[Names, T], leaves: Sequence[Names], absent
         if place is None:
             raise ValueError(f"{what}: {absent.format(path_of(names))}")
     extra = next((names for names in given if names not in places), None)
-    wrong = "" if extra is None else f"{what}: {path_of(extra)} is no parameter; drop it, or mend its path"
+    wrong = "" if extra is None else f"{what}: {path_of(extra)} is not a parameter; leave it out, or correct its path"
     return [given[place] for place in places if place is not None], wrong

@@ -1,1 +1,1 @@
-"""The loss over a mesh: it is traced, its parameters are gathered where it needs them, its gradients reduced."""
+"""The loss over a mesh: traces it, gathers its parameters where it needs them, and reduces its gradients."""

@@ -41,14 +41,14 @@ class Kept(NamedTuple):
     can_regather: bool
 
     def __str__(self) -> str:
-        """What is kept, and the cure; "" if nothing is."""
+        """What is kept, and the remedy; "" if nothing is."""
         if not self.num_leaves:
             return ""
         what = "1 param" if self.num_leaves == 1 else f"{self.num_leaves} params"
         return (
-            f"up to {size_in_words(self.num_bytes)} of whole params ({what}) stay on each device from the forward to "
-            f"the backward pass, since the loss gathers them outside of jax.checkpoint, or saves them by its policy"
-            f"{self._first}. {_REGATHER if self.can_regather else _NO_REGATHER}"
+            f"each device keeps up to {size_in_words(self.num_bytes)} of gathered params ({what}) from the forward to "
+            "the backward pass, since the loss gathers them outside jax.checkpoint, or its policy saves "
+            f"them{self._first}. {_REGATHER if self.can_regather else _NO_REGATHER}"
         )
 
     @property
@@ -58,12 +58,12 @@ class Kept(NamedTuple):
 
 _REGATHER = (
     'regather="backward" gathers them again instead; or wrap each layer in jax.checkpoint, and begin it with '
-    "w = jaxshard.unshard(w), which keeps no activations of it either"
+    "w = jaxshard.unshard(w), which also drops the layer's activations"
 )
 _NO_REGATHER = (
-    'regather="backward" gathers none again that the loss cuts, scales or scans first, or saves by a policy: wrap each '
-    "layer in jax.checkpoint, pass it whole leaves (of a list, or as the xs of a lax.scan), and begin it with "
-    "w = jaxshard.unshard(w)"
+    'regather="backward" does not gather params again that the loss first slices, scales or scans, or that a policy '
+    "saves: wrap each layer in jax.checkpoint, pass it complete leaves (of a list, or as the xs of a lax.scan), and "
+    "begin it with w = jaxshard.unshard(w)"
 )
 
 
@@ -138,8 +138,8 @@ def idle_regather(plans: Sequence[LeafPlan], options: LossOptions) -> str:
     least = options.setup.config.min_shard_size
     return (
         f'{options.setup.config.strategy}: regather="backward" has no effect, since no param is gathered: each is '
-        f"whole at rest, or the loss only looks rows up in it (print the layout for why). Params of fewer than "
-        f"{least} elements stay whole: give a smaller min_shard_size, or leave regather out"
+        f"replicated at rest, or the loss only looks rows up in it (the layout says why). Params of fewer than {least} "
+        "elements stay replicated: give a smaller min_shard_size, or leave regather out"
     )
 
 
@@ -184,8 +184,8 @@ def _of_all_rows(plans: Sequence[LeafPlan]) -> str:
     if not cast:
         return ""
     return (
-        f"over devices XLA adds gradients up in {cast}, as the loss computes them, since it sees all rows; "
-        "reduce_dtype is for sums over microbatches alone"
+        f"over devices XLA adds gradients up in {cast}, as the loss computes them, since the loss sees all rows; "
+        "reduce_dtype applies only to sums over microbatches"
     )
 
 
@@ -209,9 +209,9 @@ def void_marks(jaxpr: Jaxpr, plans: Sequence[LeafPlan], options: LossOptions) ->
     plan, var, marked = max(found, key=lambda each: each[0].num_bytes)
     first, more = next(iter(lines_of(program, var, plan)), ""), len(found) - 1
     return (
-        f"unshard: {plan.leaf.path} is marked{f' at {marked}' if marked else ''}, but not moved there: {plan}"
-        f"{f' ({first})' if first else ''}. {_CURES.get(plan.reason or '', _ALL_MARKED)}"
-        f"{f'. The layout tells of {more} more' if more else ''}"
+        f"unshard: {plan.leaf.path} is marked{f' at {marked}' if marked else ''}, but not gathered or reduced there: "
+        f"{plan}{f' ({first})' if first else ''}. "
+        f"{_CURES.get(plan.reason or '', _ALL_MARKED)}{f'. The layout lists {more} more' if more else ''}"
     )
 
 
@@ -226,13 +226,13 @@ def _trails_of_marks(program: OpenJaxpr, var: Var, around: Sequence[Equation] = 
 
 
 _ALL_MARKED = (
-    "A mark counts only if unshard comes first in every use of the param: write w = jaxshard.unshard(w), and use w "
-    "alone from there on, also to scale, transpose or reshape it; pass layers of a stack as the xs of a lax.scan, or "
-    "as leaves of a list, since a slice is not moved alone; or leave unshard out"
+    "A mark counts only if unshard comes first in every use of the param: write w = jaxshard.unshard(w), and use only "
+    "w from there on, also to scale, transpose or reshape it; pass layers of a stack as the xs of a lax.scan, or as "
+    "leaves of a list, since a slice alone is not gathered; or leave unshard out"
 )
 _CURES = {
-    uses.CUT_LAYERS: "No other dim could be cut: make one divisible by the devices along the axis, or run the layers "
-    "in a list instead of a scan"
+    uses.CUT_LAYERS: "No other dim could be sharded: make one divisible by the devices along the axis, or use a list "
+    "of layers instead of a scan"
 }
 
 
@@ -250,14 +250,14 @@ def _idle_in(remat: Equation) -> str:
         return (
             f"jax.checkpoint: JAX's save_anything_except_these_names, in {where}, saves all values, whatever names it "
             'is given. Leave jax.checkpoint out, and give the strategy regather="backward", which gathers params again '
-            "and saves all else"
+            "and saves everything else"
         )
     idle = [name for name in _named_by(policy) if name not in there]
     if not idle:
         return ""
     return (
         f'jax.checkpoint: its policy names "{idle[0]}", which no value in {where} has. jaxshard names {known}: '
-        "call jaxshard.unshard, or jaxshard.lookup, within the function that is checkpointed, or take the name out"
+        "call jaxshard.unshard, or jaxshard.lookup, inside the checkpointed function, or remove the name"
     )
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a loss: a batch, whose rows are split, and further arguments, which every device gets whole."""
+"""The arguments of a loss: a batch, whose rows are split, and further arguments, which every device gets in full."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -73,25 +73,25 @@ class LossOptions:
 def check_options(who: str, options: LossOptions) -> None:
     """Raises a TypeError if the loss is not a function or a flag not a bool, a ValueError for bad `microbatches`."""
     if not callable(options.loss_fn):
-        raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is no function (params, batch, *args) -> loss")
+        raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is not a function (params, batch, *args) -> loss")
     for name in ("has_aux", "weighted", "fold_keys"):
         check_flag(who, name, getattr(options, name))
     if options.loss_view not in get_args(View):
         raise ValueError(f'{who}: loss_view {options.loss_view!r:.80} must be "auto", "local" or "global"')
     if not is_whole(options.microbatches, 1):
-        raise ValueError(f"{who}: microbatches {options.microbatches!r} must be a whole number, 1 or more")
+        raise ValueError(f"{who}: microbatches {options.microbatches!r} must be an integer, 1 or more")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A further argument that every device should get whole; made by `whole`."""
+    """A further argument that every device should get in full; made by `whole`."""
 
     tree: Tree
 
 
 def whole(tree: Tree) -> Whole:
-    """Marks a further argument of a loss to go to every device whole, although it has as many rows as the batch.
+    """Marks a further argument of a loss that every device gets in full, although it has as many rows as the batch.
 
     Args:
       tree: any tree of arrays.
@@ -113,8 +113,8 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
         rows = np.shape(leaf)[:1]
         if not rows:
             raise ValueError(
-                f"batch: {path_of(names)} has shape (), and so no rows: give arrays of (rows, ...), and pass what has "
-                "none as a further argument of the loss"
+                f"batch: {path_of(names)} has shape () and thus no rows: give arrays of (rows, ...), and pass values "
+                "without rows as further arguments of the loss"
             )
         if rows[0] % (shards * m) or rows[0] == 0:
             other = "" if options.per_row else ", or change microbatches"
@@ -124,9 +124,9 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
             )
         if rows != num_rows:
             raise ValueError(
-                f"batch: {path_of(names)} has {rows[0]} rows and {path_of(first)} has {num_rows[0]}, so rows would be "
-                "dealt out that do not belong together: give every leaf the same first dim (several items of one row "
-                "as a second dim), or pass what has no rows as a further argument"
+                f"batch: {path_of(names)} has {rows[0]} rows and {path_of(first)} has {num_rows[0]}, so unrelated rows "
+                "would be paired: give every leaf the same first dim (several items of one row as a second dim), or "
+                "pass values without rows as further arguments"
             )
 
 
@@ -155,8 +155,8 @@ def _check_leaves(position: int, arg: Tree) -> None:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
             where = f"{position}: {path_of(names)}" if names else position
             raise TypeError(
-                f"further argument {where} is a {type(leaf).__name__}, no array and no number: let the loss close over "
-                "it, and give a model's arrays alone, as by equinox.partition(model, equinox.is_array)"
+                f"further argument {where} is a {type(leaf).__name__}, neither an array nor a number: let the loss "
+                "close over it, and pass only a model's arrays, as by equinox.partition(model, equinox.is_array)"
             )
 
 
@@ -170,8 +170,9 @@ def like_rows(args: tuple[Tree, ...], batch: Tree, parts: int = 1) -> str:
         position, *rest = (jax.tree_util.keystr((key,), simple=True) for key in path)
         return (
             f"further argument {position}{': ' + '/'.join(rest) if rest else ''} has shape {shape}, and the batch has "
-            f"{num_rows} rows: the batch is split over devices, further arguments are not, so its rows would meet "
-            "others. Make it a part of the batch, such as (x, y); or, where it is meant whole, pass jaxshard.whole(y)"
+            f"{num_rows} rows: the batch is split over devices, further arguments are not, so its rows would be paired "
+            "with the wrong ones. Put it into the batch, such as (x, y); or, if each device needs all of it, pass "
+            "jaxshard.whole(y)"
         )
     return ""
 

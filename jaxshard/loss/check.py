@@ -28,7 +28,7 @@ from jaxshard.system.text import checks_names
 
 _WITHIN, _ACROSS, _PARTS, _TWICE, _ALONE = (
     "rows in another order on each device",
-    "rows dealt to other devices",
+    "rows on other devices",
     "rows in twice as many parts",
     "each row twice, on two devices",
     "all rows on one device",
@@ -50,7 +50,7 @@ def check(
 ) -> LossReport:
     """Tests numerically whether a loss is a mean of independent rows, which data parallelism may average.
 
-    Computes the loss and all gradients again with the same rows distributed differently, which changes a right loss
+    Computes the loss and all gradients again with the same rows distributed differently, which changes a correct loss
     only by rounding: in another order on each device, on other devices, in twice as many parts (or each row twice); and
     on one device, if the program fits there. Before that last test, every array stays sharded as in training.
 
@@ -137,9 +137,7 @@ class _Comparison:
                 return found | {way: self._difference(*self._with_other_numbers(way))}
             except Exception as error:  # of any type: it is the user's own code, on another number of rows
                 failed = str(error).partition("\n")[0]
-        notes.append(
-            f"not compared with other numbers of rows on each device: the loss cannot run there: {failed:.200}"
-        )
+        notes.append(f"not compared with other numbers of rows on each device: the loss fails there: {failed:.200}")
         return found
 
     def _with_other_numbers(self, way: str) -> tuple[jax.Array, Tree]:
@@ -178,17 +176,17 @@ class _Comparison:
 
     def _alone(self) -> tuple[jax.Array, Tree]:
         if jax.process_count() > 1:
-            raise _NotCompared("there are several processes")
+            raise _NotCompared("the run has several processes")
         options = dataclasses.replace(self.options, setup=_on_one_device(self.options.setup), microbatches=1)
         function, mesh = LossFunction(options), check_has_devices("check", options.setup.mesh)
         needed = 3 * _num_bytes(self.params) + _num_bytes(self.batch)
         free = _free_bytes(mesh)
         if needed > free:
-            raise _NotCompared(f"it would take {needed} bytes and more, and {free} are free")
+            raise _NotCompared(f"it would need at least {needed} bytes, and {free} are free")
         try:
             value, grads = function(self.params, self.batch, *jax.device_get(self.args))
         except Exception as error:
-            raise _NotCompared(f"the loss cannot run there: {str(error).splitlines()[0]:.200}") from error
+            raise _NotCompared(f"the loss fails there: {str(error).splitlines()[0]:.200}") from error
         return (value[0] if options.has_aux else value), grads
 
 
@@ -254,20 +252,24 @@ def _causes(
     """The likely causes, the likeliest first."""
     found: list[str] = []
     if not all(math.isfinite(each.loss) for each in differences.values()):
-        found.append("the loss is not finite: look at the batch and the params first")
+        found.append("the loss is not finite: check the batch and the params first")
     if is_random:
-        found.append("the loss draws random numbers, others for each way of dealing rows: turn dropout off to check")
+        found.append(
+            "the loss draws random numbers, which differ for each distribution of rows: turn dropout off to check"
+        )
     if problem:
         return (*found, problem)
     if any(name in wrong and _doubles(differences[name]) for name in (_PARTS, _TWICE)):
         found.append("it is a sum over rows, or divided by a fixed number of rows: return the mean, or weighted=True")
     elif _WITHIN in wrong:
-        found.append("a row's place in the batch matters: make what differs from row to row a leaf of the batch")
+        found.append("a row's position in the batch matters: put what differs from row to row into the batch as a leaf")
     elif wrong == [_ALONE]:
         found.append("the loss uses the number of devices, or has a collective that counts rows twice")
     elif all(each.loss <= tolerance for each in differences.values()):
-        found.append("only gradients differ: look at stop_gradient and at custom derivatives")
-    return tuple(found or ["a row's term depends on other rows: a BatchNorm without axis_name=, rows compared"])
+        found.append("only gradients differ: check stop_gradient and custom derivatives")
+    return tuple(
+        found or ["a row's term depends on other rows: for example a BatchNorm without axis_name=, or compared rows"]
+    )
 
 
 def _doubles(difference: LossDifference) -> bool:

@@ -232,7 +232,7 @@ def why_global(plan: LossPlan) -> str:
         return ""
     if verdict.in_microbatches:  # which are the same in the global view
         return ""
-    own = f'{verdict.unknown}. If it is a mean over rows all the same, loss_view="local" says so.'
+    own = f'{verdict.unknown}. If it is a mean over rows, pass loss_view="local".'
     return verdict.problem or (own if verdict.unknown else next(_wrong_aux(plan), ""))
 
 
@@ -260,7 +260,7 @@ def written_for_parts(jaxpr: Jaxpr) -> str:
         if axes:
             return _at_line(f"it names the mesh axes {axes}", eqn)
         if eqn.primitive.name in UNPARTITIONED:
-            return _at_line("it has an operation that XLA does not partition", eqn)
+            return _at_line("it has an operation that XLA cannot partition", eqn)
     return ""
 
 
@@ -280,16 +280,17 @@ def _at_line(what: str, eqn: Equation) -> str:
 
 
 def warn_if_wrong(plan: LossPlan) -> None:
-    """Warns of a loss on each device's rows that is no mean over rows, of such outputs, and of such leaves of aux."""
+    """Warns of a loss on each device's rows that is not a mean over rows, of such outputs, and of such leaves of
+    aux."""
     verdict, options = plan.program.verdict, plan.options
     if verdict.problem:
         of_outputs = "predict: an output depends on more than its own row"
-        what = of_outputs if options.per_row else "loss_fn: the loss is no mean over rows"
+        what = of_outputs if options.per_row else "loss_fn: the loss is not a mean over rows"
         warn(f"{what}: {verdict.problem}", RowsWarning)
     elif plan.why_global:
         warn(
             f"loss_fn: the loss is not known to be a mean over rows: {plan.why_global}; and it cannot be traced with "
-            f"all rows at once, where any loss would be right. If the rows of each device are meant, give "
+            f"all rows at once, where any loss would be correct. To use only the rows of each device on purpose, pass "
             'loss_view="local".',
             RowsWarning,
         )

@@ -85,10 +85,9 @@ class LossFunction:
                 raise
             who = "value_and_grad" if self.options.differentiate else "evaluate"
             raise TypeError(
-                f"{who}: forward mode (jax.jvp, jacfwd, hessian, linearize) does not go through rules for the backward "
-                "pass, by which gradients are reduced (and through none of the loss's own, by jax.custom_vjp). "
-                "Differentiate once more in reverse, inside jax.jit: a Hessian times v is "
-                "jax.grad(lambda p: optax.tree.vdot(grads_fn(p, batch)[1], v))(params)"
+                f"{who}: forward mode (jax.jvp, jacfwd, hessian, linearize) does not support custom backward rules, "
+                "which reduce the gradients (nor a loss's own jax.custom_vjp). Use reverse mode a second time, inside "
+                "jax.jit: a Hessian times v is jax.grad(lambda p: optax.tree.vdot(grads_fn(p, batch)[1], v))(params)"
             ) from error
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
@@ -143,8 +142,8 @@ class LossFunction:
         if self.options.loss_view == "auto" and (plan := self._plan_if_global(why, inputs)):
             return plan
         raise ValueError(
-            f"loss_fn: {why}, where each device has its own rows alone, and no such axis is left to XLA: leave the "
-            'constraint out, or, if no part of the loss names an axis, give loss_view="global"'
+            f"loss_fn: {why}, but each device computes only its own rows, and no such axis is left to XLA: remove "
+            'the constraint, or, if no part of the loss names an axis, pass loss_view="global"'
         )
 
     def _plan_if_global(self, why: str, inputs: Sequence[Tree]) -> LossPlan | None:
@@ -165,7 +164,7 @@ class LossFunction:
             plan = self._plan_in("local", *inputs)
         why = "" if plan is None else global_loss.written_for_parts(plan.program.jaxpr)
         if why:
-            raise ValueError(f'loss_fn: {why}, which loss_view="global" has no place for; give loss_view="local"')
+            raise ValueError(f'loss_fn: {why}, which loss_view="global" does not support; pass loss_view="local"')
         assert error is not None
         raise error
 
@@ -245,8 +244,8 @@ class LossFunction:
         price = self._priced(plan, params, batch, args).price
         if price is not None and price.is_high:
             warn(
-                f"loss_fn: the loss is computed on all rows at once: {plan.why_global}\n{price}. docs/loss.md has the "
-                'ways to compute it on each device\'s rows; loss_view="global" says that all rows are meant.'
+                f"loss_fn: the loss is computed on all rows at once: {plan.why_global}\n{price}. docs/loss.md lists "
+                'equivalent forms for the local view; loss_view="global" silences this warning.'
             )
 
     def _measured(
@@ -281,20 +280,20 @@ def _warn_if_repeated(plan: LossPlan, setup: Setup, cut_over: set[str]) -> None:
     idle = {axis: size for axis, size in setup.sizes.items() if size > 1 and axis not in used}
     if idle:
         warn(
-            f"{setup.config.strategy}: along the mesh axes {idle} all devices compute the same: the batch is split "
+            f"{setup.config.strategy}: all devices along the mesh axes {idle} do the same work: the batch is split "
             f"over {setup.batch_axes}, and neither specs nor the loss name them. Name them in data_axes= or "
-            "replica_axes=, cut params over them by specs=, or make the mesh without them"
+            "replica_axes=, shard params over them with specs=, or make the mesh without them"
         )
 
 
 def check_global(batch: Tree) -> None:
-    """Raises a ValueError if, with several processes, a leaf has this process's rows alone.
+    """Raises a ValueError if, with several processes, a leaf has only this process's rows.
 
     JAX would take them for the whole batch, and mix the processes' rows silently.
     """
     for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             raise ValueError(
-                f"batch: {path_of(names)} holds this process's rows only; make global arrays with "
+                f"batch: {path_of(names)} has only this process's rows; make global arrays with "
                 "jaxshard.shard_batch(batch, opt)"
             )

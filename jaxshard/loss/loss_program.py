@@ -93,10 +93,10 @@ class Program:
         _check_whole(jaxpr, shapes, options)
         if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:
             raise TypeError(
-                "loss_fn: the weight depends on the params, and weighted=True leaves its gradient out. If that is "
-                "meant, return jax.lax.stop_gradient(weight); if not, divide by the weights of all devices yourself, "
-                "and leave weighted out: jax.lax.psum(loss_sum, axes) / jax.lax.psum(weight, axes), axes being "
-                f"{options.setup.split_axes!r}"
+                "loss_fn: the weight depends on the params, and weighted=True ignores its gradient. If that is "
+                "intended, return jax.lax.stop_gradient(weight); if not, divide by the weights of all devices "
+                "yourself, and leave weighted out: jax.lax.psum(loss_sum, axes) / jax.lax.psum(weight, axes), axes "
+                f"being {options.setup.split_axes!r}"
             )
 
         def of_rows(num_rows: int, gone: Names, parts: int | None) -> Jaxpr:
@@ -230,9 +230,9 @@ def _check_whole(jaxpr: Jaxpr, shapes: Tree, options: LossOptions) -> None:
         if others := sorted(out.manual_axis_type.varying - set(options.setup.batch_axes)):
             what = " ".join((kinds[int(names[0])], *([path_of(names[1:])] if names[1:] else [])))
             raise TypeError(
-                f"loss_fn: the {what} differs over {others}: it was made of shards, and not summed. End blocks with "
-                "jaxshard.tensor.row_parallel, put a cut sequence together with join_sequence, and sum terms of "
-                "parameters (an L2 norm) with jaxshard.tensor.sum_shards, which leaves whole ones alone"
+                f"loss_fn: the {what} differs over {others}: it was computed from shards, and not summed. End blocks "
+                "with jaxshard.tensor.row_parallel, gather a sharded sequence with join_sequence, and sum terms of "
+                "parameters (an L2 norm) with jaxshard.tensor.sum_shards, which leaves replicated ones unchanged"
             )
 
 
@@ -252,15 +252,17 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
         if folded and not options.per_row and options.loss_view == "global":
             raise ValueError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
-                "with something else, or lie in another order, as after a sort, a cumulative sum or a roll of rows, so "
-                "microbatches cannot be put together: give microbatches=1, or return what it is made of, as (rows, ...)"
+                "with something else, or have a different order, as after a sort, a cumulative sum or a roll of rows, "
+                "so microbatches cannot be joined: give microbatches=1, or return the values it is computed from, as "
+                "(rows, ...)"
             )
         if folded and not options.per_row:
             cause = f". The loss may show the cause: {program.verdict.problem}" if program.verdict.problem else ""
             raise ValueError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has shape {leaf.shape}, in which the batch's rows share a dim "
-                "with something else, lie in another order, or depend on their number, their places, or this device's "
-                f"other rows, so that unrelated rows would be averaged; return it as (rows, ...), or its mean{cause}"
+                "with something else, have a different order, or depend on their number, their positions, or this "
+                "device's other rows, so unrelated rows would be averaged; return it as (rows, ...), or its "
+                f"mean{cause}"
             )
         if options.per_row:
             raise _no_rows(names, leaf)
@@ -268,7 +270,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
             parts = "microbatches" if options.loss_view == "global" or options.num_parts == 1 else "devices"
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
-                f"differs between {parts} and has no average; return one for each row, or cast it to a floating dtype"
+                f"differs between {parts} and cannot be averaged; return it per row, or cast it to a floating dtype"
             )
 
 
@@ -281,8 +283,8 @@ def _check_outputs(shapes: Tree, num_rows: int) -> None:
 
 def _no_rows(names: Names, leaf: jax.ShapeDtypeStruct) -> ValueError:
     return ValueError(
-        f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in their "
-        "order; return arrays of (rows, ...), or take averages by jaxshard.evaluate(..., has_aux=True)"
+        f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in order; "
+        "return arrays of (rows, ...), or compute averages with jaxshard.evaluate(..., has_aux=True)"
     )
 
 
@@ -291,7 +293,8 @@ def _refuse_counts(program: Program, shapes: Tree, by_row: Sequence[bool]) -> No
     for (names, leaf), counted, varies in zip(named_leaves(shapes), program.verdict.counted, by_row, strict=False):
         if names[0] == "2" and counted and not varies:
             raise TypeError(
-                f"loss_fn: aux leaf {path_of(names[1:])} ({leaf.dtype}) is made from the number of rows that the loss "
-                "sees, as len(x) and x.shape[0] are: those of one device's microbatch, not of the batch. Take it from "
-                "the batch outside of the loss; or return jnp.ones(len(x)), which comes back with all rows, to be added"
+                f"loss_fn: aux leaf {path_of(names[1:])} ({leaf.dtype}) is computed from the number of rows that the "
+                "loss sees, such as len(x) or x.shape[0]: the rows of one device's microbatch, not of the batch. Take "
+                "the number from the batch outside the loss; or return jnp.ones(len(x)), which comes back with all "
+                "rows, and sum it"
             )

@@ -60,7 +60,7 @@ class LossReport:
 
     def _parts(self) -> tuple[str, list[tuple[str, str, str, str]], list[str]]:
         """The verdict; for each comparison its name, verdict and the differences of loss and gradients; notes."""
-        head = "The loss is a mean over rows" if self.ok else "The loss is NOT what data parallelism averages"
+        head = "The loss is a mean over rows" if self.ok else "The loss is NOT a mean over rows"
         verdict = f"{head}: {self.loss:.6g}; relative differences up to {self.tolerance:.1e} are rounding."
         rows: list[tuple[str, str, str, str]] = []
         for name, found in self.differences.items():
@@ -111,14 +111,14 @@ class Price(NamedTuple):
     def __str__(self) -> str:
         (sent, sent_here), (held, held_here) = ([size_in_words(int(x)) for x in reversed(both)] for both in self)
         return (
-            f"By the plan, each device sends {sent} and holds {held} for the loss and its gradients; with its own rows "
-            f"alone it would send {sent_here} and hold {held_here}"
+            f"By the plan, each device sends {sent} and holds {held} for the loss and its gradients; with only its own "
+            f"rows it would send {sent_here} and hold {held_here}"
         )
 
 
 FOLDED = (
-    '; each device folds its index into the keys, and so draws other numbers than one device (loss_view="global" draws '
-    "the same)"
+    '; each device uses its own keys, so random numbers differ from one device (loss_view="global" draws the same '
+    "numbers)"
 )
 
 
@@ -126,7 +126,7 @@ def in_words(why: str, price: Price | None) -> str:
     """That a loss sees all rows, why, and at what price."""
     given = f": {why}".removesuffix(".") if why else ""
     after = f". {price}." if price else "." if why.endswith(".") else ""
-    return f"the loss sees all of a microbatch, and XLA partitions it{given}{after}"
+    return f"global view: the loss sees all rows of a microbatch, and XLA partitions it{given}{after}"
 
 
 # Errors in the trace of a loss.
@@ -138,14 +138,14 @@ def noted(
     """The error, with notes: the number of rows that the loss gets; that flags among its arguments are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
         error.add_note(
-            "loss_fn's further arguments are traced, Python's numbers and flags among them, too. Let the loss close "
-            "over those whose values it needs: functools.partial(loss_fn, training=True)."
+            "loss_fn's further arguments are traced, including Python numbers and flags. Let the loss close over those "
+            "whose values it needs: functools.partial(loss_fn, training=True)."
         )
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]
         error.add_note(
-            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of {part}. Where some rows belong "
-            f"together, {part} needs whole groups of them."
+            f"loss_fn sees {mine} of the batch's {mine * parts} rows: those of {part}. If some rows belong together, "
+            f"{part} needs complete groups."
         )
         if rows_in_args:
             error.add_note(rows_in_args)
@@ -161,9 +161,9 @@ def explained(error: TypeError | ValueError, checked: bool) -> TypeError | Value
     if not checked or not carried or len(set(re.findall(r"\b([a-z]+\d+\[[\d,]*\])", text))) > 1:
         return error  # ours, or about shapes and dtypes
     return TypeError(
-        "loss_fn: with tensor or pipeline axes larger than 1, types are checked, and a value's type changed, most "
-        "often a lax.scan or while_loop whose carry starts as a constant. Cast the carry's start to what it becomes: "
-        f"jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
+        "loss_fn: with tensor or pipeline axes larger than 1, JAX checks varying types, and a value's type changed, "
+        "most often the carry of a lax.scan or while_loop that starts as a constant. Cast the initial carry to its "
+        f"later type: jax.lax.pcast(carry, axes, to='varying'), axes being those named below. JAX said: {text}"
     )
 
 
@@ -173,9 +173,8 @@ def _is_about_constraints(text: str) -> bool:
 
 def _about_constraints(text: str) -> str:
     return (
-        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or "
-        "flax's nn.with_logical_constraint, and each device computes its own rows there, where no axis is left to "
-        "constrain. Take the constraint out, or call the step outside of nn.logical_axis_rules; how params are cut is "
-        "for specs= to say (auto_axes='tensor' leaves an axis to XLA, and constraints over that axis alone work then). "
-        f"JAX said: {text.splitlines()[0]}"
+        "loss_fn: it constrains the sharding of a value, by jax.lax.with_sharding_constraint or flax's "
+        "nn.with_logical_constraint, but each device computes its own rows, and no axis is left to constrain. Remove "
+        "the constraint, or call the step outside nn.logical_axis_rules; shard params with specs= (auto_axes='tensor' "
+        f"leaves an axis to XLA; then only constraints over that axis work). JAX said: {text.splitlines()[0]}"
     )

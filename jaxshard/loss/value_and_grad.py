@@ -1,4 +1,4 @@
-"""`value_and_grad`, `evaluate` and `predict`: the loss of the whole batch, its gradients, each row's output."""
+"""`value_and_grad`, `evaluate` and `predict`: the loss of the full batch, its gradients, each row's output."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class ValueAndGrad(Protocol[Value]):
         ...
 
     def __call__(self, params: Params, batch: Tree, *args: Tree) -> tuple[Value, Params]:
-        """The loss of the whole batch, the same on all devices, and its gradients, sharded by
+        """The loss of the full batch, the same on all devices, and its gradients, sharded by
         `opt.shardings(params).grads`."""
         ...
 
@@ -48,7 +48,7 @@ class Evaluate(Protocol[Value]):
         ...
 
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Value:
-        """The loss of the whole batch, the same on all devices."""
+        """The loss of the full batch, the same on all devices."""
         ...
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
@@ -91,18 +91,18 @@ def value_and_grad(
     fold_keys: bool = True,
     loss_view: View = "auto",
 ) -> ValueAndGrad[Any]:
-    """`jax.value_and_grad` over the mesh: the loss and gradients of the whole batch, reduced once, left sharded.
+    """`jax.value_and_grad` over the mesh: the loss and gradients of the full batch, reduced once, left sharded.
 
     Args:
-      loss_fn: `(params, batch, *args) -> loss`, pure, any loss as it is written for one device; params come whole.
+      loss_fn: `(params, batch, *args) -> loss`, pure, any loss as it is written for one device; it gets full params.
       opt: the optimizer; it decides how params, batch and gradients are sharded.
       has_aux: `loss_fn` returns `(loss, aux)`. With several microbatches floating leaves of aux are averaged over them,
-        leaves with the batch's rows come back whole, and others must not depend on the batch.
-      microbatches: the number of parts into which each device's rows are cut; their gradients are accumulated.
+        leaves with the batch's rows come back with all rows, and others must not depend on the batch.
+      microbatches: the number of parts into which each device's rows are split; their gradients are accumulated.
       weighted: `loss_fn` returns `(loss_sum, weight)` in place of the mean; the result is sum/weight over all devices
         and microbatches. The weight is not differentiated.
       fold_keys: fold the data shard's and the microbatch's index into the typed PRNG keys among `args`, so that each
-        microbatch has its own. In the global view, several microbatches alone fold theirs.
+        microbatch has its own. In the global view, only several microbatches fold theirs.
       loss_view: "local": each device computes the loss of its own rows of a microbatch, and results are averaged; right
         for a mean over rows, and sends the least. "global": the loss sees all rows of a microbatch, and XLA partitions
         it; right for any loss that names no axis of the mesh. "auto": local where the trace proves that this is right,
@@ -152,12 +152,12 @@ def evaluate(
     weighted: bool = False,
     loss_view: View = "auto",
 ) -> Evaluate[Any]:
-    """The loss alone, params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
+    """Only the loss, with params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
 
-    The arguments are those of `value_and_grad`, and so are the errors.
+    The arguments and errors are those of `value_and_grad`.
 
     Returns:
-      The function. The loss is a replicated scalar over the whole batch, as in training; aux is averaged as there.
+      The function. The loss is a replicated scalar over the full batch, and aux is averaged, as in training.
     """
     setup = setup_of(opt, "evaluate", loss_fn)
     options = LossOptions(
@@ -173,13 +173,13 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View =
 
     Args:
       fn: `(params, batch, *args) -> outputs`, pure, as it is written for one device: a tree of arrays of (rows, ...),
-        of any dtype. Params come whole (as in `value_and_grad`, gathered at `unshard` or first use).
+        of any dtype. It gets full params (as in `value_and_grad`, gathered at `unshard` or first use).
       opt: the optimizer; it decides how params and batch are sharded.
       loss_view: as for `value_and_grad`; "auto" is global where an output is known to depend on other rows.
 
     Returns:
-      `f(params, batch, *args) -> outputs`: arrays of (rows of the batch, ...), in the batch's order, cut over the batch
-      axes. Keys among `args` are folded with the data shard's index.
+      `f(params, batch, *args) -> outputs`: arrays of (rows of the batch, ...), in the batch's order, sharded over the
+      batch axes. Keys among `args` are folded with the data shard's index.
 
     Raises:
       TypeError: `opt` is not a `ShardedOptimizer`, or `fn` is not a function.

@@ -1,1 +1,1 @@
-"""The sharded optimizer: its state, its update in the global view, and how it is judged."""
+"""The sharded optimizer: its state, its update in the global view, and the check that values are finite."""

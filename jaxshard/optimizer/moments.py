@@ -15,7 +15,7 @@ from jaxshard.platforms.platform import is_table
 from jaxshard.programs.questions import depends, hands_on, linear, never_negative, subtracts
 
 _LEAST_FOR_EIGHT_BITS = 4096  # elements (Dettmers et al. 2022, appendix)
-_FOR_EIGHT_BITS = "4096 elements or more, no table, a mean of gradients or seen to be never negative"
+_FOR_EIGHT_BITS = "4096 elements or more, not a table, and a mean of gradients or never negative"
 
 
 def stored_dtypes(inner: optax.GradientTransformation, params: Tree, config: Config) -> Tree:
@@ -59,14 +59,14 @@ class _Traces(NamedTuple):
     def of(cls, inner: optax.GradientTransformation, params: Tree) -> "_Traces":
         if why := first_state(inner, params).why:
             raise ValueError(
-                "moment_dtype: this optimizer's init reads values of its params, so nobody knows which parts of its "
-                f"state are moments; leave the option out. JAX said: {why}"
+                "moment_dtype: this optimizer's init reads values of its params, so its moments cannot be identified; "
+                f"leave the option out. JAX said: {why}"
             )
         updated = first_update(inner, params)
         if updated is None:
             raise ValueError(
-                "moment_dtype: this optimizer's update cannot be traced without further arguments (or fails), so "
-                "nobody knows which parts of its state are moments; leave the option out"
+                "moment_dtype: this optimizer's update cannot be traced without further arguments (or fails), so its "
+                "moments cannot be identified; leave the option out"
             )
         return cls(*jax.make_jaxpr(inner.init, return_shape=True)(params), updated)
 

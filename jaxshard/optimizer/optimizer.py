@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: an optax optimizer whose state is cut over a mesh."""
+"""`ShardedOptimizer`: an optax optimizer whose state is sharded over a mesh."""
 
 import dataclasses
 from typing import Any
@@ -46,7 +46,7 @@ class _Methods:
                 "update(updates, state, params)"
             )
         if setup.config.loss_scale is not None:
-            raise ValueError("update: the loss is scaled, and the scale kept up, by train_step alone; use that")
+            raise ValueError("update: only train_step scales the loss and updates the scale; use that")
         for what, tree in (("the gradients", updates), ("the state", state), ("the params", params)):
             check_alive(f"update: {what}", tree)
         if states.is_local(setup):
@@ -179,8 +179,8 @@ def setup_of(opt: object, who: str, beside: object = None) -> Setup:
             raise TypeError(f"{who}: the arguments are swapped; write {who}({first}, opt)")
         if isinstance(getattr(opt, "tx", None), ShardedOptimizer):
             raise TypeError(
-                f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: give its tx, with params and "
-                f"state that are not in the {type(opt).__name__}"
+                f"{who} needs a ShardedOptimizer, got {type(opt).__name__} around one: pass its tx, and keep params "
+                f"and state outside the {type(opt).__name__}"
             )
         inside = "optax.chain(...)"
         if hasattr(opt, "gradient_transformation"):
@@ -196,7 +196,7 @@ def make(strategy: str, inner: optax.GradientTransformation, mesh: AnyMesh | Non
     if isinstance(mesh, tuple) and isinstance(inner, Mesh | AbstractMesh):
         raise TypeError(f"{strategy}: the arguments are swapped; write {strategy}(optimizer, mesh)")
     if isinstance(inner, ShardedOptimizer):
-        raise TypeError(f"{strategy}: got {inner!r}, which is sharded already; give the optax optimizer in it (.inner)")
+        raise TypeError(f"{strategy}: got {inner!r}, which is already sharded; give its optax optimizer (.inner)")
     mesh = make_mesh() if mesh is None else mesh
     config = checked_config(strategy, inner, mesh, options)
     warn_if_one_replica(config, mesh.shape)

@@ -1,6 +1,6 @@
 """Narrow params, wide arithmetic: masters, stochastic rounding, moments in bf16 or 8 bits, loss scaling.
 
-Their state beyond optax's own is in `ShardedState.extra`, cut like the rest.
+Their state beyond optax's own is in `ShardedState.extra`, sharded like the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,10 +42,7 @@ def wide(config: Config, dtype: DType) -> DType:
     return like(config.master_dtype, dtype)
 
 
-_WIDENED = (
-    "adding the update has widened them: optax.apply_updates keeps their dtype; eqx.apply_updates and a plain sum do "
-    "not"
-)
+_WIDENED = "the update promoted them: use optax.apply_updates, which keeps their dtype, not eqx.apply_updates or +"
 _HALF_OR_NONE = (None, jnp.float16, jnp.dtype(jnp.float16))
 
 
@@ -62,7 +59,7 @@ def check_params(config: Config, params: Tree) -> None:
         if jnp.result_type(leaf.dtype, config.master_dtype) != like(config.master_dtype, leaf.dtype):
             raise ValueError(
                 f"master_dtype: {path_of(names)} is {leaf.dtype}; {jnp.dtype(config.master_dtype)} masters would lose "
-                f"some of its digits; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
+                f"precision; give {jnp.promote_types(leaf.dtype, jnp.float32)}, or cast the params"
             )
     if half is not None and config.loss_scale is not None and config.master_dtype in _HALF_OR_NONE:
         raise ValueError(
@@ -162,7 +159,7 @@ def _warn_if_wide(config: Config, params: Tree) -> None:
     dtypes = {p.dtype for p in jax.tree.leaves(params)}
     if config.master_dtype is not None and all(dtype == like(config.master_dtype, dtype) for dtype in dtypes):
         warn(
-            f"master_dtype: all params are {' or '.join(sorted(map(str, dtypes)))}, as wide as their masters. "
+            f"master_dtype: all params are {' or '.join(sorted(map(str, dtypes)))}, as wide as their masters would be. "
             f"If some were narrower, {_WIDENED}"
         )
 

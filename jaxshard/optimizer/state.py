@@ -53,7 +53,7 @@ def init(setup: Setup, params: Tree) -> Tree:
     """The state, sharded from the start; see `ShardedOptimizer`."""
     check_context("init", setup.mesh)
     if is_local(setup):
-        raise ValueError("init inside shard_map would make one state per device; call it outside, on whole params")
+        raise ValueError("init inside shard_map would create one state per device; call it outside, on the full params")
     if setup.why_no_shapes(params):
         return _init_by_values(setup, params)
     leaves, found = jax.tree.leaves(params), setup.with_state(params)
@@ -109,7 +109,7 @@ def synchronize(setup: Setup, tree: T) -> T:
     check_context("synchronize", setup.mesh)
     for names, leaf in named_leaves(tree):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-            raise ValueError(f"synchronize: {path_of(names)} does not lie on a mesh; call `place` or `init` first")
+            raise ValueError(f"synchronize: {path_of(names)} is not on a mesh; call `place` or `init` first")
     check_alive("synchronize", tree)
     leaves, treedef = jax.tree.flatten(tree)
     specs = tuple(leaf.sharding.spec for leaf in leaves)
@@ -156,18 +156,18 @@ def check_state(who: str, setup: Setup, state: Tree, params: Tree) -> None:
     extended = isinstance(expected[0], ShardedState)
     if extended and not isinstance(state, ShardedState):
         raise ValueError(
-            f"{who}: the state is plain optax's, and {', '.join(map(repr, expected[0].extra))} belong beside it, as "
-            "options of this strategy ask: give jaxshard.ShardedState(state, opt.init(params).extra)"
+            f"{who}: the state is plain optax's, but this strategy's options also need "
+            f"{', '.join(map(repr, expected[0].extra))}: give jaxshard.ShardedState(state, opt.init(params).extra)"
         )
     if not extended and isinstance(state, ShardedState) and "scale" in state.extra:
         raise ValueError(
-            f"{who}: its moments are in 8 bits, and no option of this strategy asks for that: give moment_dtype="
-            '"int8", or start the moments anew by opt.init(params)'
+            f"{who}: its moments are in 8 bits, but this strategy's options do not ask for that: give "
+            'moment_dtype="int8", or restart the moments with opt.init(params)'
         )
     if not extended and isinstance(state, ShardedState):
         raise ValueError(
-            f"{who}: the state has {', '.join(map(repr, state.extra))} beside plain optax's, and no option of this "
-            "strategy asks for them: give state.inner"
+            f"{who}: the state has {', '.join(map(repr, state.extra))} in addition to plain optax's, but this "
+            "strategy's options do not need them: give state.inner"
         )
     if not _goes_on(setup, state, params, expected):
         refuse(f"{who}: the state", state, nearest(state, expected))
@@ -185,8 +185,8 @@ def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
         if dtype_of(leaf) != other.dtype and (dtype_of(leaf) in _CODES or other.dtype in _CODES):
             raise ValueError(
                 f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it {other.dtype}: moments in "
-                "8 bits have scales beside them, so no cast makes one of the other; start them anew by "
-                "opt.init(params), or keep the options that the state was made under"
+                "8 bits also have scales, so a cast cannot convert them; restart them with opt.init(params), or keep "
+                "the options that the state was created with"
             )
 
 
@@ -237,13 +237,13 @@ def refuse(who: str, state: Tree, expected: Tree, noun: str = "part of opt.init(
     check_same_structure(who, state, expected, noun)
     if structure(state) != structure(expected):
         raise ValueError(
-            f"{who} has another structure than opt.init(params) makes; was it made by another optimizer? "
-            f"Got {structure(state)}, expected {structure(expected)}"
+            f"{who} has a different structure than opt.init(params); was it created by a different optimizer? Got "
+            f"{structure(state)}, expected {structure(expected)}"
         )
     for (names, leaf), want in zip(named_leaves(state), jax.tree.leaves(expected), strict=True):
         if _differs(leaf, want):
             raise ValueError(
-                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it "
-                f"{want.dtype}, as updates do: was it made under other options? Cast it with .astype"
+                f"{who}: {path_of(names)} is {dtype_of(leaf)}, and opt.init(params) makes it {want.dtype}, as updates "
+                "do: was it created with different options? Cast it with .astype"
             )
     raise ValueError(f"{who} does not fit")

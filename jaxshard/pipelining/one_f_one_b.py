@@ -52,10 +52,10 @@ class Pipe:
     def why_not_lazy(self, position: int, ndim: int, dims: collectives.Dims, cast: bool) -> str | None:
         """None if the input at `position` can stay a shard until its marks, else the reason; see `unshard.Deferred`."""
         if position < self.num_blocks and self.plan.virtual > 1 and any(-dim == ndim for dim, _ in dims):
-            return "cut on the dim of virtual stages"
+            return "sharded on the dim of virtual stages"
         readers = self._readers(position)
         if not readers:
-            return "given to a pipeline as data"
+            return "passed to a pipeline as data"
         return next(filter(None, (uses.why_not_lazy(fn, i, dims, cast=cast) for fn, i in readers)), None)
 
     def casts_to(self, position: int) -> Iterator[DType | None]:
@@ -84,8 +84,8 @@ class Pipe:
         def forward(diff, held, data, scale):
             if any(x.perturbed for x in jax.tree.leaves(data, is_leaf=_is_primal)):
                 raise TypeError(
-                    "pipeline: stage_fn, first_fn or last_fn uses, beside its params, something that gradients are "
-                    "asked of: pass it as part of blocks or shared (or, if they are not wanted, jax.lax.stop_gradient)"
+                    "pipeline: stage_fn, first_fn or last_fn uses a value other than its params that needs a gradient: "
+                    "pass it as part of blocks or shared (or, if the gradient is not needed, use jax.lax.stop_gradient)"
                 )
             given = (diff, held, data, scale)
             diff, held, data, scale = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers cut into stages over a mesh axis, microbatches passed from stage to stage.
+"""Pipeline parallelism: layers sharded into stages over a mesh axis, microbatches passed from stage to stage.
 
 S stages, M microbatches, v virtual stages on each device (S v chunks of layers in all), A the bytes of one activation.
 All devices run the same ticks in lockstep: in each, a device runs one chunk on one microbatch and sends its activation
@@ -40,7 +40,7 @@ def pipeline(
     remat: Literal["tick", "stage"] = "tick",
     axis: str = "pipeline",
 ) -> Any:
-    """Inside a loss function: the mean loss over microbatches, with the layers cut into stages over `axis`.
+    """Inside a loss function: the mean loss over microbatches, with the layers sharded into stages over `axis`.
 
     The schedules `1f1b` and `interleaved` compute their own gradients, so they can be differentiated only once, in
     reverse mode. Outside of `shard_map`, or if the mesh has no such axis, this is a loop over the microbatches.
@@ -51,9 +51,10 @@ def pipeline(
       first_fn: `(shared, microbatch, info) -> x`: the embedding.
       last_fn: `(shared, x, microbatch, info) -> loss`, a scalar: head and loss, a mean over the microbatch's rows. Or
         (the sum of the loss, its weight), two scalars, for a loss with masks or weights and `weighted=True`.
-      blocks: the stacked layers' parameters, of (L, ...) cut over `axis` on their first dim; with virtual stages
-        (v, L/v, ...), a reshape of that, cut on the second.
-      shared: the parameters of `first_fn` and `last_fn`, whole on every stage; summed over stages once.
+      blocks: the stacked layers' parameters, of (L, ...), sharded over `axis` on their first dim; with virtual stages
+        (v, L/v, ...), a reshape of that, sharded on the second.
+      shared: the parameters of `first_fn` and `last_fn`, replicated on every stage; gradients are summed over stages
+        once.
       batch: leaves of (rows, ...), rows divisible by `num_microbatches`.
       num_microbatches: M. With more, less time is lost to filling and draining the pipeline.
       schedule: "1f1b" keeps the inputs of 2 S - 1 microbatches, whatever M is (Narayanan et al. 2019), and recomputes
@@ -61,7 +62,7 @@ def pipeline(
         1f1b loses (Narayanan et al. 2021); "gpipe" keeps an activation per microbatch (Huang et al. 2019).
       virtual: v, above 1 only for "interleaved".
       const: further arguments of `stage_fn`; gradients stop here.
-      remat: the part that gpipe recomputes in the backward pass: the whole "tick", with embedding and head, or only the
+      remat: the part that gpipe recomputes in the backward pass: the full "tick", with embedding and head, or only the
         "stage", which takes more memory.
       axis: the mesh axis of the stages.
 
@@ -70,8 +71,8 @@ def pipeline(
       weight), which `loss_fn` returns under `weighted=True`.
 
     Raises:
-      TypeError: blocks are not cut over the axis, or shared params are; a gradient is needed of a value that a function
-        closes over; or the loss is not a floating scalar.
+      TypeError: blocks are not sharded over the axis, or shared params are; a gradient is needed of a value that a
+        function closes over; or the loss is not a floating scalar.
       ValueError: sizes do not divide, or the activation changes its shape.
     """
     _check_schedule(schedule, virtual, num_microbatches, remat)
@@ -193,25 +194,24 @@ def _gpipe(parts: Parts, plan: Plan, blocks: Tree, shared: Tree, microbatches: T
 
 def _check_schedule(schedule: str, virtual: int, num_microbatches: int, remat: str) -> None:
     if schedule not in SCHEDULES:
-        raise ValueError(f"pipeline: no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+        raise ValueError(f"pipeline: unknown schedule {schedule!r}; the schedules are {', '.join(SCHEDULES)}")
     if remat not in ("tick", "stage"):
         raise ValueError(f"pipeline: remat {remat!r} must be 'tick' or 'stage'")
     for name, value in (("num_microbatches", num_microbatches), ("virtual", virtual)):
         if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"pipeline: {name} {value!r} must be a whole number, 1 or more")
+            raise ValueError(f"pipeline: {name} {value!r} must be an integer, 1 or more")
     if (virtual > 1) != (schedule == "interleaved"):
         raise ValueError(
-            f"pipeline: schedule {schedule!r} with virtual={virtual}; virtual stages, at least 2, are what makes "
-            "'interleaved'"
+            f"pipeline: schedule {schedule!r} with virtual={virtual}; 'interleaved' needs at least 2 virtual stages, "
+            "and the other schedules none"
         )
 
 
 def _check_sizes(blocks: Tree, batch: Tree, num_stages: int, num_microbatches: int, virtual: int) -> None:
     if virtual > 1 and num_microbatches % num_stages:
         raise ValueError(
-            f"pipeline: num_microbatches {num_microbatches} / stages {num_stages} is no whole number, and with "
-            f"virtual={virtual} microbatches go around in groups of one for each stage: give "
-            f"{-(-num_microbatches // num_stages) * num_stages}"
+            f"pipeline: num_microbatches {num_microbatches} must be divisible by the number of stages {num_stages}, "
+            f"since virtual={virtual}: give {-(-num_microbatches // num_stages) * num_stages}"
         )
     for names, leaf in named_leaves(batch):
         if not leaf.ndim or leaf.shape[0] % num_microbatches or leaf.shape[0] == 0:
@@ -228,25 +228,25 @@ def _check_sizes(blocks: Tree, batch: Tree, num_stages: int, num_microbatches: i
             raise ValueError(
                 f"pipeline: {path_of(names)} of the blocks has shape {leaf.shape} on each device; it must be (virtual "
                 f"{virtual}, layers / (virtual {virtual} x stages {num_stages}), ...): reshape (layers, ...) to "
-                f"({virtual}, layers / {virtual}, ...), and cut the second dim: P(None, 'pipeline')"
+                f"({virtual}, layers / {virtual}, ...), and shard the second dim: P(None, 'pipeline')"
             )
 
 
 def _check_types(blocks: Tree, shared: Tree, axis: str) -> None:
     if not collectives.types_are_checked(axis):
         raise TypeError(
-            "pipeline: under shard_map(check_vma=False) nothing says what differs between stages, and gradients come "
-            "out wrong: use check_vma=True, the default"
+            "pipeline: under shard_map(check_vma=False) it is unknown which values differ between stages, and "
+            "gradients would be wrong: use check_vma=True, the default"
         )
     for names, leaf in named_leaves(blocks):
         if axis not in collectives.varying(leaf):
             raise TypeError(
-                f"pipeline: {path_of(names)} of the blocks is whole on every stage; cut it: a spec of P({axis!r}) for "
-                "its dim of layers"
+                f"pipeline: {path_of(names)} of the blocks is replicated on every stage; shard it: give it the spec "
+                f"P({axis!r}) for its dim of layers"
             )
     for names, leaf in named_leaves(shared):
         if axis in collectives.varying(leaf):
             raise TypeError(
-                f"pipeline: {path_of(names)} of shared is cut over {axis!r}; every stage needs it whole: take the axis "
-                "out of its spec"
+                f"pipeline: {path_of(names)} of shared is sharded over {axis!r}; it must be replicated on every stage: "
+                "remove the axis from its spec"
             )

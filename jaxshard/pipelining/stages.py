@@ -107,14 +107,14 @@ def settled(parts: Parts, axis: str, blocks: Tree, shared: Tree, microbatch: Tre
 def _check_activation(x: Tree, y: Tree) -> None:
     if jax.tree.structure(x) != jax.tree.structure(y):
         raise ValueError(
-            f"pipeline: stage_fn makes {jax.tree.structure(y)} of {jax.tree.structure(x)}; it must keep the structure"
+            f"pipeline: stage_fn turns {jax.tree.structure(x)} into {jax.tree.structure(y)}; it must keep the structure"
         )
     for (names, a), b in zip(named_leaves(x), jax.tree.leaves(y), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"pipeline: stage_fn makes {b.dtype}{list(b.shape)} of {a.dtype}{list(a.shape)}"
+                f"pipeline: stage_fn turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}"
                 + (f" ({path_of(names)})" if names else "")
-                + "; the activation must keep its shape and dtype, so change them in first_fn and last_fn alone"
+                + "; the activation must keep its shape and dtype, so change them only in first_fn and last_fn"
             )
 
 

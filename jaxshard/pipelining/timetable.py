@@ -180,5 +180,5 @@ def draw(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
     lost = (plan.num_stages - 1) / plan.num_ticks
     sizes = f"{plan.num_stages} stages, {plan.num_microbatches} microbatches"
     sizes += f", {plan.virtual} virtual stages each" if plan.virtual > 1 else ""
-    axes.set_title(f"{schedule}: {sizes}; {lost:.0%} of the time lost (forward above, backward below)", fontsize=9)
+    axes.set_title(f"{schedule}: {sizes}; {lost:.0%} of the time idle (forward above, backward below)", fontsize=9)
     FigureCanvasAgg(figure).print_png(os.fspath(path))

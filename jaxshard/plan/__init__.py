@@ -1,4 +1,4 @@
-"""What a training step will cost each device: memory, traffic and time, predicted from its traced program."""
+"""Predicts each device's cost of a training step: memory, traffic and time, from its traced program."""
 
 from jaxshard.hardware.chips import Chip as Chip
 from jaxshard.hardware.chips import chip as chip

@@ -1,7 +1,7 @@
 """What one training step will cost each device, before anything is compiled.
 
 A step is traced on an abstract mesh, so no device is needed and nothing is materialised, and its program is read
-(`from_jaxpr`, `costs`). What the compilers say of the same step is in `aot.report`; `docs/plan.md` sets both side by
+(`from_jaxpr`, `costs`). `aot.report` has the compilers' figures for the same step; `docs/plan.md` sets both side by
 side.
 """
 
@@ -44,7 +44,7 @@ class Prediction:
       platform: "cpu", "gpu" or "tpu".
       at_rest: bytes on each device of params, grads (while they are summed), state and batch.
       costs: arithmetic, traffic and the peak.
-      layout: where each leaf lies, and why.
+      layout: where each leaf is placed, and why.
     """
 
     axes: dict[str, int]
@@ -202,8 +202,8 @@ def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.B
     """
     if setup.config.auto_axes:
         raise ValueError(
-            f"plan: auto_axes={setup.config.auto_axes} leave it to XLA what moves, so it cannot be told before "
-            "compiling: read the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
+            f"plan: auto_axes={setup.config.auto_axes} lets XLA decide what is sent, so the plan cannot predict it: "
+            "inspect the compiled step (jaxshard.inspect.report, jaxshard.aot.report)"
         )
     platform = platform_of(setup.mesh)
     block = from_jaxpr.written_out(traced, specs, setup.sizes, platform)
@@ -226,7 +226,7 @@ def _traced(given: LaidOut) -> jax.stages.Traced:
             return with_setup(given.step, setup).trace(*arguments)
         except Exception as error:  # of any type: it is the user's code
             warn(
-                f"plan: the step can be traced on Explicit axes alone ({type(error).__name__} on Auto ones), where the "
+                f"plan: the step can be traced only on Explicit axes ({type(error).__name__} on Auto ones), where the "
                 "plan may count too much traffic; compile it to know (jaxshard.aot.report)"
             )
     return given.step.trace(*arguments)

@@ -58,7 +58,7 @@ class AnyRows:
           ValueError: `rows` is no multiple of `parts`.
         """
         if rows % self.parts or rows < 1:
-            raise ValueError(f"plan: {rows} rows are no multiple of {self.parts}, devices x microbatches")
+            raise ValueError(f"plan: {rows} rows are not a multiple of {self.parts}, devices x microbatches")
         each = rows // self.parts
         found = next((trace for trace in self._traces if trace[0].holds_for(each)), None)
         as_if, traced = found or self._trace(each)
@@ -167,8 +167,8 @@ class Fit:
         ]
         if best.peak_bytes * _MOST_OVER_PREDICTED > best.target.memory_bytes:
             lines.append(
-                f"That is close: compilers have held up to {_MOST_OVER_PREDICTED} times the foretold peak; ask one, by "
-                "--compile or jaxshard.aot."
+                f"That is close: compiled steps have needed up to {_MOST_OVER_PREDICTED} times the predicted peak; "
+                "check with --compile or jaxshard.aot."
             )
         if others:
             lines.append(f"Next: {others[0].candidate.name}, {_compared(others[0], best)}.")
@@ -195,10 +195,10 @@ def _compared(row: Row, best: Row) -> str:
 def _nothing_fits(rows: Sequence[Row], refused: Sequence[tuple[Candidate, str]]) -> str:
     if not rows:
         reasons = dict.fromkeys(reason for _, reason in refused)
-        return "\n".join(["Nothing can be planned:", *reasons] if reasons else ["There are no candidates."])
+        return "\n".join(["Nothing can be planned:", *reasons] if reasons else ["No candidates."])
     least = min(rows, key=lambda row: row.excess_bytes)
     return (
-        f"Nothing fits in {size_in_words(least.target.memory_bytes)}: the least, {least.candidate.name}, needs "
+        f"Nothing fits in {size_in_words(least.target.memory_bytes)}: the smallest, {least.candidate.name}, needs "
         f"{size_in_words(least.peak_bytes)}, {size_in_words(least.excess_bytes)} too much."
     )
 
@@ -245,7 +245,7 @@ def _ranked(build: Build, found: Iterable[Candidate], target: Target) -> Fit:
         too_large = [(candidate, laid) for candidate, laid in too_large if laid.held_bytes > least]
     for candidate, laid in too_large:
         excess = size_in_words(laid.held_bytes - target.memory_bytes)
-        refused.append((candidate, f"params and state alone are {excess} too large"))
+        refused.append((candidate, f"params and state alone exceed the memory by {excess}"))
     order = sorted(rows, key=lambda row: (not row.fits, row.seconds.total if row.fits else row.excess_bytes))
     return Fit(tuple(order), tuple(refused))
 

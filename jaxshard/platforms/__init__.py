@@ -1,4 +1,4 @@
-"""What the compilers of one platform want: XLA for CPU, GPU and TPU."""
+"""Code for one platform's compiler: XLA for CPU, GPU and TPU."""
 
 import contextlib
 import contextvars

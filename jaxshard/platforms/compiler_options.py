@@ -29,7 +29,7 @@ def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise TypeError(f'{who}: compiler_options {given!r:.80} is no mapping; give {{"xla_...": value}}')
+        raise TypeError(f'{who}: compiler_options {given!r:.80} is not a mapping; give {{"xla_...": value}}')
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
     for name, value in plain.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
@@ -58,7 +58,7 @@ def check_known(who: str, mesh: AnyMesh, given: Mapping[str, Value]) -> None:
         compiler = f"the {platform_of(mesh).upper()} compiler of jax {jax.__version__}"
         if unknown:
             raise ValueError(
-                f"{who}: compiler_options names {unknown[1]!r}, which {compiler} does not know; look for another "
-                "spelling, or leave it out"
+                f"{who}: compiler_options names {unknown[1]!r}, which {compiler} does not know; check the spelling, or "
+                "leave it out"
             ) from None
-        raise ValueError(f"{who}: compiler_options {dict(given)!r} is refused by {compiler}: {error}") from None
+        raise ValueError(f"{who}: compiler_options {dict(given)!r} is rejected by {compiler}: {error}") from None

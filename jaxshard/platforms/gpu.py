@@ -52,8 +52,8 @@ SEVERAL_AT_ONCE = CompilerOption(
     "gpu",
     "if params are sharded (zero3, fsdp, hsdp)",
     lambda step: step.params_cut,
-    "Allows the gather of the output layer beside the collectives of the last layers. Products cover 1638 MB instead "
-    "of 1507 MB of 2091 MB.",
+    "Lets the gather of the output layer overlap with the collectives of the last layers. Products cover 1638 MB "
+    "instead of 1507 MB of 2091 MB.",
 )
 SUMS_BEHIND = CompilerOption(
     "xla_gpu_enable_pipelined_all_reduce",

@@ -1,4 +1,4 @@
-"""What the processes of a run do together: start, call the roll, and agree. Each must make the same calls."""
+"""The processes of a run: start, check who is present, agree. Each must make the same calls."""
 
 from jaxshard.processes.agreement import ProcessError as ProcessError
 from jaxshard.processes.agreement import check_same as check_same

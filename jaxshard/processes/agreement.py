@@ -51,8 +51,8 @@ def meet(what: str) -> None:
         multihost_utils.sync_global_devices(name)
     except Exception as error:
         raise TimeoutError(
-            f"{what}: not all {jax.process_count()} processes came within {MEETING_SECONDS:g} s; all of them must make "
-            f"this call: {error}"
+            f"{what}: not all {jax.process_count()} processes made this call within {MEETING_SECONDS:g} s; all must "
+            f"make it: {error}"
         ) from error
 
 
@@ -199,7 +199,7 @@ def check_same(what: str, said: str, cure: str) -> None:
     process = next(i for i, digest in enumerate(digests) if digest != digests[0])
     lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
     first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
-    raise ProcessError(process, f"{what}: it has {_part(other)!r}, process 0 {_part(first)!r}: {cure}")
+    raise ProcessError(process, f"{what}: this process has {_part(other)!r}, process 0 has {_part(first)!r}: {cure}")
 
 
 def check_same_arrays(what: str, tree: Tree) -> None:

@@ -85,7 +85,7 @@ class Roll:
                 if left > 0:
                     self._step(min(left, 0.5))
                 else:
-                    self._trouble = f"TimeoutError initialize: {self._missing()} did not come {where}{self._hint()}"
+                    self._trouble = f"TimeoutError initialize: {self._missing()} did not connect {where}{self._hint()}"
         answer = lines.answer_line(self._trouble or "go", self._run)
         for caller in (*self._present.values(), *self._strangers):
             with contextlib.suppress(OSError), caller.connection:
@@ -127,8 +127,8 @@ class Roll:
             self._drop(self._strangers[0])
         else:
             self._trouble = (
-                f"OSError initialize: process 0 may open no more files, and {self._count} processes call it: raise the "
-                f"limit, by `ulimit -n {self._count + 1024}`"
+                f"OSError initialize: process 0 reached its limit of open files, and {self._count} processes connect "
+                f"to it: raise the limit with `ulimit -n {self._count + 1024}`"
             )
 
     def _hear(self, caller: Caller) -> None:
@@ -149,10 +149,11 @@ class Roll:
         rank, count = call.rank, call.count
         if count != self._count:
             self._trouble = (
-                f"ValueError initialize: process {rank} says that there are {count} processes, 0 says {self._count}"
+                f"ValueError initialize: process {rank} was started with num_processes {count}, process 0 with "
+                f"{self._count}"
             )
         elif rank in self._present and not self._present[rank].is_gone():
-            self._trouble = f"ValueError initialize: two processes say that they are process {rank} of {count}"
+            self._trouble = f"ValueError initialize: two processes have the process_id {rank} of {count}"
         elif rank in self._present:
             self._drop(self._present[rank])
         self._strangers.remove(caller)
@@ -174,7 +175,7 @@ class Roll:
 
     def _hint(self) -> str:
         if not self._refused:
-            return "; look whether it was started, and at its log"
+            return "; check whether it was started, and its log"
         return f"; calls came from processes that do not know this run's id: {lines.RUN_ID} must be the same for all"
 
 
@@ -196,7 +197,8 @@ def listening_at(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"initialize: process 0 cannot listen at {address}: {error}; is another run there? Take another port",
+            f"initialize: process 0 cannot listen at {address}: {error}; another run may use the port. Choose a "
+            "different port",
         ) from error
     server.listen(4096)
     return server

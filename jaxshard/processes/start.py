@@ -59,7 +59,7 @@ def initialize(
 
     Raises:
       ValueError: some of the three are known and others not, a number is out of range, or processes disagree.
-      TimeoutError: some processes did not come; the message names them. (If JAX detects the processes, JAX raises.)
+      TimeoutError: some processes did not connect; the message names them. (If JAX detects the processes, JAX raises.)
       OSError: the coordinator's port is taken.
       RuntimeError: JAX already runs, or was already initialized.
 
@@ -94,7 +94,7 @@ def _join(place: _Place, options: InitializeOptions) -> None:
 def _check_numbers(count: object, rank: object, seconds: object) -> None:
     for name, number in (("num_processes", count), ("process_id", rank)):
         if isinstance(number, bool) or not isinstance(number, SupportsIndex):
-            raise TypeError(f"initialize: {name} {number!r} must be a whole number")
+            raise TypeError(f"initialize: {name} {number!r} must be an integer")
     count, rank = operator.index(cast("SupportsIndex", count)), operator.index(cast("SupportsIndex", rank))
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"initialize: num_processes {count} must be from 1 to {_MOST_PROCESSES:,}")
@@ -111,7 +111,7 @@ def _from_environment(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"initialize: {name}={text!r} in the environment is no whole number") from None
+        raise ValueError(f"initialize: {name}={text!r} in the environment is not an integer") from None
 
 
 def _detect(options: InitializeOptions) -> None:
@@ -154,7 +154,7 @@ def roll_call(address: str, count: int, rank: int, seconds: float) -> None:
         if not answer:
             raise TimeoutError(
                 f"initialize: process {rank} of {count} found no process 0 at {address} within {seconds:g} s ({last}); "
-                "look whether it was started, and whether this host can reach it"
+                "check whether it was started, and whether this host can reach it"
             )
     if answer not in ("", "go"):
         kind, _, message = answer.partition(" ")
@@ -173,7 +173,7 @@ def _answer(host: str, port: int, call: Call, run: str, end: float) -> tuple[str
             answer = lines.answer_in(line, run)
             if answer or lines.is_http2(line):  # JAX's coordinator: process 0 has joined already, without a roll call
                 return answer or "go", ""
-            last = f"what is there says {line[:40]!r}" if line else "what is there does not answer"
+            last = f"the server there answered {line[:40]!r}" if line else "the server there does not answer"
             last += f"; {lines.RUN_ID} must be the same for all" if run or not line else ""
         time.sleep(min(_PAUSE_SECONDS, left))
     return "", last

@@ -1,1 +1,1 @@
-"""Reads traced programs: one walk, one table of primitives, and the questions that analyses ask."""
+"""Reads traced programs: one walk, one table of primitives, and the analyses."""

@@ -40,7 +40,7 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
     """Makes global arrays, split over the optimizer's batch axes, from this process's rows.
 
     Args:
-      batch: a pytree of arrays (rows of this process, ...); with one process, the whole batch.
+      batch: a pytree of arrays (rows of this process, ...); with one process, the full batch.
       opt: the optimizer, which has the mesh and its batch axes.
 
     Returns:
@@ -53,9 +53,9 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
     setup = setup_of(opt, "shard_batch", batch)
     if is_traced(batch):
         raise TypeError(
-            "shard_batch: the batch is traced, so this call is within jit, grad or another transformation, and has no "
-            "arrays to distribute. Call it before, on the rows that this process loaded; for a value within the "
-            "program there is jax.lax.with_sharding_constraint"
+            "shard_batch: the batch is traced, so this call is inside jit, grad or another transformation, and has no "
+            "arrays to distribute. Call it before, on the rows that this process loaded; for a value inside the "
+            "program use jax.lax.with_sharding_constraint"
         )
     count = jax.process_count()
     for names, leaf in named_leaves(batch):

@@ -37,7 +37,7 @@ def check_processes(program: "Program", params: Tree, state: Tree, batch: Tree, 
       ReplicaError: devices that should hold the same bits of a leaf do not.
     """
     text = program.run.lower(params, state, batch, *args).as_text()
-    cure = "give the same code, options and numbers (learning rate) to all processes"
+    cure = "give all processes the same code, options and numbers (learning rate)"
     agreement.check_same("train_step: the step's program", text, cure)
     digests({"params": params, "state": state, "batch": batch})
     warn_of_same_rows(batch)
@@ -160,8 +160,8 @@ def check_not_donated(args: tuple[Tree, ...], donated: Mapping[str, Tree]) -> No
     names, at = next((given[id(x)], at) for at, x in named_leaves(donated) if id(x) in given)
     raise ValueError(
         f"train_step: further argument {path_of(names)} is the array {path_of(at)} itself, which the step donates, so "
-        "that its memory is used again. Begin with a copy, such as target = jax.tree.map(jnp.copy, params); or give "
-        "train_step donate=False"
+        "its memory is reused. Pass a copy first, such as target = jax.tree.map(jnp.copy, params); or give train_step "
+        "donate=False"
     )
 
 
@@ -229,7 +229,7 @@ def _warn(names: tuple[str, ...]) -> None:
         f"train_step: further argument {position}{': ' + '/'.join(rest) if rest else ''} is the same random key at "
         "every call, so that every step draws the same numbers (dropout masks). Pass another key at each step, such as "
         'jax.random.fold_in(key, i); or, if the loss returns its random state as aux, hand metrics["aux"] to the next '
-        'step. If the numbers are to stay, give train_step loss_view="local"'
+        'step. To keep the same numbers on purpose, pass loss_view="local"'
     )
 
 
@@ -266,9 +266,9 @@ def warn_of_same_rows(batch: Tree) -> None:
         if one["digest"] == two["digest"] is not None and not set(one["places"]) & set(two["places"]):
             if jax.process_index() == 0:
                 warn(
-                    f"train_step: processes {i} and {j} gave the same rows of the batch, bit for bit: each process "
-                    "should load rows of its own, by jax.process_index() as its seed or its part of the data, and give "
-                    "these alone to jaxshard.shard_batch(rows, opt)"
+                    f"train_step: processes {i} and {j} passed identical rows of the batch: each process should load "
+                    "its own rows, with jax.process_index() as its seed or its part of the data, and pass only these "
+                    "to jaxshard.shard_batch(rows, opt)"
                 )
             return
 

@@ -21,7 +21,7 @@ PART = "the check that all is finite"  # in a step, for `programs.source`
 
 _LOSS = "the loss"
 _CURES = (
-    "Params and state are as the last good step left them: lower the learning rate, look at the batch, or allow more "
+    "Params and state are those of the last good step: lower the learning rate, check the batch, or allow more skips "
     "(max_skips)"
 )
 
@@ -37,9 +37,9 @@ def check_may_be_skipped(binding: Sequence[tuple[str, ...]]) -> None:
     """Raises a ValueError if the first update changes which leaves the state has, or their shapes."""
     if binding:
         raise ValueError(
-            f"train_step: the first update makes or drops {path_of(binding[0])} in the state, or gives it another "
-            "shape, so that it could not be skipped: make this leaf in the optimizer's init, or skip nothing "
-            "(max_skips=None, and no weighted=True)"
+            f"train_step: the first update adds or drops {path_of(binding[0])} in the state, or changes its shape, so "
+            "it cannot be skipped: create this leaf in the optimizer's init, or disable skipping (max_skips=None, and "
+            "no weighted=True)"
         )
 
 
@@ -72,7 +72,7 @@ class NonFiniteError(FloatingPointError):
         self.what = what or (leaf if leaf == _LOSS else f"the gradient of {leaf}")
         cures = _CURES if broken is None else _of_broken(broken)
         super().__init__(
-            f"train_step: call {step}: {self.what} is not finite, for the {ordinal(count)} time in a row. {cures}"
+            f"train_step: step {step}: {self.what} is not finite, for the {ordinal(count)} time in a row. {cures}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,8 +82,8 @@ class NonFiniteError(FloatingPointError):
 
 def _of_broken(path: str) -> str:
     return (
-        f"Params were not finite before this step already ({path}), so no batch can help: go back to the last finite "
-        "checkpoint, by Checkpointer(path).latest_finite()"
+        f"Params were already not finite before this step ({path}), so no batch can help: go back to the last finite "
+        "checkpoint with Checkpointer(path).latest_finite()"
     )
 
 
@@ -169,7 +169,7 @@ class Verdicts:
         self._warn(call, f"{what} is not finite{more}")
 
     def _warn(self, call: int, why: str) -> None:
-        warn(f"train_step: call {call} changed nothing: {why}")
+        warn(f"train_step: step {call} was skipped: {why}")
 
 
 def _finite_before(metrics: Metrics) -> bool:

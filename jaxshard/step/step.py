@@ -60,12 +60,12 @@ def train_step(
     max_skips: int | None = 20,
     compiler_options: Mapping[str, Value] | None = None,
 ) -> "TrainStep":
-    """A whole training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
+    """A complete training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
-      donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are gone
-        afterwards. Arrays elsewhere (NumPy, one device) are copied, and stay.
+      donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are
+      deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
@@ -77,7 +77,7 @@ def train_step(
         these with their reasons), or to override some: `{"xla_gpu_enable_while_loop_double_buffering": False}`.
 
     Returns:
-      The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the whole averaged gradient; "skipped",
+      The step. Its metrics are replicated scalars: "loss"; "grad_norm", of the full averaged gradient; "skipped",
       whether params and state stayed as they were, bit for bit; "bad_leaf", the index (in
       `jax.tree.leaves((params, state))`, without frozen params) of the first leaf whose gradient or new value is not
       finite, or -1; "loss_scale", the scale of this step, if the optimizer has one; and with `has_aux` "aux", as
@@ -85,7 +85,7 @@ def train_step(
       `step.lower(...)` is `jax.jit`'s, also for `ShapeDtypeStruct`s; `step.layout(...)` says where everything lives.
 
     Raises:
-      NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state are still there. Overflows that
+      NonFiniteError: see `max_skips`. That call dispatched nothing, so params and state remain valid. Overflows that
         only lower the loss scale do not count.
       TypeError: `opt` is not a `ShardedOptimizer`.
       ValueError: the compiler does not know an option (at the first step); arrays were donated to an earlier step; a
@@ -94,9 +94,11 @@ def train_step(
     """
     setup = setup_of(opt, "train_step", loss_fn)
     if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
-        raise ValueError(f"train_step: max_skips {max_skips!r} must be a whole number, 0 or more, or None")
+        raise ValueError(f"train_step: max_skips {max_skips!r} must be an integer, 0 or more, or None")
     if max_skips is None and setup.config.loss_scale is not None:
-        raise ValueError("train_step: loss scaling skips the steps that overflow; max_skips=None forbids it, drop one")
+        raise ValueError(
+            "train_step: loss scaling skips steps that overflow, but max_skips=None forbids skipping; leave one out"
+        )
     check_flag("train_step", "donate", donate)
     options = LossOptions(
         loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donates=donate

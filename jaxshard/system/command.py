@@ -217,7 +217,7 @@ def output_not_needed(command: str) -> Generator[None]:
 
     def gone(error: Exception) -> None:
         reason = getattr(error, "strerror", None) or error
-        print(f"{command}: standard output is gone ({reason}): the run goes on without it", file=sys.stderr)
+        print(f"{command}: standard output is closed ({reason}): the run continues without it", file=sys.stderr)
 
     output = sys.stdout and cast(TextIO, Lasting(sys.stdout, gone))
     with contextlib.redirect_stdout(output):
@@ -260,7 +260,7 @@ def check_room(option: str, path: Path) -> None:
     """Raises ValueError unless `path` is a writable folder, or one can be made there; `option` names it."""
     nearest = nearest_above(path)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"{option} {path}: {nearest} is no folder that can be written to: name another one")
+        raise ValueError(f"{option} {path}: {nearest} is not a writable folder: give another one")
 
 
 def check_file(option: str, path: Path) -> None:
@@ -272,7 +272,7 @@ def check_file(option: str, path: Path) -> None:
         if is_new:
             path.resolve().unlink()
     except OSError as error:
-        reason = f"{option} {path}: {error.strerror}: name a file in a folder that is there and can be written to"
+        reason = f"{option} {path}: {error.strerror}: give a file in an existing, writable folder"
         raise ValueError(reason) from None
 
 

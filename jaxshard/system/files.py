@@ -89,7 +89,7 @@ def append(path: str | Path, folder: int | None = None) -> BinaryIO:
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "is no file", str(path))
+        raise OSError(errno.EINVAL, "is not a file", str(path))
     return os.fdopen(number, "ab")
 
 
@@ -193,7 +193,7 @@ def check_no_links(folder: Path) -> None:
     """Raises OSError if a folder is or contains a link, through which writes would go elsewhere."""
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
-            raise OSError(errno.ELOOP, "is a link, and nothing is written through it: take it away", str(path))
+            raise OSError(errno.ELOOP, "is a link, and files are not written through links: remove it", str(path))
 
 
 def delete(path: Path) -> None:

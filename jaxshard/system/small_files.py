@@ -113,7 +113,7 @@ def _check_kind(found: os.stat_result, path: Path, pipes: bool) -> None:
     if kind == stat.S_IFREG or (pipes and kind == stat.S_IFIFO):
         return
     number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
-    raise OSError(number, f"it is {_KINDS.get(kind, 'of an unknown kind')}, and no file", str(path))
+    raise OSError(number, f"it is {_KINDS.get(kind, 'of an unknown kind')}, not a file", str(path))
 
 
 def _is_at_data(number: int) -> bool:
@@ -132,7 +132,7 @@ def _blocks(number: int, path: Path, most: int) -> Iterator[bytes]:
     while most > 0:
         if not ready.poll(1000 * _PIPE_SECONDS):
             # Not ETIMEDOUT, which means a network problem that may pass: the pipe would be silent again.
-            raise TimeoutError(errno.ENODATA, f"nothing came out of it within {_PIPE_SECONDS:g} s", str(path))
+            raise TimeoutError(errno.ENODATA, f"it sent nothing within {_PIPE_SECONDS:g} s", str(path))
         block = os.read(number, min(most, _BLOCK))
         if not block:
             return

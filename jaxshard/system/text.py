@@ -117,7 +117,7 @@ def size_from_words(words: str) -> int:
     scales = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?b)", words.strip().lower())
     if not found:
-        raise ValueError(f"{words!r} is no size: write a number and B, kB, MB, GB or TB, such as 5GB")
+        raise ValueError(f"{words!r} is not a size: write a number and B, kB, MB, GB or TB, such as 5GB")
     return round(float(found[1]) * scales[found[2]])
 
 
@@ -148,7 +148,7 @@ def checks_names(function: Callable[Given, Result]) -> Callable[Given, Result]:
     ... def make(*, data=1, replica=1): ...
     >>> make(replicas=2)
     Traceback (most recent call last):
-    TypeError: make: no argument 'replicas'; did you mean 'replica'? It takes data, replica
+    TypeError: make: unknown argument 'replicas'; did you mean 'replica'? It takes data, replica
     """
     known = inspect.signature(function).parameters
 
@@ -157,7 +157,7 @@ def checks_names(function: Callable[Given, Result]) -> Callable[Given, Result]:
         unknown = next((name for name in kwargs if name not in known), None)
         if unknown is not None:
             hint = nearest(unknown, known) or "."
-            raise TypeError(f"{function.__name__}: no argument {unknown!r}{hint} It takes {', '.join(known)}")
+            raise TypeError(f"{function.__name__}: unknown argument {unknown!r}{hint} It takes {', '.join(known)}")
         return function(*args, **kwargs)
 
     return checked

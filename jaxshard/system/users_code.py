@@ -57,10 +57,10 @@ def blamed(what: str) -> Generator[None]:
     except Exception as error:
         _blame(what, error)
     except SystemExit as error:
-        raise UsersError(f"{what}: it ended the program, by SystemExit({error.code!r}): {_UNDER_MAIN}") from None
+        raise UsersError(f"{what}: it ended the program with SystemExit({error.code!r}): {_UNDER_MAIN}") from None
 
 
-_UNDER_MAIN = 'put what is not to run on an import under if __name__ == "__main__":'
+_UNDER_MAIN = 'put code that must not run on import under if __name__ == "__main__":'
 
 
 def _blame(what: str, error: Exception) -> NoReturn:
@@ -94,7 +94,7 @@ def _function(what: str, files: bool, offered: Mapping[str, Any]) -> tuple[Calla
     elif not re.fullmatch(r"\w+(\.\w+)*", name) or not attribute.isidentifier() or name.endswith(".py"):
         cure = name.removesuffix(".py").replace("/", ".").strip(".")
         raise ValueError(
-            f"{what}: name a module and a function as Python imports them, such as {cure or 'train'}:build"
+            f"{what}: give a module and a function as Python imports them, such as {cure or 'train'}:build"
         )
     else:
         module = _module(what, name)
@@ -102,7 +102,7 @@ def _function(what: str, files: bool, offered: Mapping[str, Any]) -> tuple[Calla
         raise ValueError(f"{what}: {name} has no {attribute}{nearest(attribute, vars(module))}")
     function = getattr(module, attribute)
     if not callable(function):
-        raise ValueError(f"{what}: {attribute} is no function, but of type {type(function).__name__}")
+        raise ValueError(f"{what}: {attribute} is not a function, but of type {type(function).__name__}")
     given = _taken(function, offered)
     if missing := _why_not_called(function, given):
         raise ValueError(
@@ -138,12 +138,12 @@ def _module(what: str, name: str) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             missing = error.name
-    raise ValueError(f"{what}: there is no module {missing!r} here, nor among the installed packages")
+    raise ValueError(f"{what}: no module {missing!r} in this folder or among the installed packages")
 
 
 def _file(what: str, name: str) -> ModuleType:
     if not os.path.isfile(name):
-        raise ValueError(f"{what}: there is no file {name!r}")
+        raise ValueError(f"{what}: the file {name!r} does not exist")
     module_name = f"jaxshard_users_{abs(hash(os.path.abspath(name))):x}"
     spec = importlib.util.spec_from_file_location(module_name, name)
     assert spec is not None  # true for any file that ends in .py

@@ -1,13 +1,14 @@
-"""Building blocks of tensor parallelism: layers whose weights are cut over a mesh axis, for use inside a loss function.
+"""Building blocks of tensor parallelism: layers whose weights are sharded over a mesh axis, for use in a loss function.
 
-Weights come as this device's shards, as the optimizer's `specs` cut them. Activations between the blocks are whole on
-every device of the axis (Shoeybi et al. 2020, Megatron-LM, section 3), or with `sequence=dim` cut along that dim, so
-that norms and residuals take 1/T of the memory (Korthikanti et al. 2022, section 4.2.2); the wire bytes are the same.
+Weights come as this device's shards, by the optimizer's `specs`. Activations between the blocks are replicated over the
+axis (Shoeybi et al. 2020, Megatron-LM, section 3), or with `sequence=dim` sharded along that dim, so that norms and
+residuals take 1/T of the memory (Korthikanti et al. 2022, section 4.2.2); the wire bytes are the same.
 
-Gradients need no sums by hand: JAX's types say which are needed, and autodiff makes each once. Outside of `shard_map`,
-or if the mesh has no such axis, every block is the plain operation, so that one model serves every strategy.
+Gradients need no sums by hand: JAX's types determine which are needed, and autodiff makes each once. Outside of
+`shard_map`, or if the mesh has no such axis, every block is the plain operation, so that one model serves every
+strategy.
 
-Shapes: T devices on the axis, D features, F features cut T ways, V the vocabulary.
+Shapes: T devices on the axis, D features, F features in T shards, V the vocabulary.
 """
 
 from jaxshard.tensor.blocks import axis_size as axis_size

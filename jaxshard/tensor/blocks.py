@@ -1,4 +1,4 @@
-"""Layers with weights cut over an axis, experts on several devices, and cut or whole sequences."""
+"""Layers with weights sharded over an axis, experts on several devices, sharded or replicated sequences."""
 
 import functools
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def per_device(what: str, count: int, axis: str = TENSOR) -> int:
 
     Args:
       what: names the things in the message: "heads".
-      count: their number in the whole model.
-      axis: the mesh axis that they are cut over.
+      count: their number in the full model.
+      axis: the mesh axis that they are sharded over.
 
     Raises:
       ValueError: T does not divide `count`.
@@ -35,8 +35,8 @@ def per_device(what: str, count: int, axis: str = TENSOR) -> int:
     size = axis_size(axis)
     if count % size:
         raise ValueError(
-            f"{what} {count} / {axis} {size} = {count / size:.4g} is no whole number: change one of them, {what} to "
-            f"{-(-count // size) * size}, say"
+            f"{what} {count} / {axis} {size} = {count / size:.4g} is not an integer: change one of them, for example "
+            f"{what} to {-(-count // size) * size}"
         )
     return count // size
 
@@ -45,16 +45,16 @@ def column_parallel(x: jax.Array, kernels: Any, *, sequence: int | None = None, 
     """`x @ kernel`, each device computing its columns; the first half of a pair that `row_parallel` ends.
 
     Args:
-      x: (..., D), whole on every device; with `sequence`, cut along that dim.
-      kernels: (D, F/T), cut by `specs` over its last dim, or a pytree of such kernels, which share one all-reduce (q, k
-        and v, say).
-      sequence: the dim along which `x` is cut; it is gathered here.
+      x: (..., D), replicated; with `sequence`, sharded along that dim.
+      kernels: (D, F/T), sharded by `specs` over its last dim, or a pytree of such kernels, which share one all-reduce
+        (q, k and v, say).
+      sequence: the dim along which `x` is sharded; it is gathered here.
 
     Returns:
       (..., F/T) for each kernel.
 
     Raises:
-      TypeError: `x` or a kernel is not cut as said.
+      TypeError: `x` or a kernel is not sharded as described.
     """
     for kernel in jax.tree.leaves(kernels):
         check_cut("column_parallel: the kernel", kernel, axis)
@@ -67,14 +67,14 @@ def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None
 
     Args:
       x: (..., F/T), from `column_parallel`, perhaps after elementwise operations.
-      kernel: (F/T, D), cut by `specs` over its first dim. Add a bias (D,), whole, to the result.
-      sequence: the dim along which to cut the result.
+      kernel: (F/T, D), sharded by `specs` over its first dim. Add a bias (D,), replicated, to the result.
+      sequence: the dim along which to shard the result.
 
     Returns:
-      (..., D), whole on every device, or cut along `sequence`.
+      (..., D), replicated, or sharded along `sequence`.
 
     Raises:
-      TypeError: `x` or the kernel is not cut over the axis: their product would be summed T times.
+      TypeError: `x` or the kernel is not sharded over the axis: their product would be summed T times.
       ValueError: T does not divide the dim `sequence`.
     """
     check_cut("row_parallel: x", x, axis)
@@ -83,10 +83,10 @@ def row_parallel(x: jax.Array, kernel: jax.Array, *, sequence: int | None = None
 
 
 def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L, ...) whole on every device -> (..., L/T, ...), this device's part of the dim, in the order of devices.
+    """(..., L, ...), replicated -> (..., L/T, ...), this device's part of the dim, in the order of devices.
 
     Raises:
-      TypeError: `x` is already cut, or partial.
+      TypeError: `x` is already sharded, or partial.
       ValueError: T does not divide the dim.
     """
     if axis_size(axis) == 1:
@@ -97,20 +97,20 @@ def split_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
 
 
 def join_sequence(x: jax.Array, dim: int, *, axis: str = TENSOR) -> jax.Array:
-    """(..., L/T, ...) -> (..., L, ...), whole on every device; an `x` that is whole already stays so."""
+    """(..., L/T, ...) -> (..., L, ...), replicated; an `x` that is already replicated stays so."""
     if not is_cut(x, axis):
         return x
     return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")
 
 
 def sum_shards(x: jax.Array, *, axis: str | tuple[str, ...] = TENSOR) -> jax.Array:
-    """Sums a value that each device computed from its shard of a parameter; one from a whole parameter is unchanged.
+    """Sums a value that each device computed from its parameter shard; one of a replicated parameter is unchanged.
 
-    For terms of the loss that read parameters: `lax.psum` would count whole ones T times.
+    For terms of the loss that read parameters: `lax.psum` would count replicated ones T times.
 
     Args:
       x: a sum over the elements of a parameter, such as `jnp.sum(w * w)`.
-      axis: the axes that parameters are cut over, such as `("tensor", "pipeline")`.
+      axis: the axes that parameters are sharded over, such as `("tensor", "pipeline")`.
 
     Returns:
       The same shape, the same on every device of these axes.
@@ -139,12 +139,12 @@ def expert_parallel(
 ) -> jax.Array:
     """A mixture of experts: sends each token to the devices of its experts, and the results back.
 
-    `axis` must split the batch: "data", or another one of the `data_axes`. `specs` cut the experts over it:
-    [("experts/", P("data"))]; their gradients are then neither summed nor cut over it. Tokens and results each take one
-    all-to-all (Lepikhin et al. 2020, GShard, section 3.2).
+    `axis` must split the batch: "data", or another of the `data_axes`. `specs` shard the experts over it:
+    [("experts/", P("data"))]; their gradients are then neither summed nor sharded over it. Tokens and results each take
+    one all-to-all (Lepikhin et al. 2020, GShard, section 3.2).
 
     Each row gives each expert at most `capacity` tokens: first choices before second ones, then in order. Further
-    tokens get 0 from this expert. So whether a token is dropped depends on its row alone, not on the mesh.
+    tokens get 0 from this expert. So whether a token is dropped depends only on its row, not on the mesh.
 
     Args:
       fn: one expert: (its params, tokens (T, D)) -> (T, F).
@@ -252,23 +252,23 @@ def is_cut(x: jax.Array, axis: str) -> bool:
 def check_cut(what: str, x: jax.Array, axis: str) -> None:
     if axis_size(axis) > 1 and axis not in _varying(x, axis):
         raise TypeError(
-            f"{what} of shape {x.shape} is whole on every device of {axis!r}, and should be cut over it: name {axis!r} "
-            "in the specs of the parameter that it is made of"
+            f"{what} of shape {x.shape} is replicated over {axis!r}, but must be sharded over it: name {axis!r} in the "
+            "specs of its parameter"
         )
 
 
 def _check_whole(what: str, x: jax.Array, axis: str) -> None:
     if axis_size(axis) > 1 and axis in _varying(x, axis):
         raise TypeError(
-            f"{what} of shape {x.shape} differs over {axis!r}, and should be whole: end the pair before it with "
-            "row_parallel; or, if it is cut along its sequence, say so with sequence=dim"
+            f"{what} of shape {x.shape} differs over {axis!r}, but must be replicated: end the previous pair with "
+            "row_parallel; or, if it is sharded along its sequence, pass sequence=dim"
         )
 
 
 def _varying(x: jax.Array, axis: str) -> frozenset[str]:
     if not collectives.types_are_checked(axis):
         raise TypeError(
-            "jaxshard.tensor: under shard_map(check_vma=False) nothing says which values are cut over the axis, and "
-            "gradients come out wrong: use check_vma=True, the default"
+            "jaxshard.tensor: under shard_map(check_vma=False) it is unknown which values are sharded over the axis, "
+            "and gradients would be wrong: use check_vma=True, the default"
         )
     return collectives.varying(x)

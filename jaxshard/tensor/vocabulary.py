@@ -1,4 +1,4 @@
-"""Layers with the vocabulary cut over an axis: the embedding, and cross entropy with and without its product."""
+"""Layers with the vocabulary sharded over an axis: the embedding, and cross entropy with and without its product."""
 
 import functools
 
@@ -17,15 +17,15 @@ def vocab_parallel_embedding(
     """`table[tokens]`; each device holds the rows of its part of the vocabulary.
 
     Args:
-      tokens: (...) whole numbers below V, the same on every device.
-      table: (V/T, D), cut by `specs` over its first dim.
-      sequence: the dim along which to cut the result.
+      tokens: (...) integers below V, the same on every device.
+      table: (V/T, D), sharded by `specs` over its first dim.
+      sequence: the dim along which to shard the result.
 
     Returns:
-      (..., D), whole on every device, or cut along `sequence`.
+      (..., D), replicated, or sharded along `sequence`.
 
     Raises:
-      TypeError: the table is not cut over the axis.
+      TypeError: the table is not sharded over the axis.
       ValueError: T does not divide the dim `sequence`.
     """
     check_cut("vocab_parallel_embedding: the table", table, axis)
@@ -37,17 +37,17 @@ def vocab_parallel_embedding(
 
 
 def vocab_parallel_cross_entropy(logits: jax.Array, targets: jax.Array, *, axis: str = TENSOR) -> jax.Array:
-    """-log softmax(logits)[target]; no device holds the whole logits.
+    """-log softmax(logits)[target]; no device holds the full logits.
 
     Args:
       logits: (..., V/T), from `column_parallel`.
-      targets: (...) whole numbers below V, the same on every device.
+      targets: (...) integers below V, the same on every device.
 
     Returns:
       (...) nats, float32 at least, the same on every device.
 
     Raises:
-      TypeError: the logits are not cut over the axis.
+      TypeError: the logits are not sharded over the axis.
     """
     check_cut("vocab_parallel_cross_entropy: the logits", logits, axis)
     return _loss_and_norm(logits, targets, axis)[0]
@@ -68,16 +68,16 @@ def vocab_parallel_linear_cross_entropy(
 
     Args:
       x: (..., L, D), as for `column_parallel`.
-      kernel: (D, V/T), cut by `specs` over its last dim.
-      targets: (..., L) whole numbers below V, the same on every device.
+      kernel: (D, V/T), sharded by `specs` over its last dim.
+      targets: (..., L) integers below V, the same on every device.
       chunk: the number of positions of each row in a chunk; it divides L. 0: all.
-      sequence: the dim along which `x` is cut; it is gathered here.
+      sequence: the dim along which `x` is sharded; it is gathered here.
 
     Returns:
       (..., L) nats, float32 at least, the same on every device.
 
     Raises:
-      TypeError: `x` or the kernel is not cut as said.
+      TypeError: `x` or the kernel is not sharded as described.
       ValueError: the chunk does not divide L.
 
     >>> x, kernel = jnp.ones((4, 2)), jnp.eye(2)

@@ -80,5 +80,5 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch, capsys, words):
         status = end.code
     error = capsys.readouterr().err
     assert (status, error.count("\n")) == (2, 1), error
-    assert "is no file or folder: mount the bucket" in error
+    assert "is not a local path: mount the bucket" in error
     assert [path.name for path in tmp_path.iterdir()] == ["text"]

@@ -95,10 +95,10 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--steps", "zero4"], "--steps 'zero4' is not known; did you mean 'zero3'?; there is ddp, zero1, zero2"),
-        (["--models", "x"], "--models 'x' is not known; there is decoder, llama, unrolled, moe"),
+        (["--steps", "zero4"], "--steps 'zero4' is unknown; did you mean 'zero3'?; choose from ddp, zero1, zero2"),
+        (["--models", "x"], "--models 'x' is unknown; choose from decoder, llama, unrolled, moe"),
         (["--machines", "h101:8"], "h101"),
-        (["--against", "x"], "--against 'x' is not known; there is ddp"),
+        (["--against", "x"], "--against 'x' is unknown; choose from ddp"),
         (["--rows", "0"], "--rows 0 must be from 1"),
         (["--rounds", "-1"], "--rounds -1 must be from 0"),
         (["--microbatches", "0"], "--microbatches 0 must be"),
@@ -106,15 +106,15 @@ def test_tables_cut_no_number_off(run, monkeypatch, capsys):
         (["--options", "[1]"], "it must be a JSON object"),
         (["--processes", "1"], "--processes 1 must be from 2 to 64"),
         (["--processes", "3"], "and divide --rows 16"),
-        (["--json", "nowhere/x.json"], "name a file in a folder that is there"),
-        (["--json", "/dev/null/x.json"], "name a file in a folder that is there and can be written to"),
-        (["--processes", "2", "--rounds", "0"], "--rounds 0 times nothing"),
-        (["--processes", "2", "--rounds", "1", "--torch", __file__], "is no Python that runs"),
-        (["--processes", "2", "--rounds", "1", "--torch", "/bin/ls"], "is no Python that runs"),
-        (["--steps"], "--steps names none: there is ddp"),
-        (["--machines"], "--machines names none: give some, as h100:8"),
-        (["--torch", "python3"], "--torch python3 is for --processes"),
-        (["more"], "unknown argument 'more': the name of an option stands before its value"),
+        (["--json", "nowhere/x.json"], "give a file in an existing"),
+        (["--json", "/dev/null/x.json"], "give a file in an existing, writable folder"),
+        (["--processes", "2", "--rounds", "0"], "--rounds 0 measures none"),
+        (["--processes", "2", "--rounds", "1", "--torch", __file__], "is not a working Python"),
+        (["--processes", "2", "--rounds", "1", "--torch", "/bin/ls"], "is not a working Python"),
+        (["--steps"], "--steps is empty: choose from ddp"),
+        (["--machines"], "--machines is empty: give some, such as h100:8"),
+        (["--torch", "python3"], "--torch python3 needs --processes"),
+        (["more"], "unknown argument 'more': write the option's name before its value"),
         (["--model", "conv"], "unknown option --model"),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_one_line(given, says, capsys):
 
 def test_rows_that_cannot_be_dealt_are_told(capsys):
     assert main([*TOY, "--machines", "cpu:8", "--steps", "zero2", "--rows", "12"]) == 1
-    assert "12 rows cannot be dealt to 8 devices" in capsys.readouterr().out
+    assert "12 rows cannot be split over 8 devices" in capsys.readouterr().out
 
 
 def two_steps(of, step, params, state):

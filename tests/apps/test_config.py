@@ -114,7 +114,7 @@ def test_dump_of_any_configuration_is_read_back(tmp_path_factory, config):
         ("[train]\nlog_to = ['wandb', 'mlflow']", "'train.log_to' is one of 'tensorboard', .*, not 'mlflow'"),
         ("[train]\nlog_to = 'wandb'", "'train.log_to' is a list, not the str 'wandb'"),
         ("[train]\nlog_to = [['wandb']]", r"'train.log_to' is one of 'tensorboard', .*, not \['wandb'\]"),
-        ("[sharding", "is no TOML: Expected"),
+        ("[sharding", "is not valid TOML: Expected"),
         ("train = 'steps'", r"'train' is a section: write \[train\]"),
         ("[[train]]\nsteps = 3", r"'train' is a section: write \[train\]"),
         ("[train.stepz]\na = 3", "unknown section 'train.stepz'; the nearest known one is 'train'"),
@@ -122,8 +122,11 @@ def test_dump_of_any_configuration_is_read_back(tmp_path_factory, config):
         ("[optimizer]\nbeta1 = false", "'optimizer.beta1' is a float, not the bool False"),
         ("[sharding]\nstrategy = ['zero2']", r"'sharding.strategy' is one of 'ddp', .*, not \['zero2'\]"),
         ("[sharding]\ndevices = '8'", "'sharding.devices' is an int, not the str '8'"),
-        (f"[optimizer]\nbeta1 = {10**400}", "'optimizer.beta1' is a float, and this int is larger than any float"),
-        (f"[train]\nsteps = {'9' * 5000}", "is no TOML: "),
+        (
+            f"[optimizer]\nbeta1 = {10**400}",
+            "'optimizer.beta1' is a float option, and this integer is too large for a float",
+        ),
+        (f"[train]\nsteps = {'9' * 5000}", "is not valid TOML: "),
     ],
 )
 def test_mistake_in_the_file_is_named(tmp_path, text, message):
@@ -150,23 +153,23 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_of_a_folder_the_configuration_in_it_is_named(tmp_path):
-    with pytest.raises(ValueError, match="it is a folder: name a TOML file"):
+    with pytest.raises(ValueError, match="it is a folder: give a TOML file"):
         toml.load(tmp_path)
     (tmp_path / "config.toml").touch()
-    with pytest.raises(ValueError, match=r"it is a folder: name '.*config\.toml', which is in it"):
+    with pytest.raises(ValueError, match=r"it is a folder: give '.*config\.toml', which is in it"):
         toml.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model.heads", "5"], "model.width = 192 is no multiple of model.heads = 5"),
+        (["--model.heads", "5"], "model.width = 192 is not a multiple of model.heads = 5"),
         (
             ["--model.kv-heads", "4"],
-            "model.heads = 6 is no multiple of model.kv_heads = 4, .* or set model.kv_heads = 0",
+            "model.heads = 6 is not a multiple of model.kv_heads = 4, .* or set model.kv_heads = 0",
         ),
         (["--model.kv-heads", "-1"], "model.kv_heads = -1: it must be 0 or more"),
-        (["--model.heads", "64"], "is odd, and rotary positions turn pairs"),
+        (["--model.heads", "64"], "is odd, and rotary positions need pairs"),
         (["--model.vocabulary", "255"], "model.vocabulary = 255: it must be at least 256"),
         (["--model.dropout", "1"], "model.dropout = 1.0: it must be at least 0 and below 1"),
         (["--train.steps", "0"], "train.steps = 0: it must be above 0"),
@@ -184,25 +187,25 @@ def test_of_a_folder_the_configuration_in_it_is_named(tmp_path):
         (["--train.steps", str(2**31)], "train.steps = 2147483648: it must be at most 2147483647"),
         (["--train.hang-seconds", "1e-300"], "train.hang_seconds = 1e-300: it must be 0, or at least 1"),
         (["--optimizer.final-fraction", "2"], "optimizer.final_fraction = 2.0: it must be between 0 and 1"),
-        (["--optimizer.warmup-steps", "9", "--train.steps", "9"], "leaves no step of the train.steps = 9"),
+        (["--optimizer.warmup-steps", "9", "--train.steps", "9"], "is too long for train.steps = 9"),
         (["--sharding.devices", "0"], "sharding.devices = 0: it must be above 0"),
         (["--sharding.data", "-2"], "sharding.data = -2: it must be above 0, or -1"),
         (["--sharding.strategy", "hsdp"], "sharding.replica = 1: it must be at least 2 for the strategy hsdp"),
         (["--train.max-skips", "-1"], "train.max_skips = -1: it must be 0 or more"),
-        (["--precision.masters"], "precision.masters: the parameters are float32 themselves: leave it out"),
+        (["--precision.masters"], "precision.masters: the parameters are already float32: leave it out"),
         (["--precision.stochastic-rounding"], "precision.params = float32: leave it out, or set precision.params = bf"),
         (
             ["--precision.params", "bfloat16", "--precision.stochastic-rounding", "--precision.masters"],
-            "precision.stochastic_rounding does without precision.masters: leave one of them out",
+            "precision.stochastic_rounding replaces precision.masters: leave one of them out",
         ),
-        (["--precision.params", "float16"], "AdamW's small numbers vanish in it: add precision.masters = true"),
+        (["--precision.params", "float16"], "AdamW's small values underflow to 0: add precision.masters = true"),
         (
             ["--precision.params", "bfloat16", "--precision.masters", "--precision.loss-scale"],
-            "precision.loss_scale: bfloat16 has the range that gradients need: leave it out",
+            "precision.loss_scale: bfloat16 has enough range for gradients: leave it out",
         ),
         (
             ["--precision.params", "bfloat16", "--precision.moments", "bfloat16"],
-            "precision.moments = bfloat16: nothing here is kept wider.*add precision.masters",
+            "precision.moments = bfloat16: without masters.*add precision.masters",
         ),
         (["--resume"], "--resume needs --out DIR"),
         (["--resume", "--out", "nowhere"], "--resume: no saved run in --out nowhere"),
@@ -217,12 +220,12 @@ def test_a_short_run_warms_up_for_less_unless_the_user_said_how_long(tmp_path):
     """`--train.steps 30` was refused, for the default of 50 steps of warm-up."""
     given = parse(["--train.steps", "30"])
     assert given.optimizer.warmup_steps == 3
-    assert given.notes == ("optimizer.warmup_steps = 3, since the default, 50, leaves no step of train.steps = 30",)
+    assert given.notes == ("optimizer.warmup_steps = 3, since the default, 50, is too long for train.steps = 30",)
     assert (parse(["--train.steps", "51"]).optimizer.warmup_steps, parse(["--train.steps", "51"]).notes) == (50, ())
     assert parse(["--train.steps", "1"]).optimizer.warmup_steps == 0
     assert parse([str(written(tmp_path, "[train]\nsteps = 30\n"))]).optimizer.warmup_steps == 3
     for said in (["--optimizer.warmup-steps", "50"], [str(written(tmp_path, "[optimizer]\nwarmup_steps = 50\n"))]):
-        with pytest.raises(ValueError, match=r"warmup_steps = 50 leaves no step of the train.steps = 30"):
+        with pytest.raises(ValueError, match=r"warmup_steps = 50 is too long for train.steps = 30"):
             parse(["--train.steps", "30", *said])
 
 
@@ -237,7 +240,7 @@ def test_a_configuration_from_a_pipe_is_read(tmp_path):
 
 
 def test_a_configuration_without_an_end_is_refused():
-    with pytest.raises(ValueError, match=r"cannot read the configuration '/dev/zero': .*it is a device, and no file"):
+    with pytest.raises(ValueError, match=r"cannot read the configuration '/dev/zero': .*it is a device, not a file"):
         parse(["/dev/zero"])
 
 

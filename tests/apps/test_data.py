@@ -62,7 +62,7 @@ def test_a_module_has_the_same_place_whatever_others_there_are(tmp_path, monkeyp
 def test_a_python_without_source_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(
-        ValueError, match=r"data.path: 'stdlib': this Python has no source .*python311\.zip': give a file"
+        ValueError, match=r"data.path: 'stdlib': this Python does not include the source .*python311\.zip': give a file"
     ):
         text_files.read_text("stdlib")
 
@@ -71,7 +71,7 @@ def test_a_file_of_the_name_of_the_standard_library_is_not_passed_over(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stdlib").write_text("mine")
     with pytest.raises(
-        ValueError, match=r"--data: 'stdlib' is the source of .* has this name: write ./stdlib for that"
+        ValueError, match=r"--data: 'stdlib' is the source of .* has the same name: write ./stdlib for it"
     ):
         text_files.readable("--data", "stdlib")
     assert text_files.read_text("./stdlib").tobytes() == b"mine"
@@ -92,14 +92,14 @@ def test_folder_is_read_in_the_order_of_relative_paths(tmp_path):
         (lambda path: None, "does not exist"),
         (lambda path: path.mkdir(), r"is empty \(0 files\)"),
         (lambda path: path.write_bytes(b" \n"), r"is empty \(1 files\)"),
-        (lambda path: os.mkfifo(path), "is no file, and no folder: put the text into a file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is no file, and no folder"),
-        (lambda path: path.symlink_to("nowhere"), r"is a link that leads nowhere \(No such file"),
-        (lambda path: path.symlink_to(path), r"is a link that leads nowhere \(Too many levels"),
-        (lambda path: (path.mkdir(), os.mkfifo(path / "b")), r"text/b' is no file, and no folder"),
-        (lambda path: (path.mkdir(), (path / "b").symlink_to("gone")), r"text/b' is a link that leads nowhere"),
-        (lambda path: (path.mkdir(), (path / "b").symlink_to(path)), r"text/b' is a link to a folder that it lies in"),
-        (lambda path: (path.touch(), os.truncate(path, 2**42)), "would take 8,796 GB, and there are"),
+        (lambda path: os.mkfifo(path), "is neither a file nor a folder: put the text into a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is neither a file nor a folder"),
+        (lambda path: path.symlink_to("nowhere"), r"is a broken link \(No such file"),
+        (lambda path: path.symlink_to(path), r"is a broken link \(Too many levels"),
+        (lambda path: (path.mkdir(), os.mkfifo(path / "b")), r"text/b' is neither a file nor a folder"),
+        (lambda path: (path.mkdir(), (path / "b").symlink_to("gone")), r"text/b' is a broken link"),
+        (lambda path: (path.mkdir(), (path / "b").symlink_to(path)), r"text/b' is a link to a folder that contains it"),
+        (lambda path: (path.touch(), os.truncate(path, 2**42)), "would take 8,796 GB, and only"),
     ],
 )
 def test_bad_path_is_named(tmp_path, make, message):

@@ -73,7 +73,7 @@ def test_grains_own_order_is_taken(source):
     dataset = grain.MapDataset.source(list(rows_of(source))).seed(3).shuffle()
     text = read(f"{source}:grains")
     np.testing.assert_array_equal(batches_of(text, 8, 16, 0)(1)["tokens"], np.stack([dataset[i] for i in range(8, 16)]))
-    with pytest.raises(ValueError, match=r"has no end: leave repeat\(\) out"):
+    with pytest.raises(ValueError, match=r"never ends: leave out repeat\(\)"):
         read(f"{source}:endless")
     endless = read(f"{source}:endless", f"{source}:others")
     assert batches_of(endless, 8, 16, 0)(10**6)["tokens"].shape == (8, 17)
@@ -120,10 +120,10 @@ def test_a_run_is_resumed_bit_for_bit_and_is_the_same_on_other_devices(source, t
 
 RANDOM = "class A(list):\n def __getitem__(self, i): return np.random.randint(0, 9, 17)\n"
 WRONG = {
-    "def f(): return 3": "returned a int: it must return a grain.MapDataset",
+    "def f(): return 3": "returned a int: it must return rows of tokens, as a grain.MapDataset",
     "def f(): return (x for x in [])": "returned a generator: it must return",
     "def f(): return []": "has no elements",
-    "def f(): return [np.zeros(17, int)]": "has 1 elements, too few to hold a part of 0.1 out",
+    "def f(): return [np.zeros(17, int)]": "has 1 elements, too few to hold out a fraction of 0.1",
     "def f(): return [np.zeros(16, int)] * 20": "element 0 is int64 of shape (16,), and a row of tokens is a 1-D array",
     "def f(): return [np.zeros((2, 17), int)] * 20": "element 0 is int64 of shape (2, 17), and a row",
     "def f(): return [np.zeros(17)] * 20": "element 0 is float64 of shape (17,), and a row",
@@ -133,10 +133,10 @@ WRONG = {
     "def f(): return [[256] * 17] * 20": "model.vocabulary = 256: set it to 257 or more",
     "def f(): 1 / 0": "x.py:2: ZeroDivisionError: division by zero",
     "def f(x): return []": "f must take no arguments",
-    "f = 3": "f is no function, but of type int",
+    "f = 3": "f is not a function, but of type int",
     "def g(): return []": "x.py has no f",
     "import nowhere_at_all": "No module named 'nowhere_at_all'",
-    f"{RANDOM}def f(): return A([0] * 20)": "element 0 is not the same when it is read again",
+    f"{RANDOM}def f(): return A([0] * 20)": "element 0 differs when it is read again",
 }
 
 
@@ -152,8 +152,8 @@ def test_what_cannot_be_is_told_before_anything_is_done(code, tmp_path, capsys):
 
 def test_functions_that_are_not_there_are_told(tmp_path, source):
     for path, message in {
-        "nowhere.py:f": "there is no file 'nowhere.py'",
-        "nowhere:f": "there is no module 'nowhere'",
+        "nowhere.py:f": "the file 'nowhere.py' does not exist",
+        "nowhere:f": "no module 'nowhere' in this folder",
     }.items():
         with pytest.raises(ValueError, match=message):
             read(path)

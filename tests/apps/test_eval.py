@@ -55,8 +55,8 @@ def test_another_text_is_measured_whole(runs, capfd):
 WRONG = {
     "no run": (["nowhere"], "RUN nowhere: no saved run"),
     "no text": (["bytes", "--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
-    "another kind": (["bytes", "--data", "train.bin"], "is of tokens, and the run's model is not"),
-    "text for tokens": (["tokens", "--data", "text.txt"], "is of bytes, and the run's model is not"),
+    "another kind": (["bytes", "--data", "train.bin"], "has tokens, and the run's model does not"),
+    "text for tokens": (["tokens", "--data", "text.txt"], "has bytes, and the run's model does not"),
     "no rows": (["bytes", "--rows", "0"], "--rows 0 must be at least 1"),
 }
 

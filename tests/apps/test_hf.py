@@ -179,7 +179,7 @@ WRONG = {
     "twice": (
         "llama",
         lambda f: rewritten(f, lambda t: t | {"norm.weight": t["model.norm.weight"]}),
-        "is there twice, with model. before it and without",
+        "occurs twice, with the prefix model. and without",
     ),
     "another head": (
         "gpt2",
@@ -204,16 +204,16 @@ WRONG = {
         "llama",
         lambda f: changed(f, rope_parameters={**json.loads((f / "config.json").read_text())["rope_parameters"],
                                               "high_freq_factor": 8.0}),
-        "high_freq_factor = 8.0, and jaxshard computes it with 4.0",
+        "high_freq_factor = 8.0, and jaxshard supports only 4.0",
     ),
-    "one bias": ("llama", lambda f: changed(f, attention_bias=True), "mlp_bias = false, and jaxshard computes it w"),
-    "wide heads": ("llama", lambda f: changed(f, head_dim=8), "head_dim = 8, and jaxshard computes it with null or 4"),
+    "one bias": ("llama", lambda f: changed(f, attention_bias=True), "mlp_bias = false, and jaxshard supports only"),
+    "wide heads": ("llama", lambda f: changed(f, head_dim=8), "head_dim = 8, and jaxshard supports only null or 4"),
     "quantized": ("llama", lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config = "),
-    "no end": ("llama", lambda f: changed(f, num_hidden_layers=2**31 - 1), "says 2147483647 layers, and there are"),
-    "text": ("llama", lambda f: changed(f, num_hidden_layers="2"), "num_hidden_layers = '2' is no whole number"),
-    "heads": ("llama", lambda f: changed(f, num_attention_heads=3), "model.width = 16 is no multiple of model.heads"),
+    "no end": ("llama", lambda f: changed(f, num_hidden_layers=2**31 - 1), "2147483647 layers, and the folder has"),
+    "text": ("llama", lambda f: changed(f, num_hidden_layers="2"), "num_hidden_layers = '2' is not an integer"),
+    "heads": ("llama", lambda f: changed(f, num_attention_heads=3), "width = 16 is not a multiple of model.heads"),
     "no json": ("llama", lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    "no config": ("llama", lambda f: (f / "config.json").unlink(), "config.json, which says what model it is, is"),
+    "no config": ("llama", lambda f: (f / "config.json").unlink(), "config.json, which describes the model, is"),
     "cut short": (
         "llama",
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-8]),
@@ -222,7 +222,7 @@ WRONG = {
     "pickle": (
         "gpt2",
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "pytorch_model.bin is a pickle, which runs what is in it",
+        "pytorch_model.bin is a pickle, which can run code",
     ),
     "no weights": ("gpt2", lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
 }  # fmt: skip
@@ -248,13 +248,17 @@ def test_an_index_that_is_not_right(tmp_path):
     right = json.loads(index.read_text())
     assert opened(index)[1].places == opened(folder)[1].places
     other = {**right["weight_map"], "model.norm.weight": "../model.safetensors"}
-    for places, words in (({}, "has no weight_map"), (other, "names no file beside it"), ({"a": "gone"}, "is gone")):
+    for places, words in (
+        ({}, "has no weight_map"),
+        (other, "does not name a file of this folder"),
+        ({"a": "gone"}, "is missing"),
+    ):
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=words):
             opened(folder)
     moved = {**right["weight_map"], "model.norm.weight": right["weight_map"]["model.embed_tokens.weight"]}
     index.write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(ValueError, match=r"has other tensors than its index: model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"has different tensors than its index: model\.norm\.weight"):
         opened(folder)
 
 
@@ -278,7 +282,7 @@ def test_a_cache_of_the_hub_is_links_to_blobs(tmp_path):
         shutil.copy(RECORDED / "llama" / name, cache / "blobs" / str(number))
         (snapshot / name).symlink_to(f"../../blobs/{number}")
     assert_same_bits(placed(*opened(snapshot))[2], placed(*opened(RECORDED / "llama"))[2])
-    with pytest.raises(ValueError, match=r"is a cache of Hugging Face's: name a snapshot in it: .*0123"):
+    with pytest.raises(ValueError, match=r"is a Hugging Face cache: give one of its snapshots: .*0123"):
         opened(cache)
 
 
@@ -336,10 +340,10 @@ def test_what_cannot_be_exported_is_told(tmp_path, capfd):
     saved_run(tmp_path / "run", config, fresh(config, 1e6)[1])
     for words, source, options in (
         ("writes the model of a run of jaxshard train", "saves", ["--huggingface", tmp_path / "out"]),
-        ("is there already: name a new folder", "run", ["--huggingface", tmp_path / "full"]),
-        ("make it first", "run", ["--huggingface", tmp_path / "no" / "out"]),
+        ("already exists: give a new folder", "run", ["--huggingface", tmp_path / "full"]),
+        ("create it first", "run", ["--huggingface", tmp_path / "no" / "out"]),
         ("give --safetensors FILE or --huggingface DIR", "run", []),
-        ("writes the whole model", "run", ["--huggingface", tmp_path / "out", "--only", "w"]),
+        ("writes the full model", "run", ["--huggingface", tmp_path / "out", "--only", "w"]),
         ("is for --huggingface", "run", ["--safetensors", tmp_path / "x.safetensors", "--dtype", "float16"]),
         ("numbers that are not finite in float16", "run", ["--huggingface", tmp_path / "out", "--dtype", "float16"]),
     ):
@@ -390,7 +394,7 @@ def test_a_run_takes_its_model_from_the_folder_and_leaves_as_another(tokens, tmp
     start = copy_of("gpt2", tmp_path / "gpt 2 [tiny]")
     options = ["--train.start", str(start), "--data", str(tokens), "--lora.rank", "2", "--out", str(tmp_path / "run")]
     assert main(["train", *options, *OPTIONS, "--optimizer.warmup-steps", "0"]) == 0
-    assert "the model is that of" in (out := " ".join(capfd.readouterr().out.split()))
+    assert "the model's options come from" in (out := " ".join(capfd.readouterr().out.split()))
     assert "model.positions = learned, model.norm = layer" in out
     shutil.rmtree(start)
     assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--train.steps", "3"]) == 0
@@ -411,7 +415,7 @@ def test_a_run_takes_its_model_from_the_folder_and_leaves_as_another(tokens, tmp
 
 
 REFUSED = {
-    "a number": (["--model.layers", "3"], "has another model: model.layers = 3, there 2"),
+    "a number": (["--model.layers", "3"], "has a different model: model.layers = 3, there 2"),
     "a flag": (["--model.no-tied"], "model.tied = False, there True"),
     "length": (["--model.sequence-length", "8"], "model.sequence_length = 8, there 16"),
     "tensor": (["--sharding.strategy", "tensor_parallel", "--sharding.tensor", "8"], "model.heads = 2 is no multiple"),
@@ -431,14 +435,14 @@ def test_an_option_that_is_another_in_the_folder_is_told(name, tokens, tmp_path,
 def test_the_plan_of_a_folder_has_its_bytes(name, tmp_path, capfd):
     options = ["--train.start", str(RECORDED / name), "--machine", "cpu:8", "--json", str(tmp_path / "plan.json")]
     assert main(["plan", *options, "--strategies", "ddp"]) == 0
-    assert "the model is that of" in capfd.readouterr().err
+    assert "the model's options come from" in capfd.readouterr().err
     (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert row["at_rest"]["params"] == sum(x.nbytes for x in tensors_of(RECORDED / name).values())
 
 
 def test_a_folder_holds_no_text_back(capfd):
     assert main(["eval", str(RECORDED / "llama")]) == 2
-    assert "name one by --data" in capfd.readouterr().err
+    assert "give a text by --data" in capfd.readouterr().err
 
 
 def test_a_folder_writes_by_its_own_tokenizer(tmp_path, capfd):

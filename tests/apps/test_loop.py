@@ -157,9 +157,9 @@ def test_a_divergence_says_whether_the_params_were_finite_before():
     error = SimpleNamespace(what="the update of w", broken=None)
     assert "step 7: the update of w is not finite, and more than train.max_skips = 3" in _divergence(7, error, 3)
     error.broken = "blocks/w"
-    assert "step 7: blocks/w was not finite before this step already" in _divergence(7, error, 3)
+    assert "step 7: blocks/w was already not finite before this step" in _divergence(7, error, 3)
     assert _way_back([10, 20, 30], 10) == (
-        "the newest finite save is step 10: move 20, 30 out of model/, and go on by --resume"
+        "the newest finite save is step 10: move 20, 30 out of model/, and resume with --resume"
     )
-    assert _way_back([10], 10) == "the newest finite save is step 10: go on by --resume"
-    assert _way_back([10], None) == "no save is known to be finite: start a new run"
+    assert _way_back([10], 10) == "the newest finite save is step 10: resume with --resume"
+    assert _way_back([10], None) == "no save is recorded as finite: start a new run"

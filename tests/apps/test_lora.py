@@ -207,7 +207,7 @@ ONE_STEP = ["--train.steps", "1", "--optimizer.learning-rate", "1e-30"]
 
 def test_a_damaged_save_is_told_and_the_one_before_it_taken(base_run, tmp_path):
     folder = damaged(base_run, tmp_path, [4])
-    with pytest.warns(UserWarning, match="train.start = .*the save before it is taken"):
+    with pytest.warns(UserWarning, match="train.start = .*the previous save is used"):
         assert run(tmp_path / "run", "--train.start", str(folder), *ONE_STEP) == 0
     assert_same_bits(saved(tmp_path / "run"), saved(base_run))
 
@@ -215,7 +215,7 @@ def test_a_damaged_save_is_told_and_the_one_before_it_taken(base_run, tmp_path):
 @pytest.mark.filterwarnings("ignore:train.start")
 def test_where_no_save_is_whole(base_run, tmp_path, capfd):
     assert run(tmp_path / "run", "--train.start", str(damaged(base_run, tmp_path, [3, 4])), *ONE_STEP) == 1
-    assert "no save is whole" in capfd.readouterr().err
+    assert "no save is intact" in capfd.readouterr().err
 
 
 def test_a_save_that_was_deleted_meanwhile(base_run, tmp_path, monkeypatch):
@@ -245,16 +245,16 @@ def test_a_configuration_that_was_changed_is_not_believed(base_run, tmp_path, ca
     path = tmp_path / "copy" / "config.toml"
     path.write_text(path.read_text().replace("alpha = 16.0", "alpha = 64.0"))
     assert run(tmp_path / "run", "--train.start", str(tmp_path / "copy")) == 2
-    assert "is not what the run wrote" in capfd.readouterr().err
+    assert "was changed after the run wrote" in capfd.readouterr().err
     path.unlink()
     assert run(tmp_path / "run", "--train.start", str(tmp_path / "copy")) == 2
-    assert "is gone" in capfd.readouterr().err
+    assert "is missing" in capfd.readouterr().err
 
 
 WRONG = {
     "no start": (["--lora.rank", "4"], "lora.rank = 4 without train.start"),
     "no run": (["--lora.rank", "4", "--train.start", "nowhere"], "train.start = nowhere: no saved run"),
-    "another model": (["--train.start", "BASE", "--model.hidden", "64"], "model.hidden = 64, there 32"),
+    "a different model": (["--train.start", "BASE", "--model.hidden", "64"], "model.hidden = 64, there 32"),
     "no rank": (["--train.start", "BASE", "--lora.base", "int8"], "lora.base = int8 with lora.rank = 0"),
     "negative": (["--train.start", "BASE", "--lora.rank", "-1"], "lora.rank = -1: it must be 0 or more"),
     "alpha": (
@@ -264,7 +264,7 @@ WRONG = {
     "alpha alone": (["--train.start", "BASE", "--lora.alpha", "3"], "lora.alpha = 3.0 with lora.rank = 0"),
     "pipeline": (
         ["--train.start", "BASE", "--lora.rank", "2", "--sharding.strategy", "hybrid", "--sharding.pipeline", "2"],
-        "stages take no frozen matrices",
+        "stages do not support frozen matrices",
     ),
 }
 

@@ -54,10 +54,14 @@ MOVES = {
     "renamed": (lambda run: run.rename(run.with_name("new")), "it is now {0}/new; step 4 is saved in {0}/new", "new"),
     "deleted": (shutil.rmtree, "it was deleted or unmounted; step 4 is saved in {0}/run", "run"),
     "replaced": (replaced, "it was deleted or unmounted; step 4 is saved in {0}/run.rescued", "run.rescued"),
-    "another's": (others_model, "model was replaced, and is not this run's; step 4 is saved in", "run.rescued"),
+    "another's": (
+        others_model,
+        "model was replaced, and does not belong to this run; step 4 is saved in",
+        "run.rescued",
+    ),
     "a file": (
         lambda run: (shutil.rmtree(run / "model"), (run / "model").write_text("x")),
-        "model was replaced, and is not this run's; step 4 is saved in",
+        "model was replaced, and does not belong to this run; step 4 is saved in",
         "run.rescued",
     ),
 }
@@ -71,8 +75,8 @@ def test_a_run_whose_folder_changes_saves_and_says_so(how, tmp_path, monkeypatch
     printed = capfd.readouterr()
     (line,) = printed.err.splitlines()
     assert words.format(tmp_path) in line
-    assert line.endswith(f"; to go on: jaxshard train --resume --out {tmp_path / where}")
-    assert "to go on" not in printed.out
+    assert line.endswith(f"; to resume: jaxshard train --resume --out {tmp_path / where}")
+    assert "to resume" not in printed.out
     assert Checkpointer(tmp_path / where / "model").steps()[-1] == 4
     if how == "replaced":
         assert os.listdir(tmp_path / "run") == ["others"]
@@ -90,10 +94,10 @@ def test_what_is_missing_in_the_folder_is_written_anew(tmp_path, monkeypatch, ca
     run = tmp_path / "run"
     assert trained(run, monkeypatch, change) == 0
     out = capfd.readouterr().out
-    assert f"{run}/model was moved, deleted or replaced: earlier saves may be gone" in out
-    assert f"{run}/config.toml was gone: it is written anew" in out
+    assert f"{run}/model was moved, deleted or replaced: earlier saves may be lost" in out
+    assert f"{run}/config.toml was missing: it is written again" in out
     for name in ("metrics.jsonl", "tensorboard"):
-        assert re.search(f"{run}/{name} was moved, deleted or replaced: a new one begins at step [23]\n", out)
+        assert re.search(f"{run}/{name} was moved, deleted or replaced: a new file begins at step [23]\n", out)
     assert f"in {run}: model/6, metrics.jsonl, loss.png, config.toml, tensorboard\n" in out
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 6
     assert command(["--resume", "--out", str(run), "--train.steps", "7"]) == 0

@@ -13,7 +13,7 @@ import pytest
 
 import jaxshard
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 STEPS, ROWS, EVERY = 300, 32, 15
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

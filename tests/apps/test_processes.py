@@ -68,10 +68,10 @@ def test_what_cannot_run_is_told(monkeypatch):
     missing = "raise ModuleNotFoundError(\"No module named 'torch'\")"
     monkeypatch.setattr(processes, "_command", lambda *_: [sys.executable, "-c", missing])
     (row,) = processes.rows(["torch-zero"], 2, SETTING)
-    assert row.note == "PyTorch is not installed: pip install torch, name --torch"
+    assert row.note == "PyTorch is not installed: pip install torch, or give --torch"
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(processes, "_LIMIT_SECONDS", 0.5)
-    with pytest.raises(UnfitError, match="ended with status -9"):
+    with pytest.raises(UnfitError, match="exited with status -9"):
         processes.Group([[sys.executable, "-c", "import time; time.sleep(60)"]])

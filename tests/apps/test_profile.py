@@ -86,9 +86,9 @@ WRONG = {
     "-1:3": "it must be FROM:TO",
     "1:2:3": "it must be FROM:TO",
     "١:٣": "it must be FROM:TO",
-    "3:3": "--profile 3:3 has no step: TO must be above FROM, as in 3:8",
-    "4:2": "--profile 4:2 has no step",
-    "5:7": "--profile 5:7: this process takes 6 steps: TO is at most 6",
+    "3:3": "--profile 3:3 covers no step: TO must be above FROM, as in 3:8",
+    "4:2": "--profile 4:2 covers no step",
+    "5:7": "--profile 5:7: this process runs 6 steps: TO must be at most 6",
 }
 
 
@@ -102,7 +102,7 @@ def test_a_range_that_cannot_be_is_told_before_anything_is_done(tmp_path, capsys
 
 def test_a_resumed_process_has_fewer_steps(monkeypatch):
     monkeypatch.setattr(profile, "_would_crash", lambda: False)  # another test of this process may have loaded libtpu
-    with pytest.raises(ValueError, match="this process takes 2 steps"):
+    with pytest.raises(ValueError, match="this process runs 2 steps"):
         profile.check(steps_in("0:3"), 2)
     profile.check(steps_in("0:2"), 2)
 
@@ -124,5 +124,5 @@ def test_what_keeps_it_from_being_written_is_told_and_stops_nothing(tmp_path, mo
         traced.before(())
     assert told == [
         f"{tmp_path}: no profile was written: the disk is full",
-        "no profile: the run ended after 1 steps of this process",
+        "no profile was written: the run ended after 1 steps of this process",
     ]

@@ -75,7 +75,7 @@ def test_metrics_that_were_harmed_do_not_stop_a_run(run, capsys):
     )
     assert resumed(run, "--train.steps", "5") == 0
     assert (
-        "metrics.jsonl: 5 of its lines are no metrics, and are now in metrics.jsonl.others" in capsys.readouterr().out
+        "metrics.jsonl: 5 of its lines are not metrics, and are now in metrics.jsonl.others" in capsys.readouterr().out
     )
     assert steps_recorded(run) == [1, 3, 4, 4, 5, 5]
 
@@ -88,8 +88,8 @@ def test_folders_in_place_of_files_do_not_stop_a_run(run, capsys, name):
     (run / "tensorboard").write_text("no folder")
     assert resumed(run) == 0
     printed = capsys.readouterr().out
-    assert f"{name} is no file: it is now {name}.aside" in printed
-    assert "tensorboard is no folder: it is now tensorboard.aside" in printed
+    assert f"{name} is not a file: it is now {name}.aside" in printed
+    assert "tensorboard is not a folder: it is now tensorboard.aside" in printed
     assert (run / f"{name}.aside" / "mine").is_dir()
     assert {path.name for path in run.iterdir()} >= {"metrics.jsonl", "loss.png", "tensorboard"}
 
@@ -152,10 +152,10 @@ def test_a_configuration_without_a_seal_is_read(run, capsys):
 def test_another_part_that_is_held_out_is_told(run, capsys):
     assert resumed(run, "--data.heldout", "0.2", "--data.heldout-bytes", "600") == 0
     printed = capsys.readouterr().out
-    assert "data.heldout = 0.2, saved 0.1, data.heldout_bytes = 600, saved 700: other text is held out" in printed
-    assert "the model has seen some of it in training" in printed
+    assert "data.heldout = 0.2, saved 0.1, data.heldout_bytes = 600, saved 700: the held-out text differs" in printed
+    assert "the model was trained on some of it" in printed
     assert resumed(run) == 0
-    assert "other text is held out" not in capsys.readouterr().out
+    assert "the held-out text differs" not in capsys.readouterr().out
 
 
 def test_the_configuration_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_run_whose_models_are_gone_is_not_started_anew_over_its_configuration(
     before = (run / "config.toml").read_bytes()
     shutil.rmtree(run / "model")
     assert main(["train", "--resume-if-saved", "--out", str(run)]) == 2
-    assert "config.toml is there and model/ is gone: bring it back, or name another folder" in capsys.readouterr().err
+    assert "config.toml but not model/: restore that, or give a different folder" in capsys.readouterr().err
     assert (run / "config.toml").read_bytes() == before
     assert not (run / "model").exists()
 
@@ -190,6 +190,6 @@ def test_platforms_that_are_not_there_are_one_line(tmp_path):
     command = [sys.executable, "-m", "jaxshard", "train", "--out", str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("jaxshard train: JAX finds no devices, with JAX_PLATFORMS='cuda'")
+    assert ended.stderr.splitlines()[-1].startswith("jaxshard train: JAX found no devices with JAX_PLATFORMS='cuda'")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "run").exists()

@@ -46,7 +46,7 @@ def test_a_line_that_is_no_record_is_kept_elsewhere_and_told(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([first, line, b"\n", *rest]))
     note = RunFolder(tmp_path).forget_after(9)
     assert kept(tmp_path) == RECORDS
-    assert note.endswith("metrics.jsonl: 1 of its lines are no metrics, and are now in metrics.jsonl.others")
+    assert note.endswith("metrics.jsonl: 1 of its lines are not metrics, and are now in metrics.jsonl.others")
     assert (tmp_path / "metrics.jsonl.others").read_bytes().startswith(line[:1000])
     assert RunFolder(tmp_path).forget_after(2) == ""
     assert kept(tmp_path) == RECORDS[:2]
@@ -177,10 +177,10 @@ def begun(tmp_path, text):
 def test_a_configuration_that_was_cut_short_is_an_error(tmp_path, number):
     """Cut where a line ends it is TOML: the defaults came back in silence, lr 3e-3 for 1e-4 and zero2 for ddp."""
     folder = begun(tmp_path, "".join(SEALED.splitlines(keepends=True)[:number]))
-    with pytest.raises(ValueError, match=r"was cut short.*; name the file that has its options: jaxshard train CONFIG"):
+    with pytest.raises(ValueError, match=r"is truncated.*; give the file that has its options: jaxshard train CONFIG"):
         train_options._check_own(folder)
     if number:
-        with pytest.raises(ValueError, match="was cut short"):
+        with pytest.raises(ValueError, match="is truncated"):
             toml.load(folder.config)  # nor is it taken where it is named
 
 
@@ -190,14 +190,14 @@ def test_a_configuration_of_an_older_jaxshard_is_read_and_what_it_lacks_is_told(
     older = text.replace("heartbeat_seconds = 60\n", "").replace("mend_copies = false\n", "")
     (note,) = train_options._check_own(begun(tmp_path, older))
     assert "lacks train.mend_copies, train.heartbeat_seconds: an older jaxshard wrote it" in note
-    with pytest.raises(ValueError, match=r"was cut short: it has no section \[train\]"):
+    with pytest.raises(ValueError, match=r"is truncated: it lacks the section \[train\]"):
         train_options._check_own(begun(tmp_path, text.partition("[train]")[0]))
 
 
 def test_a_configuration_that_was_edited_is_taken_once_it_is_named(tmp_path):
     folder = begun(tmp_path, SEALED.replace("steps = 400", "steps = 800"))
     with pytest.raises(
-        ValueError, match="is not what the run wrote; if you changed it yourself, name the file"
+        ValueError, match="was changed after the run wrote it; if you changed it yourself, give the file"
     ) as raised:
         train_options._check_own(folder)
     assert f"jaxshard train {folder.config} --resume --out {tmp_path}" in str(raised.value)

@@ -52,22 +52,22 @@ HARMS = {
     "empty": (lambda f: f.write_bytes(b""), "its header does not fit"),
     "seven bytes": (lambda f: f.write_bytes(b"\x01" * 7), "its header does not fit"),
     "a huge header": (lambda f: f.write_bytes(b"\xff" * 7 + b"\0" + bytes(99)), "its header does not fit"),
-    "no json": (lambda f: f.write_bytes((4).to_bytes(8, "little") + b"{{{{"), "its header is none of .safetensors"),
-    "a list": (lambda f: header(f, lambda h: [1]), "its header is none of .safetensors"),
+    "no json": (lambda f: f.write_bytes((4).to_bytes(8, "little") + b"{{{{"), "its header is not a .safetensors"),
+    "a list": (lambda f: header(f, lambda h: [1]), "its header is not a .safetensors"),
     "deep": (
         lambda f: f.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000),
-        "its header is none of .safetensors",
+        "its header is not a .safetensors",
     ),
-    "cut short": (lambda f: os.truncate(f, f.stat().st_size - 1), "without a gap"),
-    "longer": (lambda f: f.write_bytes(f.read_bytes() + b"\0"), "without a gap"),
-    "negative": (lambda f: header(f, lambda h: h["half"].update(data_offsets=[-4, 8])), "describes no tensor"),
+    "cut short": (lambda f: os.truncate(f, f.stat().st_size - 1), "without gaps"),
+    "longer": (lambda f: f.write_bytes(f.read_bytes() + b"\0"), "without gaps"),
+    "negative": (lambda f: header(f, lambda h: h["half"].update(data_offsets=[-4, 8])), "does not describe a tensor"),
     "a huge shape": (
         lambda f: header(f, lambda h: h["half"].update(shape=[2**62, 2**62])),
-        "another number of bytes than its shape",
+        "a different number of bytes than its shape",
     ),
     "overlapping": (
         lambda f: header(f, lambda h: h["half"].update(data_offsets=h["brain"]["data_offsets"], shape=[5])),
-        "without a gap",
+        "without gaps",
     ),
     "no type": (lambda f: header(f, lambda h: h["half"].pop("dtype") and None), "KeyError: 'dtype'"),
 }
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(file, monkeypatch
         return found
 
     monkeypatch.setattr(safetensors_file, "entries", then_cut)
-    with pytest.raises(OSError, match="was cut short while it is read: single is not whole"):
+    with pytest.raises(OSError, match="was truncated while jaxshard read it: single is incomplete"):
         safetensors_file.tensor(file, "single")
 
 

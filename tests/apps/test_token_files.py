@@ -101,7 +101,7 @@ def test_a_file_is_never_held_whole_in_memory(tmp_path):
 
 
 WRONG = {
-    "odd": (b"abc", {}, "has 3 bytes of tokens, no multiple of 2, the size of uint16: it was cut short, or is text"),
+    "odd": (b"abc", {}, "has 3 bytes of tokens, not a multiple of 2, the size of uint16: it is truncated, or is text"),
     "large token": (
         np.where(np.arange(300) < 7, 511, 600).astype("<u2").tobytes(),
         {},
@@ -117,7 +117,7 @@ WRONG = {
     "cut short": (
         np.asarray([20240520, 1, 100, *[0] * 253], "<i4").tobytes() + bytes(190),
         {},
-        "holds 95 tokens, and its header says 100: copy it anew",
+        "holds 95 tokens, and its header says 100: copy it again",
     ),
     "no heldout": (
         np.zeros(100, "<u2").tobytes(),
@@ -224,7 +224,7 @@ def test_a_run_that_an_older_jaxshard_saved_goes_on_where_it_was(tmp_path, monke
     capfd.readouterr()
     assert command([*options, "5", "--resume"]) == 0
     out = capfd.readouterr().out
-    assert "an older jaxshard saved this run: its checksum of the text, made of samples, is the same" in out
+    assert "an older jaxshard saved this run: its checksum of the text, which covers samples only, matches" in out
     assert "from its beginning" not in out
     assert command([*options, "6", "--resume"]) == 0
     assert "an older jaxshard saved" not in capfd.readouterr().out
@@ -268,11 +268,11 @@ def changed(path, how):
 
 
 CHANGES = {
-    "cut": "was cut short while it is read: it ends at byte 100, and had 10,000",
-    "empty": "was cut short while it is read: it ends at byte 0, and had 10,000",
-    "written over": "was changed while it is read: it has other tokens than when the run began",
-    "out of range": "was changed while it is read: it has other tokens than when the run began",
-    "replaced": "was changed while it is read: it has other tokens than when the run began",
+    "cut": "was truncated during the run: it has 100 bytes, and had 10,000",
+    "empty": "was truncated during the run: it has 0 bytes, and had 10,000",
+    "written over": "was changed during the run",
+    "out of range": "was changed during the run",
+    "replaced": "was changed during the run",
     "deleted": "it cannot be read any more: No such file",
     "a pipe": "it cannot be read any more: Illegal seek",
     "a folder": "it cannot be read any more: Is a directory",
@@ -303,7 +303,7 @@ def test_a_file_whose_tokens_stay_the_same_is_read_on_with_one_warning(how, tmp_
     np.testing.assert_array_equal(np.concatenate([everything(text.train), text.heldout]), TOKENS)
     everything(text.train)
     (warning,) = recwarn
-    wanted = "train.bin was replaced, written to or touched while it is read; the tokens are the same"
+    wanted = "train.bin was replaced, written to or touched during the run; the tokens are the same"
     assert wanted in str(warning.message)
 
 

@@ -128,7 +128,7 @@ def test_the_trainer_takes_the_vocabulary_and_generate_the_tokenizer(texts, tmp_
     assert capfd.readouterr().out.startswith("The first")
     options = [*SMALL, "--data", str(tmp_path / "gone" / "train.bin"), "--model.vocabulary", "290"]
     assert main(["train", *options, "--out", str(tmp_path / "other")]) == 2
-    assert "model.vocabulary = 290, and " in capfd.readouterr().err
+    assert "model.vocabulary = 290, but " in capfd.readouterr().err
 
 
 def test_text_must_be_in_the_tokens_of_the_model_that_training_starts_from(texts, tmp_path):
@@ -147,10 +147,10 @@ def test_text_must_be_in_the_tokens_of_the_model_that_training_starts_from(texts
 
     for start in ("run", "hf"):
         checked("again", start)
-        with pytest.raises(ValueError, match=r"another tokenizer than that of train.start: jaxshard tokenize"):
+        with pytest.raises(ValueError, match=r"differs from the tokenizer of train.start: jaxshard tokenize"):
             checked("other", start)
         for text in ("texts", None):
-            with pytest.raises(ValueError, match=r"reads tokens, and this is text, in bytes: jaxshard tokenize"):
+            with pytest.raises(ValueError, match=r"reads tokens, and this text is bytes: jaxshard tokenize"):
                 checked(text, start)
     checked("texts", "texts")  # a start that keeps no tokenizer
 
@@ -167,12 +167,12 @@ def test_a_run_is_measured_and_goes_on_with_the_tokens_of_its_tokenizer_only(tex
     for data_of, status in (("again", 0), ("other", 2)):
         assert main(["eval", str(run), "--data", str(tmp_path / data_of)]) == status
     cure = f"jaxshard tokenize TEXT --tokenizer '{run / 'tokenizer.json'}' --out FOLDER"
-    assert f"is another tokenizer than that of RUN {run}: {cure}" in capfd.readouterr().err
+    assert f"differs from the tokenizer of RUN {run}: {cure}" in capfd.readouterr().err
     assert main(["eval", str(run), "--data", str(texts / "a.txt")]) == 2
-    assert f"is of bytes, and the run's model is not: {cure}" in capfd.readouterr().err
+    assert f"has bytes, and the run's model does not read them: {cure}" in capfd.readouterr().err
     resume = ["train", "--resume", "--out", str(run), "--train.steps"]
     assert main([*resume, "4", "--data", str(tmp_path / "other")]) == 2
-    assert f"is another tokenizer than that of --out {run}: {cure}" in capfd.readouterr().err
+    assert f"differs from the tokenizer of --out {run}: {cure}" in capfd.readouterr().err
     assert main([*resume, "3", "--data", str(tmp_path / "again")]) == 0
     assert (run / "tokenizer.json").read_bytes() == kept
 
@@ -220,7 +220,7 @@ def test_more_tokens_than_the_header_can_count(tmp_path):
 def test_a_tokenizer_that_is_none_is_told(tmp_path, content):
     np.zeros(500, "<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json (is no tokenizer|has no token)"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json (is not a valid tokenizer|has no tokens)"):
         vocabulary.chosen(Config(DataConfig(path=str(tmp_path))))
 
 
@@ -233,31 +233,37 @@ def test_text_in_a_folder_with_a_tokenizer_json_is_text(tmp_path):
 
 
 WRONG = {
-    "no input": (["--out", "new"], "INPUT is missing: name a file or a folder of text"),
+    "no input": (["--out", "new"], "INPUT is missing: give a file or a folder of text"),
     "no out": (["texts"], "--out is missing"),
     "nothing there": (["nowhere", "--out", "new"], "INPUT: 'nowhere' does not exist"),
     "empty": (["texts/empty.txt", "--out", "new"], "'texts/empty.txt' is empty (1 files)"),
-    "no UTF-8": (["texts", "latin", "--out", "new", "--tokenizer", "good"], "latin: byte 3 is no UTF-8: convert it"),
-    "no UTF-8 to learn": (["latin", "--out", "new"], "latin: byte 3 is no UTF-8"),
-    "cut": (["cut", "--out", "new"], "cut: it ends within a character of UTF-8"),
+    "no UTF-8": (
+        ["texts", "latin", "--out", "new", "--tokenizer", "good"],
+        "latin: byte 3 is not UTF-8: convert the file",
+    ),
+    "no UTF-8 to learn": (["latin", "--out", "new"], "latin: byte 3 is not UTF-8"),
+    "cut": (["cut", "--out", "new"], "cut: it ends within a UTF-8"),
     "there already": (
         ["texts", "--out", "good"],
-        "--out good is there already: name another folder, or add --overwrite",
+        "--out good already exists: give a different folder, or add --overwrite",
     ),
-    "other things": (["texts", "--out", "texts", "--overwrite"], "--out texts has a.txt, which is no file of tokens"),
-    "a file": (["texts", "--out", "latin"], "--out latin is a file: name a folder"),
+    "other things": (
+        ["texts", "--out", "texts", "--overwrite"],
+        "--out texts has a.txt, which is not a file of tokens",
+    ),
+    "a file": (["texts", "--out", "latin"], "--out latin is a file: give a folder"),
     "few": (["texts", "--out", "new", "--vocabulary", "256"], "--vocabulary 256 must be at least 257"),
-    "both": (["texts", "--out", "new", "--vocabulary", "300", "--tokenizer", "gpt2"], "give one of them"),
+    "both": (["texts", "--out", "new", "--vocabulary", "300", "--tokenizer", "gpt2"], "give only one"),
     "all held out": (["texts", "--out", "new", "--heldout", "1"], "--heldout 1.0 must be at least 0 and below 1"),
     "no tokenizer": (["texts", "--out", "new", "--tokenizer", "gpt9"], "--tokenizer gpt9 does not exist"),
     "bad tokenizer": (["texts", "--out", "new", "--tokenizer", "latin"], "--tokenizer latin cannot be read"),
     "bad folder": (
         ["texts", "--out", "new", "--tokenizer", "texts"],
-        "--tokenizer texts: it has no tokenizer.json, nor",
+        "--tokenizer texts: it has neither tokenizer.json nor",
     ),
     "no network": (
         ["texts", "--out", "new", "--tokenizer", "gpt2"],
-        "gpt2 cannot be read: no network: fetch its vocab",
+        "gpt2 cannot be read: no network: download its vocab",
     ),
 }
 
@@ -294,7 +300,7 @@ def test_what_a_tokenizer_cannot_do_is_told(texts, tmp_path, capsys):
     made(texts, "--out", tmp_path / "tokens", "--tokenizer", tmp_path / "words.json")
     printed = capsys.readouterr().out
     assert "has no end-of-text token" in printed
-    assert "a.txt does not come back from its tokens" in printed
+    assert "a.txt do not decode to the same text" in printed
 
 
 @pytest.mark.parametrize("word", ["9", "\n", "x"])
@@ -314,7 +320,7 @@ def test_ids_too_large_for_any_model_are_refused(tmp_path, capsys, number):
     (tmp_path / "big.json").write_text(json.dumps(words))
     (tmp_path / "text").write_text("a b")
     made(tmp_path / "text", "--tokenizer", tmp_path / "big.json", "--out", tmp_path / "out", status=2)
-    assert f"token 'b' has id {number:,}: below 16,777,216 is needed" in capsys.readouterr().err
+    assert f"token 'b' has id {number:,}: ids must be below 16,777,216" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

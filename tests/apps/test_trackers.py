@@ -233,7 +233,7 @@ def test_wandb_without_a_key_is_told_before_anything_is_done(tmp_path, calls, mo
     """It would ask for one, in the middle of the progress bar."""
     monkeypatch.setenv("TRACKER_MODE", "online")
     assert main(["train", *TINY, *BOTH, "--out", str(tmp_path / "run")]) == 2
-    assert "which has no API key: run `wandb login`, or set WANDB_MODE=offline" in capsys.readouterr().err
+    assert "but no API key is set: run `wandb login`, or set WANDB_MODE=offline" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

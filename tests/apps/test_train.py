@@ -107,7 +107,7 @@ def test_run_shows_memory_wire_and_marks(trained):
         assert word in printed
     assert "zlib -9 on the whole text: 2." in printed
     assert "step 6/6  held out: " in printed
-    assert "to go on: jaxshard train --resume --out" in printed
+    assert "to continue: jaxshard train --resume --out" in printed
 
 
 def test_run_leaves_its_files(trained):
@@ -284,7 +284,7 @@ def test_a_finished_run_has_nothing_left_to_do(tiny, tmp_path, capsys):
         patch.setattr(train, "compile_step", None)  # it ends before
         assert main(["train", "--resume", "--out", str(run)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("nothing is left to do: all 6 steps are taken; to go on: jaxshard train --resume --out ")
+    assert line.startswith("nothing to do: all 6 steps are done; to continue: jaxshard train --resume --out ")
     assert line.endswith(" --train.steps 12")
     chex.assert_trees_all_equal(first, saved(run))
 
@@ -310,7 +310,7 @@ def test_resume_with_other_rows_and_another_text(tiny, tmp_path, monkeypatch, ca
     more = ["--train.rows", "16", "--train.steps", "9", "--data", str(tmp_path / "text")]
     assert main(["train", "--resume", "--out", str(run), *more]) == 0
     assert drawn == [0, 0]
-    assert "the text is another one: it is read from its beginning" in capsys.readouterr().out
+    assert "the text differs: it is read from its beginning" in capsys.readouterr().out
     assert main(["train", "--resume", "--out", str(run), "--train.seed", "9"]) == 2
     assert "train.seed = 9, saved 0" in capsys.readouterr().err
 
@@ -370,9 +370,7 @@ def test_run_stops_early_and_remembers_it(tiny, tmp_path, capsys):
     assert saved(run)["step"] == 3  # the first evaluation improves on nothing at all
     assert main(["train", "--resume", "--out", str(run)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(
-        "nothing is left to do: stopped early after step 3: 2 evaluations without improvement; to go"
-    )
+    assert line.startswith("nothing to do: stopped early after step 3: 2 evaluations without improvement; to continue")
     assert saved(run)["step"] == 3
     assert main(["train", "--resume", "--out", str(run), "--train.patience", "3"]) == 0
     assert saved(run)["step"] == 4
@@ -409,23 +407,23 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         ),
         (["--sharding.data", "3"], "does not make 8 devices"),
         (["--sharding.devices", "9"], "sharding.devices = 9, but JAX has 8"),
-        (["--model.heads", "5"], "model.width = 32 is no multiple of model.heads = 5"),
-        (["--out", "taken"], "--out taken is not empty: name a new folder"),
-        (["--out", "short.txt"], "--out short.txt is a file: name a folder"),
-        (["--out", "short.txt/run"], "is no folder that can be written to"),
-        (["--out", "odd"], "this is a file; name a folder: "),
+        (["--model.heads", "5"], "model.width = 32 is not a multiple of model.heads = 5"),
+        (["--out", "taken"], "--out taken is not empty: give a new folder"),
+        (["--out", "short.txt"], "--out short.txt is a file: give a folder"),
+        (["--out", "short.txt/run"], "is not a writable folder"),
+        (["--out", "odd"], "this is a file; give a folder: "),
         (["--resume", "--out", "taken"], "--resume: no saved run in --out taken"),
         (["--resume-if-saved"], "--resume needs --out DIR"),
-        (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: name a new folder"),
-        (["--data", ""], "--data '': it must be some text; leave the option out for its default"),
-        (["--out", ""], "--out '': it must be some text"),
-        ([""], "an argument is empty: leave it out, or name a file"),
-        (["--train.rows", "8e12"], "--train.rows '8e12': it must be a whole number"),
-        (["--train.rows", str(2 * 10**9)], "train.rows = 2000000000: a batch would take 408 GB, and there are"),
+        (["--resume-if-saved", "--out", "taken"], "--out taken is not empty: give a new folder"),
+        (["--data", ""], "--data '': it must be non-empty; leave the option out for its default"),
+        (["--out", ""], "--out '': it must be non-empty"),
+        ([""], "an argument is empty: leave it out, or give a file"),
+        (["--train.rows", "8e12"], "--train.rows '8e12': it must be an integer"),
+        (["--train.rows", str(2 * 10**9)], "train.rows = 2000000000: a batch would take 408 GB, and only"),
         (["--model.width", str(2**24)], "params, gradients and state on 8 CPU devices of this host would take"),
         (["--sharding.devices", "100000"], "sharding.devices = 100000, but JAX has 8"),
-        (["--train.rows"], "--train.rows lacks its value"),
-        (["--train.rows", "--resume"], "--train.rows lacks its value"),
+        (["--train.rows"], "--train.rows needs a value"),
+        (["--train.rows", "--resume"], "--train.rows needs a value"),
         (["--sharding.strategy", "zero9"], "--sharding.strategy 'zero9': it must be one of 'ddp', 'zero1'"),
         (["--resume=yes"], "--resume takes no value"),
         (["--processes", "0", "--out", "new"], "--processes 0: it must be above 0"),
@@ -508,13 +506,13 @@ def test_names_are_shown_as_they_are_and_the_command_to_go_on_is_quoted(tiny, tm
     shown = capsys.readouterr().out
     assert f"in {name}: model/6, metrics.jsonl" in shown
     assert f"text: {text}: 3,600 bytes" in shown
-    (line,) = (line for line in shown.splitlines() if line.startswith("to go on: "))
-    command = shlex.split(line.removeprefix("to go on: "))
+    (line,) = (line for line in shown.splitlines() if line.startswith("to continue: "))
+    command = shlex.split(line.removeprefix("to continue: "))
     assert command == ["jaxshard", "train", "--resume", "--out", name, "--train.steps", "12"]
     assert main(command[1:]) == 0
     assert toml.load(RunFolder(tmp_path / name).config).data.path == str(text)
     assert main(["train", tiny, "--out=-x"]) == 0
-    assert "to go on: jaxshard train --resume --out ./-x " in capsys.readouterr().out
+    assert "to continue: jaxshard train --resume --out ./-x " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--data", "--out"])
@@ -522,25 +520,25 @@ def test_a_name_that_is_not_utf8_is_refused(tiny, tmp_path, capsys, option):
     path = tmp_path / os.fsdecode(b"caf\xe9")
     path.write_text("a quick brown fox " * 200)
     assert main(["train", tiny, option, str(path)]) == 2
-    assert "this name is not UTF-8: rename it" in capsys.readouterr().err
+    assert "the name is not UTF-8: rename it" in capsys.readouterr().err
 
 
 def test_folder_of_another_run_is_not_touched(trained, tiny, capsys):
     folder, _ = trained
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert main(["train", tiny, "--out", str(folder)]) == 2
-    assert "holds a run saved at step 6: go on with it by --resume, or name another folder" in capsys.readouterr().err
+    assert "holds a run saved at step 6: resume it with --resume, or give a different folder" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(folder), "--model.width", "64"]) == 2
-    assert "model.width = 64, saved 32; leave these as saved" in capsys.readouterr().err
+    assert "model.width = 64, saved 32; keep these as saved" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(folder), "--precision.moments", "bfloat16"]) == 2
-    assert "precision.moments = 'bfloat16', saved 'float32'; leave these as saved" in capsys.readouterr().err
+    assert "precision.moments = 'bfloat16', saved 'float32'; keep these as saved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_diverging_run_ends_with_the_cure_and_saves_the_last_good_step(tiny, tmp_path, capsys):
     run = tmp_path / "run"
     options = ["--optimizer.learning-rate", "1e38", "--train.max-skips", "1", "--train.eval-every", "5"]
-    with pytest.warns(UserWarning, match="changed nothing"):
+    with pytest.warns(UserWarning, match="was skipped"):
         assert main(["train", tiny, "--out", str(run), *options]) == 1
     error = capsys.readouterr().err
     assert "step 4: " in error  # steps 1 and 2 are good, and leave parameters near 1e38
@@ -575,7 +573,7 @@ def test_skipped_steps_are_counted_and_shown(tiny, tmp_path, monkeypatch, capsys
     ("error", "status"),
     [
         (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 134),
-        (TimeoutError("initialize: process 1 of 2 did not come"), 134),
+        (TimeoutError("initialize: process 1 of 2 did not connect"), 134),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"), 1),
         (OSError("checkpoint 3 was not saved"), 1),
     ],

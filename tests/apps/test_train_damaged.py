@@ -49,13 +49,13 @@ def test_where_no_save_is_whole_it_says_so_and_changes_nothing(run, capsys, opti
         (run / "model" / step / lost).unlink()
     before = names(run)
     assert main(["train", str(run / "config.toml"), "--out", str(run), option]) == 2
-    assert f"no saved model is whole: {lost} is missing in {run / 'model' / '2'}" in capsys.readouterr().err
+    assert f"no saved model is complete: {lost} is missing in {run / 'model' / '2'}" in capsys.readouterr().err
     assert names(run) == before
 
 
 def test_where_the_newest_is_not_whole_it_goes_on_from_the_one_before_and_says_so(run):
     (run / "model" / "2" / MARK).unlink()
-    with pytest.warns(UserWarning, match=f"checkpoint 2 is passed over: {MARK} is missing"):
+    with pytest.warns(UserWarning, match=f"checkpoint 2 is skipped: {MARK} is missing"):
         assert main(["train", str(run / "config.toml"), "--out", str(run), "--resume-if-saved"]) == 0
     assert Checkpointer(run / "model").steps() == [1, 2]
     assert records(run)[-1]["step"] == 2

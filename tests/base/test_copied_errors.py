@@ -44,10 +44,10 @@ def test_a_copy_has_type_message_and_attributes(error, how):
 
 
 def test_an_error_with_devices_in_its_making_has_its_digests():
-    error = ReplicaError.__new__(ReplicaError, "copies differ")
+    error = ReplicaError.__new__(ReplicaError, "replicas differ")
     error.digests = {"w": np.arange(2)}
     found = sent(error)
-    assert (str(found), found.digests["w"].tolist()) == ("copies differ", [0, 1])
+    assert (str(found), found.digests["w"].tolist()) == ("replicas differ", [0, 1])
 
 
 def test_every_error_with_a_maker_of_its_own_can_be_copied():

@@ -98,7 +98,7 @@ def test_the_digests_that_it_carries_are_compared():
     tree = serialization.msgpack_restore(DATA[DIGEST_BYTES:])
     tree["arrays"]["w"] = tree["arrays"]["w"] ^ np.uint8(1)
     with pytest.raises(
-        CorruptCheckpointError, match="these bytes are corrupt: w: other bits than were saved"
+        CorruptCheckpointError, match="these bytes are corrupt: w: its bits differ from those saved"
     ) as raised:
         from_bytes(SAVED, resealed(serialization.msgpack_serialize(tree)))
     assert raised.value.leaf == "w"

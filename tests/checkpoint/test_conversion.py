@@ -57,7 +57,7 @@ def test_64_bits_are_compared_before_they_are_cut():
     """2**40 came back as 0."""
     with jax.enable_x64(True):
         saved = to_bytes({"n": jnp.int64(2**40)}), to_bytes({"n": jnp.int64(7)})
-    with pytest.raises(ValueError, match="n is int64, with numbers that int32 cannot hold"):
+    with pytest.raises(ValueError, match="n is int64, with values that int32 cannot hold"):
         from_bytes({"n": jnp.int32(0)}, saved[0], cast=True)
     assert from_bytes({"n": jnp.int32(0)}, saved[1], cast=True)["n"] == 7
 
@@ -71,7 +71,7 @@ def test_arrays_that_are_cut_over_devices_are_compared_there(tmp_path):
         _, found = checkpoints.restore({"n": jax.ShapeDtypeStruct((size,), jnp.uint32, sharding=cut)}, cast=True)
         assert found["n"].sharding == cut
         assert found["n"][-1] == size - 1
-        with pytest.raises(ValueError, match="n is int32, with numbers that uint16 cannot hold"):
+        with pytest.raises(ValueError, match="n is int32, with values that uint16 cannot hold"):
             checkpoints.restore({"n": jax.ShapeDtypeStruct((size,), jnp.uint16, sharding=cut)}, cast=True)
 
 

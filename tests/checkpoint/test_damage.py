@@ -56,11 +56,11 @@ def test_a_step_that_lost_its_mark_or_index_is_passed_over_with_a_warning(saves,
     for name in lost:
         (saves / "20" / name).unlink()
     with Checkpointer(saves) as checkpoints:
-        with pytest.warns(UserWarning, match=f"checkpoint 20 is passed over: {' and '.join(lost)} is missing in .*20"):
+        with pytest.warns(UserWarning, match=f"checkpoint 20 is skipped: {' and '.join(lost)} is missing in .*20"):
             step, found = checkpoints.restore(SAVED)
         assert step == 10
         assert_same_bits({"w": found["w"]}, {"w": SAVED["w"]})
-        with pytest.warns(UserWarning, match="checkpoint 20 is passed over"):
+        with pytest.warns(UserWarning, match="checkpoint 20 is skipped"):
             assert jaxshard.checkpoint.read(saves)["n"] == 3
         assert checkpoints.damaged() == {20: " and ".join(lost)}
         for call in (checkpoints.info, checkpoints.verify, lambda step: checkpoints.restore(SAVED, step)):
@@ -76,7 +76,7 @@ def test_where_none_is_whole_it_is_an_error(saves):
     (saves / "10" / INDEX).unlink()
     for load in (lambda: Checkpointer(saves).restore(SAVED), lambda: jaxshard.checkpoint.read(saves)):
         with pytest.raises(
-            CorruptCheckpointError, match=r"20 is corrupt: commit_success.txt is missing in .*none is whole"
+            CorruptCheckpointError, match=r"20 is corrupt: commit_success.txt is missing in .*no checkpoint is intact"
         ):
             load()
 
@@ -84,16 +84,16 @@ def test_where_none_is_whole_it_is_an_error(saves):
 def test_a_save_that_was_killed_is_no_such_case(tmp_path):
     for name in ("20.orbax-checkpoint-tmp", "30", "10.deleted.0a1b2c3d"):
         (tmp_path / name).mkdir()
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
         Checkpointer(tmp_path).restore(SAVED)
 
 
 def test_ckpt_tells_it(saves, capsys):
     (saves / "20" / MARK).unlink()
     assert main(["ckpt", "verify", str(saves)]) == 1
-    assert capsys.readouterr().out.splitlines() == ["step 10: whole", f"step 20: corrupt: {MARK} is missing"]
+    assert capsys.readouterr().out.splitlines() == ["step 10: intact", f"step 20: corrupt: {MARK} is missing"]
     assert main(["ckpt", "ls", str(saves)]) == 0
-    assert f"20: no checkpoint: damaged: {MARK} is missing" in capsys.readouterr().out
+    assert f"20: not a checkpoint: damaged: {MARK} is missing" in capsys.readouterr().out
     assert main(["ckpt", "info", str(saves / "20")]) == 1
     assert f"checkpoint 20 is corrupt: {MARK} is missing" in capsys.readouterr().err
     (saves / "10" / MARK).unlink()
@@ -109,7 +109,7 @@ def test_a_step_is_sealed_in_its_index(saves):
     with Checkpointer(saves) as checkpoints:
         with pytest.raises(CorruptCheckpointError, match=r"checkpoint 30 is corrupt: .* it is of step 20"):
             checkpoints.restore(SAVED, 30)
-        with pytest.warns(UserWarning, match="it is of step 20.*; trying the one before"):
+        with pytest.warns(UserWarning, match="it is of step 20.*; trying the previous one"):
             assert checkpoints.restore(SAVED)[0] == 10
 
 
@@ -202,7 +202,7 @@ def test_ckpt_tells_a_newer_format(saves, capsys):
 
 def test_a_flipped_bit_in_the_number_of_the_format_is_no_newer_one(saves):
     edited(saves / "20", lambda index: index.update(format=3))
-    with pytest.raises(CorruptCheckpointError, match="its digest is another"):
+    with pytest.raises(CorruptCheckpointError, match="its digest differs"):
         Checkpointer(saves).info(20)
 
 
@@ -280,7 +280,7 @@ def test_a_corrupt_load_prints_one_warning(saves, harm):
     )
     lines = [line for line in run.stderr.splitlines() if "ResourceWarning" not in line]
     assert run.stdout == "10\n"
-    assert re.search("UserWarning: checkpoint 20 is corrupt: .*; trying the one before", lines[0]), run.stderr
+    assert re.search("UserWarning: checkpoint 20 is corrupt: .*; trying the previous one", lines[0]), run.stderr
     assert len(run.stderr) < 1200, run.stderr
     assert "Traceback" not in run.stderr
 

@@ -49,7 +49,7 @@ def test_every_kind_of_leaf_and_number_is_named(tmp_path, path, value):
     assert checkpoints.latest_finite() == 1
     words = f"{root}/{path} has {'NaN' if fault == 'nan' else 'infinite numbers'}"
     with pytest.warns(
-        UserWarning, match=rf"checkpoint 2 is not finite: {words}; the newest that is: restore\(.*step=1\)"
+        UserWarning, match=rf"checkpoint 2 is not finite: {words}; the newest finite one: restore\(.*step=1\)"
     ):
         assert checkpoints.restore(GOOD)[0] == 2
 
@@ -59,7 +59,7 @@ def test_of_a_part_only_the_part_is_told(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoints.restore(GOOD, only="^params/")
-    with pytest.warns(UserWarning, match="checkpoint 1 is not finite: state/mu has NaN; none here is"):
+    with pytest.warns(UserWarning, match="checkpoint 1 is not finite: state/mu has NaN; no checkpoint here is finite"):
         checkpoints.restore(GOOD)
 
 
@@ -196,6 +196,6 @@ def test_ckpt_shows_it(tmp_path, capsys):
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
     assert [" not finite" in line for line in capsys.readouterr().out.splitlines()[1:]] == [False, True]
     assert main(["ckpt", "verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == ["step 1: whole", "step 2: whole, not finite: params/w has NaN"]
+    assert capsys.readouterr().out.splitlines() == ["step 1: intact", "step 2: intact, not finite: params/w has NaN"]
     assert main(["ckpt", "info", str(tmp_path)]) == 0
     assert "numbers: not finite: params/w has NaN" in capsys.readouterr().out

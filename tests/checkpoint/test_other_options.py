@@ -83,7 +83,7 @@ def test_every_option_goes_on_under_every_other(tmp_path, before, after, shapes)
     saved, wanted = trained(before), template(after, shapes=shapes)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, saved, blocking=True)
-        with pytest.warns(UserWarning, match="checkpoint 3 was saved under other options"):
+        with pytest.warns(UserWarning, match="checkpoint 3 was saved with different options"):
             step, found = checkpoints.restore(wanted)
     assert (step, found["n"]) == (3, 3)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
@@ -115,7 +115,7 @@ def test_what_is_converted_is_named(tmp_path):
         checkpoints.save(3, trained("plain"), blocking=True)
         said = str(heard(checkpoints, template("all"))[0].message)
     for words in (
-        "masters are made from the params",
+        "masters are made from the saved params",
         "saved in float32 are now int8",
         "loss_scale: it starts at 32768",
     ):
@@ -127,7 +127,7 @@ def test_there_and_back_is_the_same_bits(tmp_path):
     for i, name in enumerate(("scale", "plain")):
         with Checkpointer(tmp_path / str(i)) as checkpoints:
             checkpoints.save(3, saved, blocking=True)
-            with pytest.warns(UserWarning, match="other options"):
+            with pytest.warns(UserWarning, match="different options"):
                 saved = checkpoints.restore(template(name))[1]
     first = trained("plain")
     assert_same_bits((saved["params"], saved["state"]), (first["params"], first["state"]))
@@ -152,7 +152,7 @@ def test_of_another_optimizer_the_part_that_fits_is_named_and_can_be_taken(tmp_p
         with pytest.raises(ValueError, match="does not fit the template") as raised:
             checkpoints.restore(wanted)
         said = str(raised.value)
-        assert "params/ fits (2 leaves): restore(template, only='^params/') takes it" in said
+        assert "params/ fits (2 leaves): restore(template, only='^params/') restores it" in said
         assert "of state/ " in said
         _, found = checkpoints.restore(wanted, only="^params/")
         assert_same_bits(found["params"], saved["params"])
@@ -163,9 +163,9 @@ def test_a_part_is_converted_as_the_whole(tmp_path, before, after):
     saved, wanted = trained(before), template(after)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, saved, blocking=True)
-        with pytest.warns(UserWarning, match="moment_dtype: moments that were saved in"):
+        with pytest.warns(UserWarning, match="moment_dtype: moments saved in"):
             part = checkpoints.restore(wanted, only="^state/")[1]
-        with pytest.warns(UserWarning, match="checkpoint 3 was saved under other options"):
+        with pytest.warns(UserWarning, match="checkpoint 3 was saved with different options"):
             whole = checkpoints.restore(wanted)[1]
     assert_same_bits(part["state"], whole["state"])
     assert_same_bits(part["params"], wanted["params"])
@@ -186,16 +186,14 @@ def test_where_moments_lie_in_a_chain_that_was_wrapped(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, trained("plain", wrapped), blocking=True)
         with pytest.raises(
-            ValueError, match="state/0/count may be what the checkpoint has as state/inner_state/0/count "
+            ValueError, match="state/0/count may be the checkpoint's state/inner_state/0/count "
         ) as raised:
             checkpoints.restore(template("plain"))
         assert "params/ fits (2 leaves)" in str(raised.value)
         checkpoints.save(4, trained("plain"), blocking=True)
-        with pytest.raises(
-            ValueError, match="state/inner_state/0/count may be what the checkpoint has as state/0/count"
-        ):
+        with pytest.raises(ValueError, match="state/inner_state/0/count may be the checkpoint's state/0/count"):
             checkpoints.restore(template("plain", wrapped))
-        with pytest.raises(ValueError, match=r"does not fit the template((?!may be what).)*$"):
+        with pytest.raises(ValueError, match=r"does not fit the template((?!may be the checkpoint).)*$"):
             checkpoints.restore(template("plain", optax.sgd(1e-2)))  # nothing of it lies elsewhere
 
 
@@ -208,7 +206,7 @@ def test_the_learning_rate_of_the_checkpoint_is_told(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, made(1e-2), blocking=True)
         with pytest.warns(
-            UserWarning, match=r"learning_rate is 0.01 in checkpoint 3, and goes on; .*program has 0.003"
+            UserWarning, match=r"learning_rate is 0.01 in checkpoint 3, and this value is kept; .*program has 0.003"
         ):
             found = checkpoints.restore(made(3e-3))[1]
         assert float(found["state"].hyperparams["learning_rate"]) == np.float32(1e-2)

@@ -174,7 +174,7 @@ def test_metrics_of_a_second_save_of_the_step_count(tmp_path):
 
 def test_a_metric_that_keep_best_does_not_find_is_told_before_anything_is_deleted(tmp_path):
     with Checkpointer(tmp_path, keep_last=1, keep_best=Best("los")) as checkpoints:
-        with pytest.raises(ValueError, match=r"keep_best is by the metric 'los', and metrics has \['loss'\]"):
+        with pytest.raises(ValueError, match=r"keep_best needs the metric 'los', but metrics has \['loss'\]"):
             checkpoints.save(1, SAVED, metrics={"loss": 1.0})
         assert checkpoints.steps() == []
         checkpoints.save(1, SAVED)

@@ -65,7 +65,7 @@ def rewritten(step, shape, codecs, chunk=None):
 
 def test_an_index_that_lists_more_bytes_than_there_are(step):
     edited(step, lambda index: index["leaves"]["w"].update(shape=[HUGE]), seal=True)
-    refused(step.parent, "its index lists arrays of 4,398,046,511,104 bytes, and all files of .* have")
+    refused(step.parent, "its index lists arrays of 4,398,046,511,104 bytes, but all files of .* have")
 
 
 def test_a_chunk_that_was_compressed_a_thousand_times(step):
@@ -123,7 +123,7 @@ def test_a_frame_that_is_cut_short(cut):
 
 def test_a_tree_that_lies_elsewhere(step):
     for location in ("btreenode:../:d/x:0:9", "btreenode:/etc/:passwd:0:9", "btreenode::../../x:0:9"):
-        with pytest.raises(ValueError, match="lies outside of the checkpoint"):
+        with pytest.raises(ValueError, match="is outside the checkpoint"):
             sizes._read_node(step / "state", location)
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_file_is_not_opened(step):
         path = step / "state" / name
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        refused(step.parent, f"{name} is no file")
+        refused(step.parent, f"{name} is not a file")
         path.unlink()
 
 

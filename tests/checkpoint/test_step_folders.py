@@ -20,10 +20,10 @@ def test_what_looks_like_a_checkpoint_and_is_none(tmp_path):
     folders = StepFolders(tmp_path)
     assert folders.steps() == [3]
     assert folders.others() == {
-        "40": "uncommitted: it was not written to its end",
-        "5.uncommitted.0a1b2c3d": "put aside, uncommitted",
-        "50.orbax-checkpoint-tmp": "temporary: it is being written, or its writing was cut off",
-        "6.corrupt.0a1b2c3d": "put aside, corrupt",
+        "40": "uncommitted: it was not written completely",
+        "5.uncommitted.0a1b2c3d": "moved aside, uncommitted",
+        "50.orbax-checkpoint-tmp": "temporary: it is being written, or writing it was interrupted",
+        "6.corrupt.0a1b2c3d": "moved aside, corrupt",
     }
 
 

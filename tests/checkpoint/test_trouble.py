@@ -158,7 +158,7 @@ def test_what_belongs_to_another_user_is_not_passed_over(tmp_path, saves):
     lines = run.stdout.splitlines()
     assert len(lines) == len(asked), run.stderr
     for line in lines:
-        assert "cannot be read: Permission denied; give this user the right to read it" in line
+        assert "cannot be read: Permission denied; give this user permission to read it" in line
     assert step_folders(saves) == ["10", "20"]
 
 
@@ -266,7 +266,7 @@ def test_ckpt_verify_goes_on_after_a_step_that_cannot_be_read(saves, capsys):
         assert main(["ckpt", "verify", str(saves)]) == 2
         out = capsys.readouterr().out.splitlines()
         assert out[0].startswith("step 10: not read: checkpoint 10 cannot be read: Input/output error")
-        assert out[1].startswith("step 20: whole")
+        assert out[1].startswith("step 20: intact")
         assert main(["ckpt", "ls", str(saves)]) == 0
         assert "not read" in capsys.readouterr().out
 

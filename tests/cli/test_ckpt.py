@@ -104,10 +104,10 @@ def test_ls_lists_what_is_no_checkpoint_beneath(copy, capsys):
     assert status == 0
     assert [line.split()[-1] for line in lines[2:3]] == ["unreadable"]
     assert lines[4:] == [
-        "40: no checkpoint: uncommitted: it was not written to its end",
-        "5.uncommitted.0a1b2c3d: no checkpoint: put aside, uncommitted",
-        "50.orbax-checkpoint-tmp: no checkpoint: temporary: it is being written, or its writing was cut off",
-        "6.corrupt.0a1b2c3d: no checkpoint: put aside, corrupt",
+        "40: not a checkpoint: uncommitted: it was not written completely",
+        "5.uncommitted.0a1b2c3d: not a checkpoint: moved aside, uncommitted",
+        "50.orbax-checkpoint-tmp: not a checkpoint: temporary: it is being written, or writing it was interrupted",
+        "6.corrupt.0a1b2c3d: not a checkpoint: moved aside, corrupt",
     ]
 
 
@@ -159,12 +159,12 @@ def test_in_a_narrow_terminal_nothing_is_cut_off(run, capsys, monkeypatch):
 
 
 def test_verify_names_the_leaf_that_has_a_flipped_bit(copy, capsys):
-    assert run_ckpt(capsys, "verify", copy)[:2] == (0, ["step 10: whole", "step 20: whole", "step 30: whole"])
+    assert run_ckpt(capsys, "verify", copy)[:2] == (0, ["step 10: intact", "step 20: intact", "step 30: intact"])
     flip_largest(copy / "model" / "20")
     before = everything(copy)
     status, lines, _ = run_ckpt(capsys, "verify", copy)
-    assert (status, lines[::2]) == (1, ["step 10: whole", "step 30: whole"])
-    assert lines[1] == "step 20: corrupt: mu: other bits than were saved"
+    assert (status, lines[::2]) == (1, ["step 10: intact", "step 30: intact"])
+    assert lines[1] == "step 20: corrupt: mu: its bits differ from those saved"
     assert run_ckpt(capsys, "verify", copy, "--step", 20)[:2] == (1, lines[1:2])
     assert run_ckpt(capsys, "verify", copy / "model" / "20")[:2] == (1, lines[1:2])
     assert run_ckpt(capsys, "verify", copy, "--step", 10)[:2] == (0, lines[:1])
@@ -186,7 +186,7 @@ def test_verify_finds_flipped_bits_in_the_index(copy, capsys, old, new, reason):
     assert old in content
     index.write_bytes(content.replace(old, new, 1))
     status, lines, _ = run_ckpt(capsys, "verify", copy)
-    assert (status, lines[1:]) == (1, ["step 20: whole", "step 30: whole"])
+    assert (status, lines[1:]) == (1, ["step 20: intact", "step 30: intact"])
     assert reason in lines[0]
 
 
@@ -200,7 +200,7 @@ def test_verify_takes_what_a_run_deletes_meanwhile_for_no_harm(copy, capsys, mon
 
     monkeypatch.setattr(Checkpointer, "verify", deleted)
     status, lines, _ = run_ckpt(capsys, "verify", copy)
-    assert (status, lines) == (0, ["step 10: gone: its run deleted it", "step 20: whole", "step 30: whole"])
+    assert (status, lines) == (0, ["step 10: deleted by its run", "step 20: intact", "step 30: intact"])
 
 
 def test_checkpoints_of_64_bits_are_whole(tmp_path, capsys):
@@ -208,7 +208,7 @@ def test_checkpoints_of_64_bits_are_whole(tmp_path, capsys):
         saved = {"x": jnp.arange(5.0) / 3, "n": jnp.arange(3) + 2**40}
         assert saved["x"].dtype == jnp.float64
         checkpoints.save(1, saved)
-    assert run_ckpt(capsys, "verify", tmp_path / "saved")[:2] == (0, ["step 1: whole"])
+    assert run_ckpt(capsys, "verify", tmp_path / "saved")[:2] == (0, ["step 1: intact"])
     assert run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", tmp_path / "x.safetensors")[0] == 0
     assert jnp.ones(1, float).dtype == jnp.float32
     with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
@@ -232,13 +232,13 @@ def test_diff(run, capsys):
     ]
     assert "- nu: only here: int8[2, 2]" in run_ckpt(capsys, "diff", run, model / "20")[1]
     status, lines, _ = run_ckpt(capsys, "diff", model / "10", model / "20")
-    assert (status, lines[2:]) == (1, ["! params/w: other values", "leaves that differ: 1"])
+    assert (status, lines[2:]) == (1, ["! params/w: different values", "leaves that differ: 1"])
 
 
 def test_diff_with_values(run, capsys):
     one, two = (np.asarray(tree(scale)["params"]["w"], np.float64) for scale in (1, 2))
     status, lines, _ = run_ckpt(capsys, "diff", run / "model" / "10", run / "model" / "20", "--values")
-    assert (status, lines[2]) == (1, f"! params/w: other values, largest difference {np.abs(one - two).max():.6g}")
+    assert (status, lines[2]) == (1, f"! params/w: different values, largest difference {np.abs(one - two).max():.6g}")
 
 
 def test_diff_of_the_same(run, copy, capsys):
@@ -251,7 +251,7 @@ def test_diff_of_what_is_corrupt_is_no_difference(run, copy, capsys):
     with Checkpointer(copy / "other") as checkpoints:
         checkpoints.save(1, tree(3.0) | {"mu": jnp.ones((64, 48))})
     status, _, err = run_ckpt(capsys, "diff", copy / "model" / "20", copy / "other", "--values")
-    assert (status, err) == (2, "jaxshard ckpt: checkpoint 20 is corrupt: mu: other bits than were saved\n")
+    assert (status, err) == (2, "jaxshard ckpt: checkpoint 20 is corrupt: mu: its bits differ from those saved\n")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_largest_difference(monkeypatch, a, b, largest):
 def test_export_is_the_same_bit_for_bit(run, tmp_path, capsys):
     file = tmp_path / "all.safetensors"
     status, lines, _ = run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20)
-    assert (status, lines) == (0, [f"wrote {file}: step 20, leaves: 6, 18.6 kB; every digest is right"])
+    assert (status, lines) == (0, [f"wrote {file}: step 20, leaves: 6, 18.6 kB; all digests match"])
     saved = tree(2.0)
     wanted = {
         "params/w": saved["params"]["w"],
@@ -333,7 +333,7 @@ def test_export_of_what_is_corrupt_leaves_nothing(copy, tmp_path, capsys):
     file = tmp_path / "out" / "x.safetensors"
     file.parent.mkdir()
     status, _, err = run_ckpt(capsys, "export", copy, "--safetensors", file, "--step", 20)
-    assert (status, err) == (1, "jaxshard ckpt: checkpoint 20 is corrupt: mu: other bits than were saved\n")
+    assert (status, err) == (1, "jaxshard ckpt: checkpoint 20 is corrupt: mu: its bits differ from those saved\n")
     assert os.listdir(file.parent) == []
     assert run_ckpt(capsys, "export", copy, "--safetensors", file, "--step", 20, "--only", "w$")[0] == 0
 
@@ -370,7 +370,7 @@ def test_export_names_all_leaves_that_the_format_cannot_hold(tmp_path, capsys):
     status, _, err = run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file)
     assert (status, err.splitlines()) == (
         2,
-        ["jaxshard ckpt: a .safetensors file cannot hold a (int4): choose others with --only REGEX"],
+        ["jaxshard ckpt: a .safetensors file cannot hold a (int4): choose different leaves with --only REGEX"],
     )
     status, _, err = run_ckpt(capsys, "export", tmp_path / "saved", "--safetensors", file, "--only", "_")
     assert status == 2
@@ -407,7 +407,7 @@ def test_export_in_shards_is_the_same_bit_for_bit(run, tmp_path, capsys, size, c
     file, folder = tmp_path / "out" / "model.safetensors", tmp_path / "out"
     folder.mkdir()
     status, lines, _ = run_ckpt(capsys, "export", run, "--safetensors", file, "--step", 20, "--shard-size", size)
-    shown = f"wrote {file}.index.json and {count} shards: step 20, leaves: 6, 18.6 kB; every digest is right"
+    shown = f"wrote {file}.index.json and {count} shards: step 20, leaves: 6, 18.6 kB; all digests match"
     assert (status, lines) == (0, [shown])
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     assert sorted(os.listdir(folder)) == sorted([*names, "model.safetensors.index.json"])
@@ -491,7 +491,7 @@ def test_shards_do_not_overwrite_anything(run, tmp_path, capsys, name):
     options = ["--step", 20, "--shard-size", "13kB"]
     status, _, err = run_ckpt(capsys, "export", run, "--safetensors", tmp_path / "x.safetensors", *options)
     assert status == 2
-    assert f"{name} is there already: name a new file" in err
+    assert f"{name} already exists: give a new file" in err
     assert os.listdir(tmp_path) == [name]
     assert (tmp_path / name).read_text() == "mine"
 
@@ -547,7 +547,7 @@ def test_of_two_exports_to_one_file_at_once_one_is_refused(run, tmp_path, capsys
 
     monkeypatch.setattr(ckpt_export, "save_file", late)
     status, _, err = run_ckpt(capsys, "export", run, "--safetensors", target)
-    assert (status, "is there already" in err) == (2, True)
+    assert (status, "already exists" in err) == (2, True)
     assert os.listdir(tmp_path) == ["x.safetensors"]
     with safe_open(target, "np") as written:
         assert list(written.keys())
@@ -568,23 +568,26 @@ def test_an_export_can_be_read_by_whom_the_umask_lets(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "missing"], "missing does not exist: name a folder"),
-        (["ls", "file"], "file is a file: name a folder"),
-        (["ls", "empty"], "empty: name a folder of checkpoints, or a run's folder, which has them in model/"),
+        (["ls", "missing"], "missing does not exist: give a folder"),
+        (["ls", "file"], "file is a file: give a folder"),
+        (["ls", "empty"], "empty: give a folder of checkpoints, or a run's folder, which has them in model/"),
         (["info", "empty"], "no checkpoint in "),
         (["info", "run", "--step", "7"], "--step 7: no such checkpoint in "),
         (["verify", "run", "--step", "7"], "; the newest are 10, 20, 30"),
         (["verify", "run/model/20", "--step", "20"], "run/model/20 is the folder of step 20; leave --step out"),
         (["diff", "run", "missing"], "missing does not exist"),
-        (["export", "run", "--safetensors", "file"], "--safetensors file is there already: name a new file"),
-        (["export", "run", "--safetensors", "link"], "--safetensors link is there already: name a new file"),
-        (["export", "run", "--safetensors", "no/x"], "--safetensors no/x: there is no folder no: make it first"),
+        (["export", "run", "--safetensors", "file"], "--safetensors file already exists: give a new file"),
+        (["export", "run", "--safetensors", "link"], "--safetensors link already exists: give a new file"),
+        (
+            ["export", "run", "--safetensors", "no/x"],
+            "--safetensors no/x: the folder no does not exist: create it first",
+        ),
         (
             ["export", "run", "--safetensors", "x", "--shard-size", "5"],
-            "--shard-size: '5' is no size: write a number and",
+            "--shard-size: '5' is not a size: write a number and",
         ),
         (["export", "run", "--safetensors", "x", "--shard-size", "0GB"], "--shard-size 0GB: it must be at least 1 B"),
-        (["export", "run", "--safetensors", "x", "--only", "("], "--only (: no regular expression: "),
+        (["export", "run", "--safetensors", "x", "--only", "("], "--only (: not a regular expression: "),
         (["export", "run", "--safetensors", "x", "--only", "W"], "--only W: none of 7 leaves matches; the first is "),
     ],
 )
@@ -625,4 +628,4 @@ def test_it_stays_off_accelerators(run):
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (0, "step 10: whole\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "step 10: intact\n"), done.stderr

@@ -64,12 +64,12 @@ def wrong(section):
 def test_nothing_is_wrong(here, tmp_path, capsys):
     status, out, error = run(capsys, "--out", tmp_path, "--json", tmp_path / "found.json")
     assert (status, error) == (0, "")
-    assert out.endswith("\nNothing is wrong.\n")
+    assert out.endswith("\nNo problems found.\n")
     assert max(map(len, out.splitlines())) <= max(80, len(str(tmp_path)) + 7)
     assert "8 simulated CPU devices, on 64 cores and 16 GB of memory" in out
     assert out.count(" right ") == 6
-    assert "these are no real links" in out
-    assert "make a folder, write, rename, read back, lock: done; there is" in out
+    assert "these are not real links" in out
+    assert "make a folder, write, rename, read back, lock: done; " in out
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["num_wrong"] == 0
@@ -90,7 +90,7 @@ def test_a_process_of_its_own_finds_the_same(clean, monkeypatch, tmp_path, capsy
     assert status == 0, out
     assert "3 simulated CPU devices" in out
     assert out.count(" right ") == 6
-    assert f"it is not there yet; this is of {tmp_path}" in " ".join(out.split())
+    assert f"it does not exist yet; tested in {tmp_path}" in " ".join(out.split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +100,7 @@ def test_one_device_has_nobody_to_send_to(here, monkeypatch, capsys):
     status, out, _ = run(capsys)
     assert status == 0
     assert "1 CPU device, on 64 cores" in out
-    assert "none: they need two devices" in out
+    assert "not tested: they need two devices" in out
 
 
 # Planted faults: devices and links.
@@ -115,7 +115,7 @@ def test_a_wrong_result_is_told(here, monkeypatch, capsys, kind):
     assert status == 1
     assert out.count("WRONG") == 2
     assert f"! {kind} of 65.5 kB: device 5 has " in out
-    assert "2 things are wrong, marked by !" in out
+    assert "2 problems found, marked by !" in out
 
 
 def test_a_sum_that_lacks_a_device_is_told(here, monkeypatch, capsys):
@@ -143,16 +143,19 @@ def test_jax_that_fails_is_told_in_a_line(here, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (Told([{"stage": "devices"}], None, ""), "devices: no answer within 60 s: another process may hold the"),
+        (Told([{"stage": "devices"}], None, ""), "devices: no answer within 60 s: another process may use the"),
         (Told([{"stage": "devices"}, {"stage": "links"}], None, ""), "links: no answer within 60 s"),
         (Told([], None, ""), "the start of Python and JAX: no answer within 60 s: the machine is busy"),
-        (Told([{"stage": "devices"}], -6, "F1 x.cc:2] Unknown flag"), "ended with signal 6, and the last words 'Unkno"),
+        (
+            Told([{"stage": "devices"}], -6, "F1 x.cc:2] Unknown flag"),
+            "ended with signal 6, and the last message 'Unkno",
+        ),
         (Told([{"stage": "devices"}, {"error": "there is no such platform"}], 0, ""), "devices: there is no such"),
     ],
 )
 def test_no_devices(told, says):
     section = doctor_devices.devices(told, Machine(), {}, 60.0)
-    assert section.lines == ["JAX finds none"]
+    assert section.lines == ["JAX found none"]
     (found,) = wrong(section)
     assert says in found
 
@@ -168,7 +171,12 @@ def told_of(platform="gpu", count=8, kind="NVIDIA H100 80GB HBM3", **more):
     ("told", "seen", "environment", "says"),
     [
         (told_of("cpu", kind="cpu"), Machine(["gpu"]), {}, 'JAX does not use it (): pip install "jaxshard[cuda]"'),
-        (told_of("cpu", kind="cpu"), Machine(["tpu"]), {}, "the TPU that is here: JAX does not use it (): pip install"),
+        (
+            told_of("cpu", kind="cpu"),
+            Machine(["tpu"]),
+            {},
+            "the TPU of this machine: JAX does not use it (): pip install",
+        ),
         (told_of("cpu", kind="cpu"), Machine(["gpu"]), {"JAX_PLATFORMS": "cpu"}, None),  # the rule of it tells
         (told_of(), Machine(["gpu"]), {}, None),
         (told_of("cpu", kind="cpu"), Machine(gpu_without_driver=True), {}, "install its driver, or start the contain"),
@@ -293,9 +301,7 @@ def test_jax_that_cannot_be_imported_is_told_in_a_line():
 def test_a_folder_that_cannot_be_written(here, capsys):
     status, out, _ = run(capsys, "--out", "/proc/self")
     assert status == 1
-    assert "! make a folder in /proc/self: No such file or directory: give the user who trains" in out.replace(
-        "\n ", ""
-    )
+    assert "! make a folder in /proc/self: No such file or directory: give the training user" in out.replace("\n ", "")
 
 
 def tried(tmp_path, lock=Lock):
@@ -371,10 +377,13 @@ def test_little_room_is_told():
     [
         ({"jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2"}, []),
         ({"jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2.post1"}, []),
-        ({"jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.1"}, ["jax-cuda13-plugin 0.10.1: JAX takes a plugin only of"]),
+        (
+            {"jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.1"},
+            ["jax-cuda13-plugin 0.10.1: JAX accepts a plugin only in"],
+        ),
         (
             {"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"},
-            ["jax-cuda12-plugin and jax-cuda13-plugin: JAX takes one of them"],
+            ["jax-cuda12-plugin and jax-cuda13-plugin: JAX uses only one of them"],
         ),
     ],
 )
@@ -388,8 +397,8 @@ def test_packages_in_versions_that_jaxshard_does_not_take():
     needed = ["jax<0.5,>=0.4", "optax>=0.1", "nobody-has-this>=9", "numpy<1; extra == 'x'"]
     found = wrong(doctor_sections.packages({}, needed))
     assert [text.partition(":")[2] for text in found] == [
-        ' jaxshard needs another: pip install "jax<0.5,>=0.4"',
-        ' jaxshard needs another: pip install "numpy<1"',
+        ' jaxshard needs a different version: pip install "jax<0.5,>=0.4"',
+        ' jaxshard needs a different version: pip install "numpy<1"',
     ]
 
 
@@ -418,53 +427,53 @@ def test_accelerators_are_known_by_their_files(tmp_path):
 
 TOGETHER = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
 RULES = [
-    (SIMULATED, {"JAX_PLATFORMS": "cpu"}, False, "JAX starts these alone"),
+    (SIMULATED, {"JAX_PLATFORMS": "cpu"}, False, "JAX uses only these backends"),
     (SIMULATED, {"JAX_PLATFORMS": ""}, None, ""),
     (SIMULATED, {"JAX_PLATFORMS": "gpu"}, True, "write cuda"),
-    (Here("cpu", accelerators=["gpu"]), {"JAX_PLATFORMS": "cpu"}, True, "it keeps JAX from the GPU that is here"),
-    (GPUS, {"JAX_PLATFORMS": "cuda,cpu"}, False, "JAX starts these alone"),
+    (Here("cpu", accelerators=["gpu"]), {"JAX_PLATFORMS": "cpu"}, True, "it hides this machine's GPU from JAX"),
+    (GPUS, {"JAX_PLATFORMS": "cuda,cpu"}, False, "JAX uses only these backends"),
     (Here("cpu", accelerators=["tpu"]), {"JAX_PLATFORM_NAME": "cpu"}, True, "programs run on the CPU"),
     (SIMULATED, {"JAX_PLATFORM_NAME": "cpu"}, None, ""),
     (SIMULATED, {"JAX_ENABLE_X64": "True"}, True, "64 bits"),
     (SIMULATED, {"JAX_ENABLE_X64": "0"}, None, ""),
     (TPUS, {"JAX_DISABLE_JIT": "1"}, True, "very slow"),
-    (GPUS, {"JAX_DEBUG_NANS": "1"}, True, "searches for faults"),
-    (GPUS, {"JAX_DEBUG_INFS": "yes"}, True, "searches for faults"),
-    (GPUS, {"JAX_CHECK_TRACER_LEAKS": "on"}, True, "searches for faults"),
-    (GPUS, {"JAX_ENABLE_CHECKS": "1"}, True, "searches for faults"),
+    (GPUS, {"JAX_DEBUG_NANS": "1"}, True, "debugging option"),
+    (GPUS, {"JAX_DEBUG_INFS": "yes"}, True, "debugging option"),
+    (GPUS, {"JAX_CHECK_TRACER_LEAKS": "on"}, True, "debugging option"),
+    (GPUS, {"JAX_ENABLE_CHECKS": "1"}, True, "debugging option"),
     (GPUS, {"JAX_ENABLE_CHECKS": "off"}, None, ""),
-    (SIMULATED, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}, True, "leaves most optimizations out"),
+    (SIMULATED, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}, True, "skips most optimizations"),
     (SIMULATED, {"JAX_COMPILATION_CACHE_DIR": "/x"}, True, "hang or abort"),
-    (Here("cpu", 1), {"JAX_COMPILATION_CACHE_DIR": "/x"}, False, "kept there"),
-    (TPUS, {"JAX_COMPILATION_CACHE_DIR": "/x"}, False, "kept there"),
+    (Here("cpu", 1), {"JAX_COMPILATION_CACHE_DIR": "/x"}, False, "cached there"),
+    (TPUS, {"JAX_COMPILATION_CACHE_DIR": "/x"}, False, "cached there"),
     (SIMULATED, {"NPROC": "8"}, True, "NPROC=16"),
     (SIMULATED, {"NPROC": "16"}, None, ""),
     (GPUS, {"NPROC": "1"}, None, ""),
     (GPUS, TOGETHER, False, "it did not join the others"),
-    (GPUS, {**TOGETHER, "JAX_PROCESS_ID": "x"}, True, "JAX_PROCESS_ID must be a whole number"),
+    (GPUS, {**TOGETHER, "JAX_PROCESS_ID": "x"}, True, "JAX_PROCESS_ID must be an integer"),
     (GPUS, {"JAX_COORDINATOR_ADDRESS": "host:1"}, True, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set"),
     (GPUS, {"JAX_NUM_PROCESSES": "2"}, True, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set"),
     (GPUS, {"JAX_PROCESS_ID": "0"}, True, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES must be set"),
-    (GPUS, {**TOGETHER, "http_proxy": "http://p"}, True, "put host into no_proxy"),
+    (GPUS, {**TOGETHER, "http_proxy": "http://p"}, True, "add host to no_proxy"),
     (GPUS, {**TOGETHER, "https_proxy": "http://p", "no_proxy": "a,host"}, False, "it did not join"),
     (GPUS, {**TOGETHER, "grpc_proxy": "http://p"}, True, "processes look for host through this proxy"),
     (GPUS, {"grpc_proxy": "http://p"}, None, ""),
-    (GPUS, {"XLA_CLIENT_MEM_FRACTION": ".9"}, False, "takes 90% of a GPU's memory"),
-    (GPUS, {"XLA_CLIENT_MEM_FRACTION": ".3"}, True, "JAX gets 30%"),
-    (GPUS, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1"}, True, "write .95 at most"),
-    (GPUS, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, True, "no number"),
+    (GPUS, {"XLA_CLIENT_MEM_FRACTION": ".9"}, False, "reserves 90% of a GPU's memory"),
+    (GPUS, {"XLA_CLIENT_MEM_FRACTION": ".3"}, True, "JAX uses only 30%"),
+    (GPUS, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1"}, True, "at most .95"),
+    (GPUS, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, True, "not a number"),
     (GPUS, {"XLA_CLIENT_MEM_FRACTION": ".9", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}, True, "the old name"),
     (SIMULATED, {"XLA_CLIENT_MEM_FRACTION": ".3"}, None, ""),
-    (GPUS, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, True, "falls to pieces"),
+    (GPUS, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, True, "becomes fragmented"),
     (GPUS, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, None, ""),
     (GPUS, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, True, "very slow"),
     (GPUS, {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}, None, ""),
-    (GPUS, {"CUDA_VISIBLE_DEVICES": "0,1"}, False, "JAX sees these GPUs alone"),
+    (GPUS, {"CUDA_VISIBLE_DEVICES": "0,1"}, False, "JAX sees only these GPUs"),
     (Here("cpu", accelerators=["gpu"]), {"CUDA_VISIBLE_DEVICES": ""}, True, "hides all GPUs"),
     (SIMULATED, {"CUDA_VISIBLE_DEVICES": ""}, None, ""),
     (GPUS, {"CUDA_LAUNCH_BLOCKING": "1"}, True, "waits for each kernel"),
     (GPUS, {"CUDA_LAUNCH_BLOCKING": "0"}, None, ""),
-    (GPUS, {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}, False, "come before those that pip installed"),
+    (GPUS, {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}, False, "take precedence over those that pip installed"),
     (GPUS, {"LD_LIBRARY_PATH": "/opt/lib"}, None, ""),
     (GPUS, {"NCCL_P2P_DISABLE": "1"}, True, "do not use NVLink"),
     (GPUS, {"NCCL_P2P_DISABLE": "0"}, None, ""),
@@ -472,29 +481,42 @@ RULES = [
     (GPUS, {"NCCL_SHM_DISABLE": "1"}, True, "may use its network"),
     (GPUS, {"NCCL_IB_DISABLE": "1"}, True, "InfiniBand"),
     (GPUS, {"NCCL_P2P_LEVEL": "LOC"}, True, "never send to each other directly"),
-    (GPUS, {"NCCL_P2P_LEVEL": "NVL"}, False, "does not choose by itself"),
-    (GPUS, {"NCCL_SOCKET_IFNAME": "eth,ib"}, False, "takes these network interfaces alone"),
-    (GPUS, {"NCCL_SOCKET_IFNAME": "ib"}, True, "no such network interface: write one of eth0, lo"),
-    (GPUS, {"NCCL_SOCKET_IFNAME": "=eth"}, True, "no such network interface"),
-    (GPUS, {"NCCL_SOCKET_IFNAME": "=eth0"}, False, "takes these"),
-    (GPUS, {"NCCL_SOCKET_IFNAME": "^docker"}, False, "leaves these network interfaces out"),
+    (GPUS, {"NCCL_P2P_LEVEL": "NVL"}, False, "NCCL's own choice"),
+    (GPUS, {"NCCL_SOCKET_IFNAME": "eth,ib"}, False, "uses only these network interfaces"),
+    (GPUS, {"NCCL_SOCKET_IFNAME": "ib"}, True, "this network interface does not exist: use one of eth0, lo"),
+    (GPUS, {"NCCL_SOCKET_IFNAME": "=eth"}, True, "this network interface does not exist"),
+    (GPUS, {"NCCL_SOCKET_IFNAME": "=eth0"}, False, "uses only these"),
+    (GPUS, {"NCCL_SOCKET_IFNAME": "^docker"}, False, "does not use these network interfaces"),
     (GPUS, {"NCCL_DEBUG": "INFO"}, False, "prints many lines"),
     (GPUS, {"NCCL_DEBUG": "WARN"}, None, ""),
-    *((GPUS, {f"NCCL_{name}": "1"}, False, "does not choose by itself") for name in ("ALGO", "PROTO", "BUFFSIZE")),
-    *((GPUS, {f"NCCL_{name}": "1"}, False, "does not") for name in ("NTHREADS", "MIN_NCHANNELS", "MAX_NCHANNELS")),
-    (TPUS, {"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"}, False, "compiler takes these flags"),
-    (TPUS, {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_async_collective_fusion=true"}, False, "products cover less"),
+    *((GPUS, {f"NCCL_{name}": "1"}, False, "NCCL's own choice") for name in ("ALGO", "PROTO", "BUFFSIZE")),
+    *(
+        (GPUS, {f"NCCL_{name}": "1"}, False, "NCCL's own choice")
+        for name in ("NTHREADS", "MIN_NCHANNELS", "MAX_NCHANNELS")
+    ),
+    (TPUS, {"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"}, False, "compiler uses these flags"),
+    (
+        TPUS,
+        {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_async_collective_fusion=true"},
+        False,
+        "xla_tpu_enable_async_collective_fusion reduces the overlap",
+    ),
     (GPUS, {"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"}, None, ""),
-    (SIMULATED, {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, False, "so many CPU devices"),
-    (GPUS, {"XLA_FLAGS": "--xla_dump_to=/x"}, True, "writes all that it compiles"),
-    (GPUS, {"XLA_FLAGS": "--xla_disable_hlo_passes=fusion"}, True, "leaves passes out"),
-    (GPUS, {"XLA_FLAGS": "--xla_disable_all_hlo_passes"}, True, "leaves passes out"),
+    (
+        SIMULATED,
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        False,
+        "the number of simulated CPU devices",
+    ),
+    (GPUS, {"XLA_FLAGS": "--xla_dump_to=/x"}, True, "dumps every compiled program"),
+    (GPUS, {"XLA_FLAGS": "--xla_disable_hlo_passes=fusion"}, True, "skips passes"),
+    (GPUS, {"XLA_FLAGS": "--xla_disable_all_hlo_passes"}, True, "skips passes"),
     (SIMULATED, {"XLA_FLAGS": "--xla_backend_optimization_level=0"}, True, "programs are slow"),
     (SIMULATED, {"XLA_FLAGS": "--xla_backend_optimization_level=3"}, None, ""),
-    (GPUS, {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}, True, "not chosen by trial"),
-    (GPUS, {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}, False, "repeat bit by bit"),
-    (GPUS, {"XLA_FLAGS": "--xla_gpu_exclude_nondeterministic_ops"}, False, "repeat bit by bit"),
-    (GPUS, {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}, False, "beside products"),
+    (GPUS, {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}, True, "not autotuned"),
+    (GPUS, {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}, False, "are bitwise reproducible"),
+    (GPUS, {"XLA_FLAGS": "--xla_gpu_exclude_nondeterministic_ops"}, False, "are bitwise reproducible"),
+    (GPUS, {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}, False, "with products"),
     (GPUS, {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}, None, ""),
 ]
 UNSET = {"JAX_COMPILATION_CACHE_DIR", "XLA_CLIENT_MEM_FRACTION", "NPROC"}  # told of where they are not set
@@ -541,7 +563,7 @@ def test_a_flag_that_jaxshard_sets_itself_is_told():
     flag = "xla_gpu_enable_while_loop_double_buffering"
     assert flag in here_is.own_flags
     (found,) = [each for each in doctor_sections.judged({"XLA_FLAGS": f"--{flag}=false"}, here_is) if each.wrong]
-    assert "give train_step(compiler_options=...) yours" in found.advice
+    assert "pass yours in train_step(compiler_options=...)" in found.advice
 
 
 def test_other_settings_are_named(here, monkeypatch, capsys):
@@ -551,7 +573,7 @@ def test_other_settings_are_named(here, monkeypatch, capsys):
     assert status == 1
     assert "also set: NCCL_NEW" in out
     assert "! JAX_ENABLE_X64=1: arrays have 64 bits" in out
-    assert "1 thing is wrong, marked by !" in out
+    assert "1 problem found, marked by !" in out
 
 
 # Wrong words, and where it is shown.
@@ -567,10 +589,10 @@ def test_other_settings_are_named(here, monkeypatch, capsys):
         (["--seconds", "inf"], "--seconds inf must be above 0"),
         (["--seconds", "x"], "invalid float value: 'x'"),
         (["--seconds"], "expected one argument"),
-        (["--out", ""], "it is no folder: name one"),
-        (["--out", __file__], "it is no folder: name one"),
+        (["--out", ""], "it is not a folder: give one"),
+        (["--out", __file__], "it is not a folder: give one"),
         (["--json", "/"], "--json /: Is a directory"),
-        (["--json", "nowhere/x.json"], "name a file in a folder that is there"),
+        (["--json", "nowhere/x.json"], "give a file in an existing"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says, capsys):

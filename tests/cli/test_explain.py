@@ -269,7 +269,7 @@ def test_zero3(users, capsys, tmp_path):
     layers = by_path(found)["layers"]
     assert layers["shape"] == [3, 96, 96]
     assert layers["bytes"] == {"params": 3 * LAYER // 8, "gradient": 3 * LAYER // 8, "state": 2 * 3 * LAYER // 8}
-    assert (layers["gathered"], layers["lines"]) == ("gathered where unshard is", [line("of each layer")])
+    assert (layers["gathered"], layers["lines"]) == ("gathered at unshard", [line("of each layer")])
     assert by_path(found)["first"]["lines"] == [line("of the first")]
     bias = by_path(found)["bias"]
     assert (bias["bytes"]["params"], bias["spec"], bias["lines"]) == (20, [], [])
@@ -292,7 +292,7 @@ def test_zero2_gathers_in_the_update(users, capsys, tmp_path):
     layers = by_path(found)["layers"]
     assert layers["bytes"] == {"params": 3 * LAYER, "gradient": 3 * LAYER // 8, "state": 2 * 3 * LAYER // 8}
     assert (layers["why"], layers["state_why"]) == ("zero2 keeps params whole", "dim 1 by data")
-    assert "    its gradient scattered where unshard is" in out
+    assert "    its gradient scattered at unshard" in out
     assert "    its gradient and state: dim 1 by data" in out
 
 
@@ -349,7 +349,7 @@ def test_what_is_held_at_the_peak(users, capsys, tmp_path, machine):
     assert memory["read"] == memory["arguments"] + sum(one["bytes"] for one in memory["held"])
     assert memory["held"] == sorted(memory["held"], key=lambda one: -one["bytes"])
     assert all(one["line"] or one["part"] for one in memory["held"])
-    assert "by the compiler's own account" in out
+    assert "as reported by the compiler" in out
     if machine == "cpu:8":
         assert memory["read"] == pytest.approx(memory["peak"], rel=0.2)
         lines = {line(f"of {which}") for which in ("each layer", "the first", "the last", "the table")}
@@ -395,7 +395,7 @@ def test_a_configuration(users, capsys, tmp_path, monkeypatch):
     assert all(re.search(r"apps/model/model.py:\d+$", each["line"]) for each in gathered)
     assert {each["code"] for each in gathered} == {"return params if early else jaxshard.unshard(params)"}
     head = by_path(found)["head/kernel"]
-    assert head["gathered"] == "gathered where unshard is"
+    assert head["gathered"] == "gathered at unshard"
     assert head["lines"] == [gathered[0]["line"]]
 
 
@@ -406,7 +406,7 @@ def test_a_step_that_does_not_fit(users, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "compiled", refuse)
     status, out, error = run(capsys, "mine:zero3", "--json", tmp_path / "x.json")
     assert (status, error) == (1, "")
-    assert out.endswith("The compiler refuses the step: RESOURCE_EXHAUSTED: 3 TB\n")
+    assert out.endswith("The compiler rejects the step: RESOURCE_EXHAUSTED: 3 TB\n")
     assert json.loads((tmp_path / "x.json").read_text())["sent"] is None
 
 
@@ -417,7 +417,7 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
     assert status == 0
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("…") == 0
-    for number in ("36.9 kB", "the update: new params are gathered", "joined by"):
+    for number in ("36.9 kB", "the update: new params are gathered", "combined by"):
         assert number in " ".join(out.split())
 
 
@@ -430,34 +430,34 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
         (["mine:nothing"], "mine:nothing returned a NoneType: it must return (step, params, batch, *more)"),
         (["mine:two"], "mine:two returned a tuple of 2: it must return"),
         (["mine:no_step"], "as the step: it must return"),
-        (["mine:unplaced"], "no argument of this step of your own lies on a mesh of devices: place params by"),
+        (["mine:unplaced"], "no argument of this step of your own is on a mesh: place params with"),
         (
             ["mine:own_jitted", "--compile", "v5e:2x4"],
-            "whose mesh is not of v5e:2x4: let it take the machine's devices",
+            "on a mesh that is not of v5e:2x4: let it use the machine's devices",
         ),
         (
             ["mine:own_compiled"],
-            "mine:own_compiled: the step is compiled already: return the function, or jax.jit of it",
+            "mine:own_compiled: the step is already compiled: return the function, or jax.jit of it",
         ),
         (["mine:own_with_text"], "mode of the step holds a str, which JAX does not trace: let the step close over it"),
         (["mine:own_partial"], "the step is a functools.partial that holds shapes: pass them as arguments"),
         (["mine:with_state"], "returned an optimizer's state where the batch belongs; the command makes the state"),
         (["mine:wants"], "wants must take no arguments (missing a required argument: 'x')"),
-        (["mine:value"], "value is no function, but of type int"),
+        (["mine:value"], "value is not a function, but of type int"),
         (["mine:zero4"], "mine has no zero4; did you mean 'zero"),
         (["mine:fails"], f"mine:fails: {line('it fails here')}: KeyError: 'x'"),
-        (["mine:leaves"], "it ended the program, by SystemExit(3)"),
+        (["mine:leaves"], "it ended the program with SystemExit(3)"),
         (["mine:wrong_loss"], f"{line('a wrong shape')}: TypeError: cannot reshape"),
         (["mine:no_array"], "bias is a PjitFunction; every leaf must be an array"),
         (["unclosed:f"], "unclosed.py:1: SyntaxError: invalid syntax"),
         (["needs:f"], "needs.py:2: ModuleNotFoundError: No module named 'nobody_has_this'"),
-        (["ends:f"], "by SystemExit(5): put what is not to run on an import under"),
-        (["nobody:f"], "there is no module 'nobody' here, nor among the installed packages"),
-        (["mine.deeper:f"], "there is no module 'mine.deeper' here"),
-        (["mine.py:f"], "name a module and a function as Python imports them, such as mine:build"),
+        (["ends:f"], "with SystemExit(5): put code that must not run on import under"),
+        (["nobody:f"], "no module 'nobody' in this folder or among the installed packages"),
+        (["mine.deeper:f"], "no module 'mine.deeper' in this folder"),
+        (["mine.py:f"], "give a module and a function as Python imports them, such as mine:build"),
         (["mine:"], "such as mine:build"),
         ([":f"], "such as train:build"),
-        (["nobody"], "there is no such file; a function is named as MODULE:FUNCTION"),
+        (["nobody"], "the file does not exist; write a function as MODULE:FUNCTION"),
         (["nobody.toml"], "cannot read the configuration 'nobody.toml'"),
         (
             ["mine:on_three", "--compile", "cpu:8"],
@@ -466,15 +466,15 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
         (["mine:zero3", "--compile", "cpu:800"], "there are 8"),
         (["mine:zero3", "--compile", "h10:8"], "'h10:8' has an unknown chip, 'h10' (did you mean h"),
         (["mine:zero3", "--compile", "cpu:8", "--no-compile"], "exclude each other: give one of them"),
-        (["mine:zero3", "--peak", "--no-compile"], "--peak reads the compiled step, and --no-compile compiles none"),
-        (["mine:zero3", "--model.layers", "2"], "--model.layers is the reference model's: mine:zero3 makes its own"),
-        (["mine:zero3", "--data", "x"], "--data is the reference model's"),
+        (["mine:zero3", "--peak", "--no-compile"], "--peak reads the compiled step, and --no-compile compiles nothing"),
+        (["mine:zero3", "--model.layers", "2"], "--model.layers is for the reference model: mine:zero3 makes its own"),
+        (["mine:zero3", "--data", "x"], "--data is for the reference model"),
         (["mine:zero3", "--json", "/"], "--json /: Is a directory"),
         (["--sharding.data", "3"], "do not make 8 devices"),
         (["--no-compile=1"], "--no-compile takes no value"),
         (["mine:zero3", "more"], "unknown argument 'more'"),
         (["--compil", "cpu:8"], "unknown option --compil; the nearest known one is --compile"),
-        (["--compile"], "--compile lacks its value"),
+        (["--compile"], "--compile needs a value"),
     ],
 )
 def test_what_is_wrong_is_told(users, capsys, words, says):
@@ -571,7 +571,7 @@ def test_the_innermost_line_of_the_users_is_taken():
         (skips.judged, "", "the check that all is finite"),
         (update._to_params, "", "the update: new params are gathered"),
         (update.advance, ".<locals>.<lambda>", "the update"),
-        (rounds.Rounds.run, "", "the update: matrices go to their owners, and home"),
+        (rounds.Rounds.run, "", "the update: matrices are sent to their owners and back"),
         (inner.update, "", "the update"),
         (per_device.DeviceLoss._finish, "", "the gradients' reduction, after the backward pass"),
         (per_device.DeviceLoss._reduced, ".<locals>.average", "the mean of the loss over devices"),

@@ -106,7 +106,7 @@ def test_what_the_caller_types_runs(run, evil, mark, tmp_path, capfd, kind):
     copy = planted(run, tmp_path, FORMS["data"](name))
     assert main(["eval", str(copy)]) == 2
     error = capfd.readouterr().err
-    assert f"a configuration names the function {name}, and no file runs code" in error
+    assert f"the configuration names the function {name}, but files may not run code" in error
     assert f"type --data {name}" in error
     assert main(["eval", str(copy), "--data", name]) == 0
     assert mark.exists()
@@ -123,7 +123,7 @@ def test_one_function_does_not_stand_for_another(run, evil, mark, tmp_path, capf
     copy = planted(run, tmp_path, FORMS["both"](evil["a file"]))
     good = f"{tmp_path / 'good.py'}:rows"
     assert main(["train", "--resume", "--out", str(copy), "--train.steps", "3", "--data", good]) == 2
-    assert f"data.heldout-path: a configuration names the function {evil['a file']}" in capfd.readouterr().err
+    assert f"data.heldout-path: the configuration names the function {evil['a file']}" in capfd.readouterr().err
     assert not mark.exists()
 
 
@@ -237,5 +237,5 @@ def test_settings_of_figures_that_never_end_are_not_read(tmp_path):
     found = started("plan", "--strategies", "zero2", "--out", "figures", where=tmp_path)
     assert found.returncode == 2
     assert "matplotlibrc" in found.stderr
-    assert "it is a pipe, and no file" in found.stderr
+    assert "it is a pipe, not a file" in found.stderr
     assert found.stderr.count("\n") == 1

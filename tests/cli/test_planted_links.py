@@ -157,4 +157,4 @@ def test_no_profile_is_written_through_a_link(tmp_path, precious, name):
         traced.after(())
     assert len(lines) == 1
     assert "no profile was written: " in lines[0]
-    assert "is a link, and nothing is written through it" in lines[0]
+    assert "is a link, and files are not written through links" in lines[0]

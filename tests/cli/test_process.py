@@ -101,7 +101,7 @@ def test_a_run_goes_on_when_who_reads_its_output_has_left(tmp_path, tiny):
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(120) == 0
-        assert "standard output is gone (Broken pipe): the run goes on without it" in process.stderr.read()
+        assert "standard output is closed (Broken pipe): the run continues without it" in process.stderr.read()
     assert saved_steps(tmp_path / "run") == [3]
 
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_without_a_place_for_its_output(tmp_path, tiny, redirected
     status, _, err = ran("train", tiny, "--out", tmp_path / "run", prefix=shell)
     assert status == 0
     assert saved_steps(tmp_path / "run") == [3]
-    assert ("standard output is gone (No space left on device)" in err) == (redirected == ">/dev/full")
+    assert ("standard output is closed (No space left on device)" in err) == (redirected == ">/dev/full")
 
 
 def test_two_processes_go_on_and_show_no_lines_of_gloo(tmp_path, tiny):
@@ -122,7 +122,7 @@ def test_two_processes_go_on_and_show_no_lines_of_gloo(tmp_path, tiny):
         assert process.wait(120) == 0
         assert (
             process.stderr.read()
-            == "jaxshard train: standard output is gone (Broken pipe): the run goes on without it\n"
+            == "jaxshard train: standard output is closed (Broken pipe): the run continues without it\n"
         )
     assert "parameters, zero2 on 2 x cpu" in said  # gloo's lines came first
     assert saved_steps(tmp_path / "run") == [3]

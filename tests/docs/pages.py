@@ -175,7 +175,7 @@ def doctor(blocks, names):
     for block in blocks:
         run(block)
     step, params, batch = names["build"]()
-    assert "gathered where unshard is" in str(step.layout(params, batch))
+    assert "gathered at unshard" in str(step.layout(params, batch))
     own, *arguments = names["build_own"]()
     assert "all-reduce" in own.lower(*arguments).compile().as_text()
 

@@ -275,14 +275,18 @@ def append(path: Path) -> None:
         file.write(bytes(2000))
 
 
-MOVED = r"--out \S+ is no longer the folder that the run began in: it is now \S+; step \d+ is saved in \S+; to go on: "
-GONE = r"is no longer the folder that the run began in: it was deleted or unmounted; step \d+ is saved in \S+; to go on"
-RESCUED = r"it was deleted or unmounted; step \d+ is saved in \S+\.rescued; to go on"
-OTHERS = r"model was replaced, and is not this run's; step \d+ is saved in \S+\.rescued; to go on"
-BESIDE = r"step \d+ is saved in \S+\.rescued; to go on"
-NOR = r"nor could step \d+ be saved elsewhere: "
-ANEW = "model was moved, deleted or replaced: earlier saves may be gone"
-BEGINS = r"was moved, deleted or replaced: a new one begins at step \d+"
+MOVED = (
+    r"--out \S+ is no longer the folder that the run started in: it is now \S+; step \d+ is saved in \S+; to resume: "
+)
+GONE = (
+    r"is no longer the folder that the run started in: it was deleted or unmounted; step \d+ is saved in \S+; to resume"
+)
+RESCUED = r"it was deleted or unmounted; step \d+ is saved in \S+\.rescued; to resume"
+OTHERS = r"model was replaced, and does not belong to this run; step \d+ is saved in \S+\.rescued; to resume"
+BESIDE = r"step \d+ is saved in \S+\.rescued; to resume"
+NOR = r"step \d+ could not be saved elsewhere either: "
+ANEW = "model was moved, deleted or replaced: earlier saves may be lost"
+BEGINS = r"was moved, deleted or replaced: a new file begins at step \d+"
 TERM, INT, HUP, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 ON = {"signal": TERM, "status": (143,)}  # the run goes on until the signal
 
@@ -315,14 +319,14 @@ CHANGES = {
     "metrics are a folder": Change(
         then(delete("metrics.jsonl"), put("metrics.jsonl", "folder")), "metrics.jsonl lacks metrics from here on", **ON
     ),
-    "options deleted": Change(delete("config.toml"), "config.toml was gone: it is written anew", **ON),
+    "options deleted": Change(delete("config.toml"), "config.toml was missing: it is written again", **ON),
     "tensorboard deleted": Change(delete("tensorboard"), f"tensorboard {BEGINS}", **ON),
     "tensorboard renamed": Change(rename("tensorboard"), f"tensorboard {BEGINS}", **ON),
-    "tokens cut short": Change(tokens(lambda path: os.truncate(path, 1000)), "cut short.*; the last save is step"),
-    "tokens emptied": Change(tokens(lambda path: os.truncate(path, 0)), "cut short.*; the last save is step"),
-    "tokens written over": Change(tokens(write_over(3)), "other tokens than when.*; the last save is step"),
-    "tokens out of range": Change(tokens(write_over(60_000)), "other tokens than when.*; the last save is step"),
-    "tokens replaced": Change(tokens(replace_by(3)), "other tokens than when.*; the last save is step"),
+    "tokens cut short": Change(tokens(lambda path: os.truncate(path, 1000)), "truncated.*; the last save is step"),
+    "tokens emptied": Change(tokens(lambda path: os.truncate(path, 0)), "truncated.*; the last save is step"),
+    "tokens written over": Change(tokens(write_over(3)), "its tokens differ from.*; the last save is step"),
+    "tokens out of range": Change(tokens(write_over(60_000)), "its tokens differ from.*; the last save is step"),
+    "tokens replaced": Change(tokens(replace_by(3)), "its tokens differ from.*; the last save is step"),
     "tokens replaced by the same": Change(tokens(replace_by(None)), **ON),
     "tokens appended": Change(tokens(append), **ON),
     "tokens deleted": Change(tokens(Path.unlink), "cannot be read any more: No such file.*; the last save is step"),
@@ -334,7 +338,7 @@ CHANGES = {
     "Ctrl-C and the model deleted": Change(delete("model"), signal=INT, status=(130,)),
     "two processes, SIGUSR1": Change(lambda world: None, signal=USR1, to=1, status=(138, 143), count=2),
     "two processes, tokens cut short": Change(
-        tokens(lambda path: os.truncate(path, 1000)), "cut short.*; the last save is step", None, count=2
+        tokens(lambda path: os.truncate(path, 1000)), "truncated.*; the last save is step", None, count=2
     ),
     "two processes, renamed": Change(rename("", "new"), MOVED, "new", count=2),
     "two processes, deleted": Change(delete(""), GONE, count=2),

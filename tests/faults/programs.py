@@ -148,7 +148,7 @@ def first_step(what):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxshard.train_step(loss_fn, opt)(opt.place(params()), opt.init(params()), batch)
-    same = [str(each.message) for each in caught if "the same rows" in str(each.message)]
+    same = [str(each.message) for each in caught if "identical rows" in str(each.message)]
     say("warned:", len(same), *same)
     agreement.take_leave(30)
 

@@ -54,7 +54,7 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
         group.says("hangs", 1)
         time.sleep(1)
         group.signal(number, 0)
-        group.says(f"{number.name}: after this step the model is saved")
+        group.says(f"{number.name}: the model is saved after this step")
         assert group.processes[0].poll() is None
         group.signal(number, 0)
         assert group.processes[0].wait(10) == 128 + number

@@ -27,12 +27,12 @@ def test_processes_that_save_other_things_are_refused(tmp_path, what):
     logs = [group.log(i) for i in range(2)]
     assert not list(tmp_path.glob("ck/1*"))
     if what == "one":
-        assert "refused: TimeoutError save: not all 2 processes came within 5 s" in logs[0], group.text()
+        assert "refused: TimeoutError save: not all 2 processes made this call within 5 s" in logs[0], group.text()
         return
     assert all("then None" in log for log in logs), group.text()
     if what == "no step":
         assert "refused: ProcessError process 1: ValueError: checkpoint: step -9 must be" in logs[0]
-        assert "refused: ValueError checkpoint: step -9 must be a whole number, 0 or more" in logs[1]
+        assert "refused: ValueError checkpoint: step -9 must be an integer, 0 or more" in logs[1]
     else:
         words = {"steps": "'step 2', process 0 'step 1'", "trees": "'v float32[4]', process 0 'w float32[4]'"}[what]
         assert all(f"refused: ProcessError process 1: save: it has {words}" in log for log in logs), group.text()

@@ -6,11 +6,11 @@ import pytest
 from group import Group, program
 
 REFUSED = {
-    "learning rate": "ProcessError process 1: train_step: the step's program: it has .* give the same code",
-    "params": r"ReplicaError copies differ: params/b has other bits on device \d+ of process \d",
+    "learning rate": "ProcessError process 1: train_step: the step's program: this process has .* the same code",
+    "params": r"ReplicaError replicas differ: params/b has different bits on device \d+ of process \d",
     "placed params": "ProcessError process 1: place: it has 'b: float32.24. with CRC-32 .*, process 0 .* the same seed",
-    "local batch": "ValueError batch: x holds this process's rows only; make global arrays with",
-    "rows of one shard": r"ReplicaError copies differ: batch/x has other bits on device \d+ of process \d",
+    "local batch": "ValueError batch: x has only this process's rows; make global arrays with",
+    "rows of one shard": r"ReplicaError replicas differ: batch/x has different bits on device \d+ of process \d",
 }
 
 
@@ -33,5 +33,5 @@ def test_processes_that_give_the_same_rows_are_warned_of(tmp_path, what):
     """F85: only where each holds other rows of the batch, and they tell."""
     with Group(program("first_step", what), tmp_path) as group:
         assert group.wait() == [0, 0], group.text()
-    assert ("warned: 1 train_step: processes 0 and 1 gave the same rows" in group.log(0)) == (what == "the same")
+    assert ("warned: 1 train_step: processes 0 and 1 passed identical rows" in group.log(0)) == (what == "the same")
     assert "warned: 0" in group.log(1)

@@ -78,7 +78,7 @@ def test_a_divergence_goes_back_to_the_last_save_and_on_with_other_rows(tiny, tm
     monkeypatch.setattr(Run, "batch", lambda run, index: drawn.append(index) or make(run, index))
     spoilt(monkeypatch, diverges_at(6))
     assert main(["train", tiny, "--out", str(tmp_path / "run"), "--train.on-divergence", "roll-back"]) == 0
-    assert "back to step 4, and on with other rows" in capsys.readouterr().out
+    assert "the run returns to step 4, and continues with different rows" in capsys.readouterr().out
     assert drawn[1:] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9]  # the first is of the lowered step
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 10))
 
@@ -87,7 +87,7 @@ def test_a_run_that_diverges_again_and_again_ends(tiny, tmp_path, monkeypatch, c
     spoilt(monkeypatch, diverges_at(*range(6, 40)))
     assert main(["train", tiny, "--out", str(tmp_path / "run"), "--train.on-divergence", "roll-back"]) == 1
     printed = capsys.readouterr()
-    assert printed.out.count("back to step 4") == 3
+    assert printed.out.count("the run returns to step 4") == 3
     assert "more than train.max_skips = 20 steps in a row were skipped" in printed.err
 
 
@@ -113,7 +113,7 @@ def test_copies_that_differ_end_the_run_at_the_next_check(tiny, tmp_path, monkey
     """F15: found by the check, and the saves before it are as good as ever."""
     spoilt(monkeypatch, flips_at(3))
     assert main(["train", tiny, "--out", str(tmp_path / "run"), "--train.check-every", "3", *DDP]) == 1
-    assert "copies differ: 0/" in capsys.readouterr().err
+    assert "replicas differ: 0/" in capsys.readouterr().err
     assert Checkpointer(tmp_path / "run" / "model").latest_valid() == 2
 
 
@@ -130,15 +130,15 @@ def test_copies_that_differ_are_mended_if_that_is_asked_for(tiny, tmp_path, monk
     options = ["--train.check-every", "3", "--train.mend-copies", *DDP]
     assert main(["train", tiny, "--out", str(tmp_path / "run"), *options]) == 0
     printed = capsys.readouterr().out
-    assert "All copies are now as the first" in printed
-    assert "step 3: copies differ" in printed
+    assert "All copies are now equal to the first" in printed
+    assert "step 3: replicas differ" in printed
 
 
 def test_copies_are_mended_before_a_save_too(tiny, tmp_path, monkeypatch, capsys):
     spoilt(monkeypatch, flips_at(3))
     options = ["--train.check-every", "0", "--train.mend-copies", *DDP]
     assert main(["train", tiny, "--out", str(tmp_path / "run"), *options]) == 0
-    assert "step 4: copies differ" in capsys.readouterr().out
+    assert "step 4: replicas differ" in capsys.readouterr().out
     assert Checkpointer(tmp_path / "run" / "model").latest_valid() == 9
 
 
@@ -168,7 +168,7 @@ def test_nothing_is_saved_while_steps_are_skipped(tiny, tmp_path, monkeypatch):
 
 
 def test_a_flipped_copy_is_one(monkeypatch):
-    """The flip really makes copies differ."""
+    """The flip really makes replicas differ."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(np.ones((4, 4), np.float32), jax.sharding.NamedSharding(mesh, jax.P()))
     from jaxshard.digest import digests

@@ -17,7 +17,7 @@ import jaxshard
 from jaxshard import collectives
 from jaxshard.checkpoint import Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 BOTH = ("data", "replica")
 ALL = {"data_axes": ("replica", "data"), "replica_axes": ()}
@@ -190,7 +190,11 @@ def test_a_checkpoint_fits_any_axes(tmp_path):
         ("hsdp", {"state_axes": "replica"}, "grads_axes ('data',) must be among state_axes ('replica',)"),
         ("hsdp", {"state_axes": "replica"}, "give state_axes=('data', 'replica')"),
         ("zero2", {"params_axes": "data", "grads_axes": ()}, "params_axes ('data',) must be among grads_axes ()"),
-        ("zero2", {"grads_axes": "rows"}, "names 'rows', over which the batch is not split; there are ('replica', 'd"),
+        (
+            "zero2",
+            {"grads_axes": "rows"},
+            "names 'rows', over which the batch is not split; the batch axes are ('replica', 'd",
+        ),
         ("ddp", {"params_axes": "data"}, "must be among grads_axes ()"),
     ],
 )
@@ -203,9 +207,9 @@ def test_axes_that_do_not_nest(strategy, options, words):
 
 def test_regather_is_for_params_that_are_cut():
     mesh = jaxshard.mesh.abstract_mesh(8)
-    with pytest.raises(ValueError, match='zero2: regather="step" is for params that are cut'):
+    with pytest.raises(ValueError, match='zero2: regather="step" is for sharded params'):
         jaxshard.zero2(optax.sgd(0.1), mesh, regather="step")
-    with pytest.raises(ValueError, match='zero1: regather="backward" is for params that are cut'):
+    with pytest.raises(ValueError, match='zero1: regather="backward" is for sharded params'):
         jaxshard.zero1(optax.sgd(0.1), mesh, regather="backward")
     with pytest.raises(ValueError, match='zero3: regather=\'once\' is unknown; give "use", "backward" or "step"'):
         jaxshard.zero3(optax.sgd(0.1), mesh, regather="once")

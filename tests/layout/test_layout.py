@@ -263,7 +263,7 @@ def test_an_awkward_leaf_of_little_weight_is_not_warned_of():
         warn_if_awkward(lay(params, {"data": 8}))
         warn_if_awkward(lay({"odd": struct(17, 19)}, {"data": 8}, "ddp"))
         warn_if_awkward(lay({"odd": struct(17, 19)}, {"data": 1}))
-    with pytest.warns(UserWarning, match=r"odd: no free dim of \(17, 19\) is divisible by 8, \d+ bytes lost"):
+    with pytest.warns(UserWarning, match=r"odd: no free dim of \(17, 19\) is divisible by 8, \d+ more bytes"):
         warn_if_awkward(lay({"odd": struct(17, 19)}, {"data": 8}))
 
 
@@ -558,7 +558,7 @@ def test_the_table_explains_each_state_leaf():
     assert reasons["0/params/w"] == "like w: dim 1 by data"
     assert reasons["0/diff_params_memory/w"] == "a stack like w: dim 2 by data"
     assert reasons["0/weights_memory"] == "no free dim of (3,) is divisible by 4"
-    assert reasons["1/0/v_row/w"] == "made from w, of another shape: dim 0 by data"
+    assert reasons["1/0/v_row/w"] == "made from w, with a different shape: dim 0 by data"
     assert all(reasons.values())
 
 
@@ -646,8 +646,8 @@ def test_numpy_and_abstract_leaves_lie_alike():
 @pytest.mark.parametrize(
     ("shape", "devices", "says"),
     [
-        ((768, 768), 512, "; two data_axes of 2 and 256 devices would cut dim 0 by 256"),
-        ((50257, 768), 512, "; two data_axes of 2 and 256 devices would cut dim 1 by 256"),
+        ((768, 768), 512, "; two data_axes of 2 and 256 devices would shard dim 0 256 ways"),
+        ((50257, 768), 512, "; two data_axes of 2 and 256 devices would shard dim 1 256 ways"),
         ((768, 768), 7, ""),
     ],
 )

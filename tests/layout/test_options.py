@@ -42,14 +42,16 @@ def test_docstrings_name_every_option(name):
     ("given", "nearest"), [("reduce_dtyp", "reduce_dtype"), ("min_shard", "min_shard_size"), ("spec", "specs")]
 )
 def test_an_unknown_option_names_the_nearest(given, nearest):
-    with pytest.raises(TypeError, match=f"zero2: no option '{given}'; did you mean '{nearest}'?"):
+    with pytest.raises(TypeError, match=f"zero2: unknown option '{given}'; did you mean '{nearest}'?"):
         jaxshard.zero2(optax.sgd(0.1), MESH, **{given: None})
 
 
 def test_an_option_like_no_other_names_all():
-    with pytest.raises(TypeError, match=r"no option 'q'; There are \['auto_axes', .*'stochastic_rounding'\]"):
+    with pytest.raises(
+        TypeError, match=r"unknown option 'q'; The options are \['auto_axes', .*'stochastic_rounding'\]"
+    ):
         jaxshard.zero2(optax.sgd(0.1), MESH, q=1)
-    with pytest.raises(TypeError, match="no option 'zero'"):
+    with pytest.raises(TypeError, match="unknown option 'zero'"):
         jaxshard.zero2(optax.sgd(0.1), MESH, zero=3)
 
 

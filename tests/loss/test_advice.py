@@ -89,7 +89,7 @@ def test_what_a_policy_saves_by_name_is_a_line_of_the_layout_alone(strategy):
     found, kept = told(model(mark=jaxshard.unshard, remat=True, policy=policy), strategy)
     assert found == []
     assert "11.8 MB" in kept
-    assert 'regather="backward" gathers none again' in kept
+    assert 'regather="backward" does not gather params again' in kept
 
 
 def test_small_models_and_params_that_only_linear_operations_use_are_not_warned_of():

@@ -15,7 +15,7 @@ from jaxshard import plan, unshard
 
 LAYERS, WIDTH, ROWS = 3, 32, 48
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 
 def shapes_of(stacked, dtype):
@@ -186,7 +186,7 @@ def test_the_layout_says_in_which_dtype_params_are_gathered_and_gradients_summed
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     step = jaxshard.train_step(loss_of("cast, then marked, in a scan", jnp.bfloat16), opt)
     text = str(step.layout(shapes_of(stacked=True, dtype=jnp.float32), batch))
-    assert "gathered in bfloat16 where unshard is" in text
+    assert "gathered in bfloat16 at unshard" in text
     assert "added up in bfloat16, as they are computed; reduce_dtype=jnp.float32" in text
 
 
@@ -206,13 +206,15 @@ def lower(loss, strategy, devices=4, width=512):
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_mark_that_moves_nothing_is_told_with_its_line_and_the_cure(strategy):
-    told = r"unshard: w is marked at .*test_casts.py:\d+, but not moved there: .*integer_pow .*test_casts.py:\d+"
+    told = r"unshard: w is marked at .*_casts.py:\d+, but not gathered or reduced there: .*integer_pow .*_casts.py:\d+"
     with pytest.warns(UserWarning, match=f"{told}.*w = jaxshard.unshard"):
         lower(penalized, strategy)
 
 
 def test_layers_that_are_cut_have_a_cure_of_their_own():
-    with pytest.warns(UserWarning, match="cut on the dim that a scan runs over.*make one divisible by the devices"):
+    with pytest.warns(
+        UserWarning, match="sharded on the dim that a scan iterates over.*make one divisible by the devices"
+    ):
         lower(loss_of("cast, then marked, in a scan", jnp.bfloat16), "zero3", devices=3)
 
 

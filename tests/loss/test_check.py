@@ -71,7 +71,7 @@ def test_a_loss_that_takes_no_half_of_its_rows():
 
 
 def test_raises_if_asked_with_the_report_as_its_text():
-    with pytest.raises(ValueError, match=r"NOT what data parallelism averages.*\n.*each device") as error:
+    with pytest.raises(ValueError, match=r"NOT a mean over rows.*\n.*each device") as error:
         jaxshard.check(CASES["batch_norm"].loss, opt_of(), singles(weights()), singles(batch_of(32)), raises=True)
     report = error.value.report
     assert str(report) == str(error.value)
@@ -151,7 +151,7 @@ def test_too_large_for_one_device(monkeypatch):
     monkeypatch.setattr("jaxshard.loss.check._UNKNOWN_BYTES", 1000)
     found = jaxshard.check(CASES["squares"].loss, opt_of(), singles(weights()), singles(batch_of(32)))
     assert found.ok
-    assert "not compared with one device: it would take" in str(found)
+    assert "not compared with one device: it would need" in str(found)
     assert not jaxshard.check(CASES["batch_norm"].loss, opt_of(), singles(weights()), singles(batch_of(32))).ok
 
 

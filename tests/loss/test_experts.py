@@ -146,7 +146,10 @@ def test_rows_are_followed_through_experts(x64, sizes):
     assert run.layout(params(), given).loss_rows == "the loss is a mean over rows"
     want = jaxshard.evaluate(mean, jaxshard.ddp(inner(), jaxshard.make_mesh(devices=jax.devices()[:1])), has_aux=True)
     assert_close((loss, rows), want(params(), given), 1e-12)
-    for wrong, says in ((lambda p, b: (each(p, b).sum(), ()), "a sum over rows"), (centred, "is taken over the rows")):
+    for wrong, says in (
+        (lambda p, b: (each(p, b).sum(), ()), "a sum over rows"),
+        (centred, "is computed over the rows"),
+    ):
         with pytest.warns(jaxshard.RowsWarning, match=says):
             jaxshard.value_and_grad(wrong, opt, has_aux=True)(opt.place(params()), given)
 

@@ -47,7 +47,7 @@ def check(name, strategy, m):
     batch, args = batch_of(np.random.default_rng(100), ROWS), args_of(rng) if callable(args_of) else args_of
     mesh = jaxshard.make_mesh(replica=2) if strategy == "hsdp" else jaxshard.make_mesh()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*(cannot be cut|all rows at once)")
+        warnings.filterwarnings("ignore", "(?s).*(cannot be sharded|all rows at once)")
         opt = getattr(jaxshard, strategy)(optax.sgd(0.1), mesh)
         run = jaxshard.value_and_grad(loss, opt, microbatches=m, has_aux=aux, weighted=weighted)
         value, grads = run(opt.place(params), batch, *args)

@@ -37,25 +37,30 @@ def plans_of(strategy, *, differentiate=True, microbatches=1, loss=loss, **optio
 USED = "at its first use: used by add"
 WANTED = {
     ("ddp", 1): {
-        "base": ("never", "none", "never moved"),
-        "bias": ("never", "after", "never moved but for its gradient"),
-        "blocks": ("never", "at use", "its gradient summed where unshard is"),
-        "table": ("never", "at use", "its gradient summed where unshard is"),
+        "base": ("never", "none", "not gathered"),
+        "bias": ("never", "after", "not gathered; its gradient is reduced after the backward pass"),
+        "blocks": ("never", "at use", "its gradient summed at unshard"),
+        "table": ("never", "at use", "its gradient summed at unshard"),
         "up": ("never", "at use", f"its gradient summed {USED}"),
     },
-    ("ddp", 2): dict.fromkeys(("bias", "blocks", "table"), ("never", "after", "never moved but for its gradient"))
-    | {"base": ("never", "none", "never moved"), "up": ("never", "after", "never moved but for its gradient")},
+    ("ddp", 2): dict.fromkeys(
+        ("bias", "blocks", "table"), ("never", "after", "not gathered; its gradient is reduced after the backward pass")
+    )
+    | {
+        "base": ("never", "none", "not gathered"),
+        "up": ("never", "after", "not gathered; its gradient is reduced after the backward pass"),
+    },
     ("zero2", 2): {
-        "base": ("never", "none", "never moved"),
-        "bias": ("never", "after", "never moved but for its gradient"),
-        "blocks": ("never", "at use", "its gradient scattered where unshard is"),
+        "base": ("never", "none", "not gathered"),
+        "bias": ("never", "after", "not gathered; its gradient is reduced after the backward pass"),
+        "blocks": ("never", "at use", "its gradient scattered at unshard"),
         "table": ("never", "at use", "its rows' gradients exchanged"),
         "up": ("never", "at use", f"its gradient scattered {USED}"),
     },
     ("zero3", 2): {
         "base": ("use", "none", f"gathered {USED}"),
-        "bias": ("never", "after", "never moved but for its gradient"),
-        "blocks": ("use", "at use", "gathered where unshard is"),
+        "bias": ("never", "after", "not gathered; its gradient is reduced after the backward pass"),
+        "blocks": ("use", "at use", "gathered at unshard"),
         "table": ("use", "at use", "its rows exchanged where the loss looks them up"),
         "up": ("use", "at use", f"gathered {USED}"),
     },
@@ -82,7 +87,7 @@ def test_where_no_gradient_is_asked_for_none_is_reduced(strategy):
     assert {plan.leaf.path for plan in found if plan.gather == "use"} == (
         {"base", "blocks", "table", "up"} if strategy == "zero3" else set()
     )
-    assert {str(plan) for plan in found if plan.gather == "never"} <= {"never moved"}
+    assert {str(plan) for plan in found if plan.gather == "never"} <= {"not gathered"}
 
 
 def test_a_plan_is_made_before_anything_is_evaluated_and_the_layout_says_it(monkeypatch):

@@ -11,7 +11,7 @@ from oracle import ROWS, batches, hostile_params, model_loss
 
 import jaxshard
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype("f") for shape in ((8, 4), (48, 8)))
 
@@ -72,7 +72,7 @@ def test_bad_input():
         f(W, BATCH)
     with pytest.raises(ValueError, match="no dim with the rows"):
         jaxshard.predict(lambda w, b: w, opt_of())(W, BATCH)
-    with pytest.raises(TypeError, match="predict: the loss 3 is no function"):
+    with pytest.raises(TypeError, match="predict: the loss 3 is not a function"):
         jaxshard.predict(3, opt_of())
     with pytest.raises(TypeError, match="predict needs a ShardedOptimizer"):
         jaxshard.predict(outputs, optax.sgd(0.1))
@@ -169,11 +169,11 @@ def test_the_local_view_refuses_rows_in_another_order(aux):
     ("of_rows", "says"),
     [
         (lambda z: z - z.mean(0), "pmean"),
-        (lambda z: z[:, 0].at[0].set(0), "places in the batch"),
-        (lambda z: z * jnp.cumsum(jnp.ones(len(z)))[:, None], "places in the batch"),
-        (lambda z: jax.lax.map(lambda each: each[0] * each[1], (z, jnp.arange(len(z)))), "places in the batch"),
-        (lambda z: z / len(z), "other ones where there are more rows"),
-        (lambda z: z + np.log(len(z)), "other ones where there are more rows"),
+        (lambda z: z[:, 0].at[0].set(0), "positions in the batch"),
+        (lambda z: z * jnp.cumsum(jnp.ones(len(z)))[:, None], "positions in the batch"),
+        (lambda z: jax.lax.map(lambda each: each[0] * each[1], (z, jnp.arange(len(z)))), "positions in the batch"),
+        (lambda z: z / len(z), "outputs depend on the number of rows"),
+        (lambda z: z + np.log(len(z)), "outputs depend on the number of rows"),
     ],
 )
 def test_outputs_that_depend_on_more_than_their_row_are_those_of_one_device(of_rows, says, recwarn):
@@ -184,7 +184,7 @@ def test_outputs_that_depend_on_more_than_their_row_are_those_of_one_device(of_r
 
 def test_rows_in_another_order_are_refused():
     """They came back turned round on each device; the local view refuses them."""
-    with pytest.raises(ValueError, match="no dim with the rows of the batch in their order"):
+    with pytest.raises(ValueError, match="no dim with the rows of the batch in order"):
         jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of(), loss_view="local")(W, BATCH)
     found = jaxshard.predict(lambda w, batch: (batch["x"] @ w)[::-1], opt_of())(W, BATCH)
     chex.assert_trees_all_close(found, (X @ W)[::-1], rtol=1e-4, atol=1e-5)
@@ -222,10 +222,10 @@ def test_whole_numbers_without_rows_still_have_no_average():
     def loss(w, batch):
         return jnp.mean((batch["x"] @ w) ** 2), jnp.sum(batch["id"])
 
-    with pytest.raises(TypeError, match=r"aux leaf .* differs between devices and has no average; return one"):
+    with pytest.raises(TypeError, match=r"aux leaf .* differs between devices and cannot be averaged; return it"):
         jaxshard.evaluate(loss, opt_of(), has_aux=True, loss_view="local")(W, BATCH)
     assert int(jaxshard.evaluate(loss, opt_of(), has_aux=True)(W, BATCH)[1]) == np.sum(BATCH["id"])
-    with pytest.raises(TypeError, match=r"aux leaf .* differs between microbatches and has no average; return one"):
+    with pytest.raises(TypeError, match=r"aux leaf .* differs between microbatches and cannot be averaged; return it"):
         jaxshard.value_and_grad(loss, opt_of(), has_aux=True, microbatches=2)(W, BATCH)
 
 

@@ -13,7 +13,7 @@ from jaxshard import plan, unshard
 
 LAYERS, WIDTH, ROWS = 4, 16, 48
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 SHAPES = {
     "stack": (LAYERS, WIDTH, WIDTH),
@@ -157,7 +157,7 @@ def test_params_are_gathered_twice_and_products_computed_once(loss, machine):
         assert once.peak_bytes - twice.peak_bytes > size
 
 
-@pytest.mark.filterwarnings("ignore:up to 268 MB of whole params")
+@pytest.mark.filterwarnings("ignore:each device keeps up to 268 MB of gathered params")
 @pytest.mark.parametrize(("width", "gained"), [(512, 0.0), (4096, 1 / LAYERS)])
 def test_layers_in_a_list_gain_on_gpu_where_they_are_large(width, gained):
     """XLA for GPU reduces gradients of 32 MB together: of small layers all gradients lie beside all params.
@@ -262,9 +262,9 @@ def test_the_layout_promises_it_only_where_the_program_does_it(case):
     step = jaxshard.train_step(loss, opt)
     layout = str(step.layout(shapes, batch))
     assert ("for the backward pass again" in layout) == can
-    assert ("kept: up to" in layout) == (not can)
+    assert ("kept: each device keeps up to" in layout) == (not can)
     if not can:
-        assert 'regather="backward" gathers none again that the loss cuts, scales or scans first' in layout
+        assert 'regather="backward" does not gather params again that the loss first slices, scales or scans' in layout
     text = step.lower(shapes, jax.eval_shape(opt.init, shapes), batch).as_text()
     assert text.count("all_gather") >= (2 if can else 1)
 
@@ -274,4 +274,4 @@ def test_one_stack_that_is_kept_is_told():
     shapes = {"stack": jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)}
     batch = {"x": jax.ShapeDtypeStruct((ROWS, 1024), jnp.float32)}
     step = jaxshard.train_step(in_a_scan, opt_of("zero3", jaxshard.make_mesh(), "use"))
-    assert "kept: up to 33.6 MB of whole params (1 param)" in str(step.layout(shapes, batch))
+    assert "kept: each device keeps up to 33.6 MB of gathered params (1 param)" in str(step.layout(shapes, batch))

@@ -66,7 +66,7 @@ def check_equal(name, strategy, microbatches, view="auto"):
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_any_loss_is_right(name):
     layout = check_equal(name, "zero3", 2)
-    assert "rows: the loss sees all of a microbatch, and XLA partitions it" in str(layout)
+    assert "rows: global view: the loss sees all rows of a microbatch, and XLA partitions it" in str(layout)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -154,7 +154,7 @@ def test_the_layout_says_where_keys_are_folded():
     for view, said in (("auto", True), ("global", False)):
         f = jaxshard.value_and_grad(loss, STRATEGIES["zero2"](), loss_view=view)
         last = str(f.layout(weights(), batch_of(ROWS), jax.random.key(3))).splitlines()[-1]
-        assert ("each device folds its index into the keys" in last) == said
+        assert ("each device uses its own keys" in last) == said
 
     def drawn(p, b, key):
         return loss(p, b, key), jax.random.normal(key, (len(b["x"]),))
@@ -182,7 +182,7 @@ def test_a_loss_for_each_devices_rows_has_no_global_view():
 
     f = jaxshard.value_and_grad(named, STRATEGIES["zero2"](), loss_view="global")
     line = r"it names the mesh axes \['data'\] \(.*test_views.py:\d+\)"
-    with pytest.raises(ValueError, match=line + ', which loss_view="global" has no place for; give loss_view="local"'):
+    with pytest.raises(ValueError, match=line + ', which loss_view="global" does not support; pass loss_view="local"'):
         f(weights(), batch_of(ROWS))
     with pytest.raises(ValueError, match=r"loss_view .any. must be"):
         jaxshard.predict(named, STRATEGIES["zero2"](), loss_view="any")

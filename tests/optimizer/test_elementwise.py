@@ -321,5 +321,5 @@ def test_without_tracebacks_there_is_no_place():
 def test_another_structure_is_refused():
     one = jax.make_jaxpr(lambda x: [x, x])(jnp.ones(2))
     results = [elementwise.Result("w", labels.SAME, (2,))]
-    with pytest.raises(elementwise.NotElementwise, match="another structure"):
+    with pytest.raises(elementwise.NotElementwise, match="a different structure"):
         elementwise.check_elementwise(one, one, [labels.SAME], results, frozenset())

@@ -38,7 +38,7 @@ TXS = {
 MESHES = {"zero2": {"data": 8}, "zero3": {"data": 3}, "ddp": {"data": 2}, "hsdp": {"data": 2, "replica": 2}}
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded")
 @pytest.mark.parametrize("strategy", list(MESHES))
 @pytest.mark.parametrize("name", list(TXS))
 def test_equals_one_device(x64, name, strategy):
@@ -238,7 +238,7 @@ WRONG = {
     "disk": "state_memory='disk' is unknown; give",
     0.5: "state_memory=0.5 is unknown; give",
     (("mu", "disk"),): "is unknown; give",
-    (("(", "host"),): "is no regular expression",
+    (("(", "host"),): "is not a regular expression",
     (): "is unknown; give",
 }
 
@@ -251,7 +251,7 @@ def test_wrong_options(given):
 
 
 def test_rules_that_match_nothing_and_state_that_is_none():
-    with pytest.raises(ValueError, match="the rule 'velocity' matches no leaf of the state; there are 0/count"):
+    with pytest.raises(ValueError, match="the rule 'velocity' matches no leaf of the state; the leaves are 0/count"):
         make([("velocity", "host")]).init(small())
     with pytest.raises(ValueError, match="has no array of 16 elements or more"):
         make(tx=optax.sgd(1e-2)).init(small())

@@ -148,7 +148,7 @@ def test_a_reduction_in_the_optimizer_is_right_where_nothing_is_cut():
     chex.assert_trees_all_close(got, jax.tree.map(lambda g: 2 * g, mean), rtol=1e-5, atol=1e-6)
     scaled, _ = run("ddp", lambda x: each(lambda g: g * lax.pmean(x, AXES)), start=inner)
     chex.assert_trees_all_close(scaled, jax.tree.map(lambda g: 4.5 * g, mean), rtol=1e-5)
-    refused("zero2", lambda x: inner, "`psum", "not known to be right")
+    refused("zero2", lambda x: inner, "`psum", "not known to be correct")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -228,7 +228,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", list(UNKNOWN))
 def test_what_is_not_known_to_be_right(name, strategy):
     start = each(lambda g: g)
-    refused(strategy, lambda x: each(UNKNOWN[name]), f"`{name}`", "not known to be right", "outside", start=start)
+    refused(strategy, lambda x: each(UNKNOWN[name]), f"`{name}`", "not known to be correct", "outside", start=start)
 
 
 def double(x):

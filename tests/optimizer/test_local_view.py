@@ -104,7 +104,7 @@ def five_steps(name, num_data, num_rows):
 
 
 @pytest.mark.parametrize(("strategy", "num_data", "num_replicas", "name"), CASES)
-@pytest.mark.filterwarnings("ignore:.*cannot be cut")  # "odd" is there for that
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded")  # "odd" is there for that
 def test_five_steps_equal_the_oracle(strategy, num_data, num_replicas, name):
     num_rows = 2 * num_data * num_replicas
     opt = getattr(jaxshard, strategy)(INNERS[name](), mesh_of(num_data, num_replicas), min_shard_size=2)
@@ -371,7 +371,7 @@ def test_params_that_vary_are_refused(opt):
         updates, state = opt.update(jax.grad(loss_fn)(varied, x), state, varied)
         return optax.apply_updates(params, updates), state
 
-    refused(opt, step, TypeError, "params", "varies", "as they came in")
+    refused(opt, step, TypeError, "params", "varies", "pass the original params")
 
 
 def test_extra_arguments_that_vary_are_refused():

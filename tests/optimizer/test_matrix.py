@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 CASES = matrix.cases()
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "host", "hybrid"]

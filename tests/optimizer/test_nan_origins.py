@@ -209,7 +209,7 @@ def test_loss_and_gradients(strategy, origin):
     assert metrics["skipped"]
     assert every_copy((p, state)) == before
     (line,) = said
-    assert re.fullmatch(f"train_step: call 2 changed nothing: {words}", line)
+    assert re.fullmatch(f"train_step: step 2 was skipped: {words}", line)
 
 
 @pytest.mark.parametrize("origin", UPDATES)
@@ -230,7 +230,7 @@ def test_update_and_state(strategy, origin):
         if metrics["skipped"]:
             assert every_copy((p, state)) == before
             (line,) = said
-            assert re.fullmatch(rf"train_step: call \d changed nothing: {words} is not finite", line)
+            assert re.fullmatch(rf"train_step: step \d was skipped: {words} is not finite", line)
             leaves = len(jax.tree.leaves(p))
             assert (int(metrics["bad_leaf"]) >= leaves) == ("state" in words)
         else:
@@ -282,8 +282,8 @@ def test_params_that_were_not_finite_before_are_named_with_the_way_back(strategy
         p, state, _ = step(p, state, batch(i))
     with pytest.raises(jaxshard.NonFiniteError, match="latest_finite") as caught:
         step(p, state, batch(2))
-    assert f"Params were not finite before this step already ({name})" in str(caught.value)
-    assert "look at the batch" not in str(caught.value)
+    assert f"Params were already not finite before this step ({name})" in str(caught.value)
+    assert "check the batch" not in str(caught.value)
     assert caught.value.broken == name
     assert every_copy((p, state)) == before
 
@@ -297,7 +297,7 @@ def test_frozen_params_that_are_not_finite(strategy):
     for i in range(2):
         p, state, metrics = step(p, state, batch(i))
         assert metrics["skipped"]
-    with pytest.raises(jaxshard.NonFiniteError, match=r"not finite before this step already \(w\)"):
+    with pytest.raises(jaxshard.NonFiniteError, match=r"not finite before this step \(w\)"):
         step(p, state, batch(2))
     assert every_copy((p, state)) == before
 

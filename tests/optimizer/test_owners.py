@@ -60,7 +60,7 @@ TXS = {"muon": matrix_optimizers.muon, "shampoo": matrix_optimizers.shampoo, "so
 ON = [("zero2", 2), ("zero3", 4), ("zero1", 3)]
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut", "ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:.*may hang")
 @pytest.mark.parametrize(("strategy", "num_devices"), ON)
 @pytest.mark.parametrize("name", list(TXS))
 def test_equals_one_device(x64, name, strategy, num_devices):
@@ -68,7 +68,7 @@ def test_equals_one_device(x64, name, strategy, num_devices):
     check(getattr(jaxshard, strategy)(tx, mesh, min_shard_size=1), tx, make_params())
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded")
 def test_more_devices_than_matrices(x64):
     tx = TXS["muon"]()
     check(jaxshard.zero2(tx, jaxshard.make_mesh(), min_shard_size=1), tx, make_params())
@@ -103,7 +103,7 @@ def test_cut_over_tensor_too(x64):
         check(jaxshard.hybrid(tx, mesh, specs, zero=2, min_shard_size=1), tx, params, ours, plain)
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded")
 @pytest.mark.parametrize(
     "options",
     [{"master_dtype": jnp.float64}, {"state_axes": ("data", "replica")}],
@@ -115,7 +115,7 @@ def test_with_other_options(x64, options):
     check(jaxshard.hsdp(tx, mesh, min_shard_size=1, **options), tx, make_params())
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded")
 @pytest.mark.parametrize("num_devices", [3, 4])
 def test_a_large_leaf_that_nothing_divides_has_an_owner(x64, monkeypatch, num_devices):
     """Over 4 devices it is the only one, so that nothing at all is sent to its owner."""
@@ -157,7 +157,7 @@ COUPLED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut", "ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:.*may hang")
 @pytest.mark.parametrize("name", ["by nothing", *COUPLED])
 def test_layers_that_are_coupled_stay_together(x64, name, monkeypatch):
     taken_apart = []
@@ -171,7 +171,7 @@ def test_layers_that_are_coupled_stay_together(x64, name, monkeypatch):
     assert all((found is None) == (name in COUPLED) for found in taken_apart)
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut", "ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:.*may hang")
 def test_leaves_that_are_coupled_stay_in_the_global_view(x64):
     def update(updates, state, params=None):
         gram = sum(g @ g.T for name, g in updates.items() if name in "abc")
@@ -220,7 +220,7 @@ def test_wire_of_muon_on_separate_layers(num_devices):
     assert ratio <= 1.25 * 1.001
 
 
-@pytest.mark.filterwarnings("ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*may hang")
 @pytest.mark.parametrize("name", list(TXS))
 def test_wire_of_stacks_that_divide(name):
     """What follows from a matrix lies beside it, so that gradients alone move: 1/N, to AdamW's 2."""
@@ -228,7 +228,7 @@ def test_wire_of_stacks_that_divide(name):
     assert ratio == pytest.approx(1 + 1 / 8, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*may hang")
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_each_layer_of_a_stack_has_an_owner(name):
     """12 layers over 8 devices cost what separate layers cost, 1/N of the work."""
@@ -261,7 +261,7 @@ def signed_qr(g):
     return (q * jnp.sign(jnp.diagonal(r))) @ jnp.eye(g.shape[1], dtype=g.dtype)
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be cut", "ignore:.*may wait")
+@pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:.*may hang")
 @pytest.mark.parametrize("fn", [newton, signed_qr])
 def test_layers_under_vmap(x64, fn):
     """A loop whose predicate differs by layer; a branch that XLA chooses by platform."""

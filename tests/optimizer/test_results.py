@@ -34,7 +34,7 @@ REFUSED = {
     "smaller": (lambda u: {**u, "w": u["w"][:3]}, ValueError, r"of w has shape \(3, 3\), and .* has \(16, 3\)"),
     "larger": (lambda u: {**u, "b": u["w"]}, ValueError, r"of b has shape \(16, 3\), and .* has \(3,\)"),
     "too few": (lambda u: {"w": u["w"]}, ValueError, "b is missing"),
-    "too many": (lambda u: {**u, "z": u["w"]}, ValueError, "z is no parameter"),
+    "too many": (lambda u: {**u, "z": u["w"]}, ValueError, "z is not a parameter"),
     "none": (lambda u: {**u, "w": None}, ValueError, "w is missing"),
     "a list": (lambda u: list(u.values()), ValueError, "b is missing"),
     "text": (lambda u: {**u, "w": "x"}, TypeError, "of w is of type str"),
@@ -124,7 +124,7 @@ def test_concrete_arrays_in_a_trace_need_no_state(strategy, kind):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_node_that_takes_arrays_alone_is_refused_with_the_cure(strategy):
-    told = r"cannot be rebuilt.*ValueError: an array, please\nLet its tree_unflatten make the node without checks"
+    told = r"cannot be rebuilt.*ValueError: an array, please\nIts tree_unflatten must create the node without checks"
     with pytest.raises(TypeError, match=told):
         sharded(strategy, optax.adam(0.1)).place({"w": Strict(PARAMS["w"])})
     with pytest.raises(TypeError, match=told):

@@ -172,7 +172,7 @@ def test_a_first_step_that_is_skipped():
         assert metrics["skipped"]
         assert np.isnan(optax.tree.get(state, "norm"))
         assert_same_bits((p, state[1]), (params(), monitored().init(params())[1]))
-        with pytest.warns(UserWarning, match="call 1 changed nothing"):
+        with pytest.warns(UserWarning, match="step 1 was skipped"):
             p, state = go_on(step, p, state, good)
         assert_close((p, state), plain(monitored(), params(), good), 1e-13)
 
@@ -201,5 +201,5 @@ def test_a_state_that_is_made_by_its_first_update():
 
 
 def test_its_first_update_cannot_be_skipped():
-    with pytest.raises(ValueError, match=r"first update makes or drops trace/b in the state.*init, or.*max_skips=None"):
+    with pytest.raises(ValueError, match=r"first update adds or drops trace/b in the state.*init, or.*max_skips=None"):
         trained(make("zero2", lazy_momentum()), params(), batches(1))

@@ -81,7 +81,7 @@ def test_the_plain_global_view_would_cost_several_times_more(strategy, monkeypat
 EXACT = [("zero1", False, 8), ("zero2", True, 8), ("zero2", True, 12), ("zero3", False, 8), ("zero3", True, 12)]
 
 
-@pytest.mark.filterwarnings("ignore:.*along the mesh axes .* all devices compute the same")  # with no specs
+@pytest.mark.filterwarnings("ignore:.*along the mesh axes .* do the same work")  # with no specs
 @pytest.mark.parametrize(("strategy", "specs", "layers"), EXACT)
 def test_equals_one_device(x64, strategy, specs, layers):
     mesh = jaxshard.make_mesh(data=4, tensor=2)
@@ -148,5 +148,5 @@ def test_a_users_own_matrix_optimizer_is_dealt_out_too(x64):
 def test_the_table_says_so():
     params = make_params(8) | {"up": make_params(12)["up"]}
     table = str(jaxshard.zero2(tx_of(), jaxshard.make_mesh()).layout(params))
-    assert "like down: dim 0 by data; whole matrices dealt out" in table
-    assert "like up: dim 1 by data; its matrices go to owners for the update" in table
+    assert "like down: dim 0 by data; full matrices distributed" in table
+    assert "like up: dim 1 by data; its matrices are updated on owner devices" in table

@@ -15,7 +15,7 @@ from jaxshard import plan, unshard
 LAYERS, WIDTH, ROWS, M = 8, 32, 96, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 
 def shapes_of(schedule, dtype):
@@ -107,12 +107,12 @@ def test_what_is_sent_has_the_dtype_that_the_stages_compute_in(way, schedule):
     narrow, how = sent(schedule, way, jnp.bfloat16)
     wide, _ = sent(schedule, way, jnp.float32)
     assert narrow / wide == pytest.approx(1 / 2, rel=0.001)
-    where = "at its first use: used by dot_general" if way == "no marks" else "where unshard is"
+    where = "at its first use: used by dot_general" if way == "no marks" else "at unshard"
     assert set(how.values()) == {f"gathered in bfloat16 {where}"}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shared_params_that_the_head_takes_wide_are_gathered_wide(schedule):
     _, how = sent(schedule, "marked, then cast", jnp.bfloat16, head=jnp.float32)
-    assert how["blocks", "w"] == "gathered in bfloat16 where unshard is"
-    assert how["shared", "in"] == "gathered where unshard is"
+    assert how["blocks", "w"] == "gathered in bfloat16 at unshard"
+    assert how["shared", "in"] == "gathered at unshard"

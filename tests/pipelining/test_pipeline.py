@@ -70,7 +70,7 @@ def test_with_params_asked_for_inside_the_stages(name, zero, tied):
         layout = jaxshard.value_and_grad(model.loss, opt).layout(opt.place(model.params()), model.batch())
         if zero >= 2:
             assert {how.split(":")[0] for how in layout.gathers.values() if "unshard" in how} == {
-                "gathered where unshard is" if zero == 3 else "its gradient scattered where unshard is"
+                "gathered at unshard" if zero == 3 else "its gradient scattered at unshard"
             }
             assert not [how for how in layout.gathers.values() if "at its first use" in how]
 
@@ -552,7 +552,7 @@ def test_gradients_that_would_be_lost_are_refused():
 
     params = {"w": np.ones((4, 1), "f"), "s": np.float32(1)}
     opt = jaxshard.ddp(optax.sgd(0.1), jaxshard.make_mesh(pipeline=4), specs=[("w", P("pipeline"))])
-    with pytest.raises(TypeError, match="beside its params, something that gradients are asked of"):
+    with pytest.raises(TypeError, match="a value other than its params that needs a gradient"):
         jaxshard.value_and_grad(loss, opt)(params, np.ones((8, 4), "f"))
     assert np.isfinite(jaxshard.evaluate(loss, opt)(params, np.ones((8, 4), "f")))
 
@@ -589,16 +589,20 @@ def simple(**changes):
 
 
 BAD = {
-    "schedule": ({"schedule": "2f2b"}, ValueError, "no schedule '2f2b'; there are gpipe, 1f1b, interleaved"),
+    "schedule": (
+        {"schedule": "2f2b"},
+        ValueError,
+        "unknown schedule '2f2b'; the schedules are gpipe, 1f1b, interleaved",
+    ),
     "virtual alone": ({"virtual": 2}, ValueError, "virtual=2; virtual stages"),
     "not virtual": ({"schedule": "interleaved"}, ValueError, "virtual=1; virtual stages"),
-    "count": ({"num_microbatches": 0}, ValueError, "num_microbatches 0 must be a whole number"),
+    "count": ({"num_microbatches": 0}, ValueError, "num_microbatches 0 must be an integer"),
     "remat": ({"remat": "layer"}, ValueError, "remat 'layer' must be"),
     "rows": ({"num_microbatches": 3}, ValueError, r"shape \(4, 4\) on each device.*divisible by num_microbatches 3"),
     "groups": (
         {"schedule": "interleaved", "virtual": 2, "w": np.ones((2, 4), "f"), "specs": [("w", P(None, "pipeline"))]},
         ValueError,
-        "num_microbatches 2 / stages 4 is no whole number.*give 4",
+        "num_microbatches 2 must be divisible by the number of stages 4.*give 4",
     ),
     "rounds": (
         {"schedule": "interleaved", "virtual": 2, "num_microbatches": 4},
@@ -606,12 +610,12 @@ BAD = {
         r"shape \(1, 2\) on each device; it must be \(virtual 2, layers / \(virtual 2 x stages 4\)",
     ),
     "layers": ({"w": np.ones((6, 2), "f")}, ValueError, "dim 0 of 6 is not divisible by 4"),
-    "whole blocks": ({"specs": None}, TypeError, r"blocks is whole on every stage.*P\('pipeline'\)"),
+    "whole blocks": ({"specs": None}, TypeError, r"blocks is replicated on every stage.*P\('pipeline'\)"),
     "cut shared": ({"specs": [(".", P("pipeline"))], "s": 1}, TypeError, ""),
     "shape": (
         {"stage": lambda b, x, i: x[..., :2] + jnp.sum(b)},
         ValueError,
-        r"stage_fn makes float32\[2, 2\] of float32\[2, 4\]; the activation must keep",
+        r"stage_fn turns float32\[2, 4\] into float32\[2, 2\]; the activation must keep",
     ),
     "dtype": ({"stage": lambda b, x, i: (x + jnp.sum(b)).astype(jnp.bfloat16)}, ValueError, r"makes bfloat16\[2, 4\]"),
     "structure": ({"stage": lambda b, x, i: (x + jnp.sum(b), x)}, ValueError, "must keep the structure"),
@@ -660,7 +664,7 @@ def test_shared_params_that_are_cut():
             num_microbatches=2,
         )
 
-    with pytest.raises(TypeError, match="shared is cut over 'pipeline'; every stage needs it whole"):
+    with pytest.raises(TypeError, match="shared is sharded over 'pipeline'; it must be replicated on every stage"):
         jaxshard.value_and_grad(loss, opt)({"w": np.ones((4, 2), "f"), "s": np.ones(4, "f")}, np.ones((8, 4), "f"))
 
 

@@ -303,7 +303,7 @@ def test_the_charts_follow_the_pages_colours(rows, tmp_path):
 
 @pytest.mark.parametrize(
     ("memory", "fitting", "line"),
-    [(NEAR, 5, "limit 30 MB"), (100 * MB, 6, "limit 100 MB"), (5 * MB, 0, "limit 5 MB"), (80e9, 6, "far beyond")],
+    [(NEAR, 5, "limit 30 MB"), (100 * MB, 6, "limit 100 MB"), (5 * MB, 0, "limit 5 MB"), (80e9, 6, "far above")],
 )
 def test_the_limit_and_what_fits(rows, tmp_path, memory, fitting, line):
     page = written(with_memory(rows, memory), tmp_path / "plan.html")
@@ -342,7 +342,7 @@ def test_more_axes_than_colours_share_one(rows, monkeypatch):
 
 @pytest.mark.parametrize("show", [drawing.draw, pages.page])
 def test_rows_of_one_target(rows, tmp_path, show):
-    with pytest.raises(ValueError, match="rows: there are none"):
+    with pytest.raises(ValueError, match="rows: it is empty"):
         show([], tmp_path / "plan", title="")
     with pytest.raises(ValueError, match=r"rows: ddp is for 16 x h100.*of one target"):
         show([rows[1], *with_memory(rows[:1], 1e9)], tmp_path / "plan", title="")

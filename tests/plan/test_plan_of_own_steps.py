@@ -155,13 +155,13 @@ def test_pictures_and_the_compiler(planned, tmp_path):
         ("bad", [], r"bad returned a int: it must return \(step, params, batch, \*more\)"),
         ("fails", [], r"fails: .*a_users_train.py:\d+: KeyError: 'lost'"),
         ("builds", [], "has no builds; did you mean 'build'"),
-        ("build", ["--model.layers", "3"], "--model.layers is the reference model's"),
+        ("build", ["--model.layers", "3"], "--model.layers is for the reference model"),
         ("build", ["--machine", "h100:64x8"], "give a multiple of 512 rows"),
-        ("with_tensor", ["--devices", "9"], "name a machine with a multiple of 2 devices"),
+        ("with_tensor", ["--devices", "9"], "give a machine with a multiple of 2 devices"),
         (
             "build",
             ["--strategies", "hfsdp"],
-            "hfsdp: for this step and machine there are ddp, zero1, zero2, zero3, own",
+            "hfsdp: available for this step and machine: ddp, zero1, zero2, zero3, own",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_any_number_of_rows_is_predicted_from_one_trace(style):
         wide = dataclasses.replace(config, train=TrainConfig(rows=rows))
         direct = plan.predict(*plan_rows.building(wide)(mine, mine.mesh(H100)))
         assert found.at(rows).to_dict() == direct.to_dict()
-    with pytest.raises(ValueError, match=r"65 rows are no multiple of \d+"):
+    with pytest.raises(ValueError, match=r"65 rows are not a multiple of \d+"):
         found.at(65)
 
 
@@ -497,7 +497,7 @@ def test_the_command_says_what_would_do(capsys):
     assert status == 1
     assert "Too large for every strategy: " in out
     assert out.splitlines()[-1] == "Verdict: nothing fits."
-    assert re.search(r"\d+ devices would do\. Or fewer rows a step", out)
+    assert re.search(r"\d+ devices would be enough\. Or use fewer rows per step", out)
 
 
 def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path):
@@ -515,7 +515,7 @@ def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path)
         (("--machine", "v9:2x2"), ("v5p:8x8x8", "h100:8")),
         (("--machine", "h10:8"), ("unknown chip, 'h10' (did you mean h100?)", "v5p:8x8x8", "b200:8")),
         (("--devices", "8", "--chip", "tpu"), ("'tpu' is not known", "v5e", "h100", "b200")),
-        (("--chip", "v5"), ("'v5' is not known; there are v4, v5e, ", "did you mean v5", "cpu")),
+        (("--chip", "v5"), ("'v5' is unknown; available: v4, v5e, ", "did you mean v5", "cpu")),
         (("--devices", "8", "--machine", "h100:8"), ("--devices", "--machine")),
         (("--devices", "0"), ("--devices 0",)),
         (("--devices", "7", "--sharding.replica", "2"), ("--sharding.replica 2", "do not make 7 devices")),
@@ -646,7 +646,9 @@ def test_what_is_too_large_at_rest_is_told_apart():
     peak = {c.strategy: plan.at_rest(*build_of()(c, c.mesh(H100))) for c in plan.side_by_side(H100)}
     target = dataclasses.replace(H100, memory_bytes=peak["ddp"] - 1)
     ranked = plan.fit(build_of(), plan.candidates(target, microbatches=(1,)), target)
-    assert [(c.strategy, why) for c, why in ranked.refused] == [("ddp", "params and state alone are 1 B too large")]
+    assert [(c.strategy, why) for c, why in ranked.refused] == [
+        ("ddp", "params and state alone exceed the memory by 1 B")
+    ]
     assert ranked.best is not None
 
 
@@ -656,7 +658,7 @@ def test_if_nothing_can_be_planned_the_reasons_are_given(capsys):
     assert "must be divisible by 8" in ranked.why()
     status, out, _ = run_plan(capsys, *TINY[:-1], "7", "--machine", "cpu:8", "--fit")
     assert status == 1
-    assert "train.rows = 7 is no multiple of" in out
+    assert "train.rows = 7 is not a multiple of" in out
 
 
 def test_the_lighter_ones_are_tried_where_all_are_too_large_at_rest():

@@ -28,7 +28,7 @@ from jaxshard.optimizer.optimizer import setup_of
 from jaxshard.platforms import backward
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning"),
     pytest.mark.usefixtures("x64", "as_on_gpu"),
 ]
 

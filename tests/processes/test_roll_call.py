@@ -58,7 +58,7 @@ def test_who_is_missing_is_told_to_all_who_came(address):
     """F25."""
     for error in outcomes(address, [(4, 0), (4, 2)], seconds=1.5):
         assert isinstance(error, TimeoutError)
-        assert f"process 1, 3 of 4 did not come to {address} within 1.5 s" in str(error)
+        assert f"process 1, 3 of 4 did not connect to {address} within 1.5 s" in str(error)
 
 
 def test_without_process_0(address):
@@ -77,10 +77,10 @@ def test_the_port_is_taken(address):
 def test_processes_that_disagree(address):
     for error in outcomes(address, [(2, 0), (3, 1)]):
         assert isinstance(error, ValueError)
-        assert "process 1 says that there are 3 processes, 0 says 2" in str(error)
+        assert "process 1 was started with num_processes 3, process 0 with 2" in str(error)
     for error in outcomes(address, [(3, 0), (3, 1), (3, 1)]):
         assert isinstance(error, ValueError)
-        assert "two processes say that they are process 1 of 3" in str(error)
+        assert "two processes have the process_id 1 of 3" in str(error)
 
 
 def test_a_process_whose_call_was_cut_off_calls_again(address):
@@ -200,7 +200,7 @@ def test_slow_callers_are_sent_away(address, monkeypatch):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.1)
         assert closed_by_the_other(slow)
-    assert "process 1 of 2 did not come" in str(ended[0])
+    assert "process 1 of 2 did not connect" in str(ended[0])
 
 
 @pytest.mark.parametrize("words", ["99 2", "0 2", "2 2", "-1 2", "1 2 3", "1", "", "1 2.0", "\u0661 2", f"1 {9**99}"])

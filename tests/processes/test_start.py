@@ -88,7 +88,7 @@ ONE_OF_TWO = {"coordinator_address": "host:1", "num_processes": 2, "process_id":
         ({"coordinator_address": "host:1", "num_processes": 0, "process_id": 0}, ("num_processes 0",)),
         ({"coordinator_address": "host:1", "num_processes": 1, "process_id": 5}, ("process_id 5", "0 .. 0")),
         ({"coordinator_address": "host:1", "num_processes": 10**9, "process_id": 5}, ("from 1 to 1,000,000",)),
-        ({"coordinator_address": "host:1", "num_processes": 2, "process_id": "a"}, ("process_id 'a'", "whole number")),
+        ({"coordinator_address": "host:1", "num_processes": 2, "process_id": "a"}, ("process_id 'a'", "integer")),
         ({"coordinator_address": "host:1", "num_processes": 2, "process_id": True}, ("process_id True",)),
         ({"coordinator_address": "host:1", "num_processes": 2.0, "process_id": 0}, ("num_processes 2.0",)),
         (ONE_OF_TWO | {"initialization_timeout": 0}, ("initialization_timeout 0", "above 0")),

@@ -477,17 +477,17 @@ def batch_norm(p, b):
     return jnp.mean(jnp.tanh((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)) ** 2)
 
 
-@case(False, "pmean for jax.lax.psum", own=True)
+@case(False, "pmean instead of jax.lax.psum", own=True)
 def sum_of_means_over_devices(p, b):
     return lax.psum(_squares(p, b["x"]), "data")
 
 
-@case(False, "shrink with it")
+@case(False, "depend on the number of rows")
 def penalty_over_the_number_of_rows(p, b):
     return _squares(p, b["x"]) + jnp.sum(p["w"] ** 2) / (2 * len(b["x"]))
 
 
-@case(False, "shrink with it")
+@case(False, "depend on the number of rows")
 def sum_and_penalty_over_the_number_of_rows(p, b):
     return (jnp.sum((b["x"] @ p["w"]) ** 2) + jnp.sum(p["w"] ** 2)) / len(b["x"])
 
@@ -497,7 +497,7 @@ def sum_over_the_root_of_the_number_of_rows(p, b):
     return jnp.sum((b["x"] @ p["w"]) ** 2) / np.sqrt(len(b["x"]))
 
 
-@case(False, "shrink with it")
+@case(False, "depend on the number of rows")
 def disturbed_by_the_gradient_of_a_mean(p, b):
     return _squares(p, b["x"] + 0.1 * jax.grad(_squares, argnums=1)(p, b["x"]))
 
@@ -584,18 +584,18 @@ def hardest_row(p, b):
     return jnp.max(jnp.sum((b["x"] @ p["w"]) ** 2, -1))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def first_row(p, b):
     return jnp.mean((b["x"][0] @ p["w"]) ** 2)
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def halves_of_the_batch(p, b):
     h, half = b["x"] @ p["w"], b["x"].shape[0] // 2
     return jnp.mean((h[:half] - h[half:]) ** 2)
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def rolled(p, b):
     h = b["x"] @ p["w"]
     return jnp.mean((h - jnp.roll(h, 1, 0)) ** 2)
@@ -607,18 +607,18 @@ def mixed_up(p, b):
     return jnp.mean(((b["x"] + other) @ p["w"]) ** 2)
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def weights_by_place(p, b):
     return jnp.mean(jnp.arange(b["x"].shape[0])[:, None] * (b["x"] @ p["w"]) ** 2)
 
 
-@case(False, "not followed through `reshape`", rows=4)
+@case(False, "does not support `reshape`", rows=4)
 def two_groups_of_any_size(p, b):
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
     return jnp.mean((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1) * reward)
 
 
-@case(False, "takes some of the rows", rows=2)
+@case(False, "selects rows", rows=2)
 def rows_named_by_the_batch(p, b):
     return jnp.mean((b["x"] @ p["w"])[b["y"] % 2] ** 2)
 
@@ -726,7 +726,7 @@ def until_all_rows_are_small(p, b):
     return jnp.mean((lax.stop_gradient(small) @ p["w"]) ** 2)
 
 
-@case(False, "is taken over the rows")
+@case(False, "is computed over the rows")
 def until_the_rows_together_are_still(p, b):
     def again(two):
         return jnp.linalg.norm(two[0] - two[1]) > 0.01
@@ -769,7 +769,7 @@ def the_best_of_two(p, b):
     return jnp.take_along_axis(reward, best[:, None], 1).mean()
 
 
-@case(False, "not followed through `reshape`", rows=2)
+@case(False, "does not support `reshape`", rows=2)
 def the_first_half_over_the_second(p, b):
     reward = jnp.sum(b["x"] @ p["w"], -1).reshape(2, -1)
     return -jax.nn.log_sigmoid(reward[0] - reward[1]).mean()
@@ -789,42 +789,42 @@ def _losses(p, b):
     return labels_of(b["x"] @ p["w"], b["y"])
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def all_but_the_first(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.ones(len(losses)).at[0].set(0))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def the_first_set_to_zero(p, b):
     return _losses(p, b).at[0].set(0).mean()
 
 
-@case(False, "not followed through", rows=2)
+@case(False, "does not support", rows=2)
 def the_first_three_times(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.concatenate([jnp.full(1, 3.0), jnp.ones(len(losses) - 1)]))
 
 
-@case(False, "not followed through", rows=2)
+@case(False, "does not support", rows=2)
 def the_last_not(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.pad(jnp.ones(len(losses) - 1), (0, 1)))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def weights_that_grow(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * jnp.cumsum(jnp.ones_like(losses)))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def weights_of_a_table(p, b):
     losses = _losses(p, b)
     return jnp.mean(losses * lax.dynamic_slice(jnp.linspace(1, 2, 99), (3,), (len(losses),)))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def mapped_with_its_number(p, b):
     losses = _losses(p, b)
     return lax.map(lambda each: each[0] * each[1], (losses, jnp.arange(len(losses)))).mean()
@@ -876,7 +876,7 @@ def steps_counted_within_each_row(p, b):
 # Numbers derived from the number of rows.
 
 
-@case(False, "shrink with it", rows=4)
+@case(False, "depend on the number of rows", rows=4)
 def divided_by_the_rows_before_it_is_bent(p, b):
     return labels_of(b["x"] @ p["w"] / jnp.sqrt(1.0 * len(b["x"])), b["y"]).mean()
 
@@ -892,13 +892,13 @@ def half_of_a_sum(p, b):
     return 0.5 * _losses(p, b).sum()
 
 
-@case(False, "is taken over the rows")
+@case(False, "is computed over the rows")
 def a_sum_for_each_row(p, b):
     losses = _losses(p, b)
     return jnp.broadcast_to(losses.sum(), losses.shape).mean()
 
 
-@case(False, "shrink with it", rows=4)
+@case(False, "depend on the number of rows", rows=4)
 def a_penalty_for_each_row(p, b):
     losses = _losses(p, b)
     return losses.mean() + jnp.sum(p["scalar"] ** 2 * jnp.ones_like(losses))
@@ -975,18 +975,18 @@ def _with_others(p, b, places):
     return labels_of((0.7 * b["x"] + 0.3 * jnp.take(b["x"], places, axis=0)) @ p["w"], b["y"]).mean()
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def rows_and_those_of_a_flipped_count(p, b):
     return _with_others(p, b, jnp.flip(jnp.arange(len(b["x"]))))
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def rows_and_those_of_a_count_in_reverse_one_by_one(p, b):
     backwards = jax.vmap(lambda i: b["x"][i])(jnp.arange(len(b["x"]))[::-1])
     return labels_of((0.7 * b["x"] + 0.3 * backwards) @ p["w"], b["y"]).mean()
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def rows_and_those_along_a_count_in_reverse(p, b):
     backwards = jnp.take_along_axis(b["x"], jnp.arange(len(b["x"]))[::-1, None], axis=0)
     return labels_of((0.7 * b["x"] + 0.3 * backwards) @ p["w"], b["y"]).mean()
@@ -1004,13 +1004,13 @@ def two_answers_in_turn(p, b):
     return -jax.nn.log_sigmoid(scores[0::2] - scores[1::2]).mean()
 
 
-@case(False, "with different rows together", rows=2)
+@case(False, "combines different rows", rows=2)
 def every_loss_for_each_row(p, b):
     losses = _losses(p, b)
     return jnp.broadcast_to(losses[:, None], (len(losses), len(losses))).sum() / len(losses)
 
 
-@case(False, "places in the batch", rows=2)
+@case(False, "positions in the batch", rows=2)
 def whole_numbers_with_places_as_weights(p, b):
     return jnp.mean(_losses(p, b) * ((b["y"] + jnp.arange(len(b["y"]))) % 3))
 
@@ -1020,7 +1020,7 @@ def a_norm_squared(p, b):
     return jnp.linalg.norm(b["x"] @ p["w"]) ** 2 / len(b["x"])
 
 
-@case(False, "is taken over the rows", rows=2)
+@case(False, "is computed over the rows", rows=2)
 def a_norm_and_more_squared(p, b):
     return (jnp.linalg.norm(b["x"] @ p["w"]) + 1) ** 2 / len(b["x"])
 

@@ -170,12 +170,12 @@ def found(loss, rows, devices=8):
 
 @pytest.mark.parametrize("name", DECEPTIVE)
 def test_what_looks_like_a_mean_is_computed_on_all_rows(x64, name):
-    assert found(DECEPTIVE[name], 16).startswith("the loss sees all of a microbatch")
+    assert found(DECEPTIVE[name], 16).startswith("global view: the loss sees all rows of a microbatch")
 
 
 @pytest.mark.parametrize("name", ONE_ROW)
 def test_one_row_on_each_device_that_is_treated_otherwise_than_several(x64, name):
-    assert found(ONE_ROW[name], 8).startswith("the loss sees all of a microbatch")
+    assert found(ONE_ROW[name], 8).startswith("global view: the loss sees all rows of a microbatch")
 
 
 @pytest.mark.parametrize("rows", [8, 24])

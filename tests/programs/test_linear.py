@@ -98,4 +98,6 @@ def test_what_no_trace_can_tell_sees_all_rows(loss):
         each[:2] = jnp.sum(hidden(p, b)[:2] ** 2, -1)
         return jnp.sum(each[...])
 
-    assert told(locals()[loss]).startswith("rows: the loss sees all of a microbatch, and XLA partitions it")
+    assert told(locals()[loss]).startswith(
+        "rows: global view: the loss sees all rows of a microbatch, and XLA partitions it"
+    )

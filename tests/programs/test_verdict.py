@@ -45,11 +45,11 @@ def test_verdict(name):
         *_, text = layout.splitlines() if not case.own else texts
         assert case.says in text, (num_rows, text)
         assert "programs/losses.py:" in text
-        assert 'loss_view="local"' in text or "not followed through" in text
+        assert 'loss_view="local"' in text or "does not support" in text
         if case.own:
             assert text.removeprefix("loss_fn: ") in layout
         else:
-            assert text.startswith("rows: the loss sees all of a microbatch, and XLA partitions it: ")
+            assert text.startswith("rows: global view: the loss sees all rows of a microbatch, and XLA partitions it: ")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.own])
@@ -80,12 +80,12 @@ def test_what_the_cases_with_collectives_say_is_so(name):
 
 
 def test_meant_so():
-    with pytest.warns(DeprecationWarning, match="give train_step .* loss_view=.local."):
+    with pytest.warns(DeprecationWarning, match="pass .* loss_view=.local."):
         texts, layout = told(CASES["batch_norm"], 4, rows="mixed")
     assert not texts
-    assert "no mean over rows" in layout
+    assert "not a mean over rows" in layout
     local = jaxshard.evaluate(CASES["batch_norm"].loss, opt_of(), loss_view="local")
-    assert "no mean over rows" in str(local.layout(weights(), batch_of(32)))
+    assert "not a mean over rows" in str(local.layout(weights(), batch_of(32)))
     with pytest.raises(ValueError, match="rows='mixd' is unknown"):
         opt_of(rows="mixd")
 
@@ -95,7 +95,7 @@ def test_one_device_needs_no_mean(recwarn):
     jax.eval_shape(jaxshard.value_and_grad(CASES["a_sum"].loss, opt), weights(), batch_of(8))
     assert not recwarn.list
     layout = jaxshard.value_and_grad(CASES["a_sum"].loss, opt, microbatches=2).layout(weights(), batch_of(8))
-    assert str(layout).endswith("rows: all are on one device at once, so that any loss will do")
+    assert str(layout).endswith("rows: all rows are on one device, so any loss is correct")
 
 
 def test_a_statistic_of_all_devices_is_that_of_a_microbatch_on_one_device(recwarn):
@@ -115,7 +115,7 @@ def test_what_cannot_be_looked_into_sees_all_rows(recwarn):
         return jax.pure_callback(lambda x: np.sum(x, -1), out, b["x"] @ p["w"]).mean()
 
     layout = jaxshard.evaluate(foreign, opt_of()).layout(weights(), batch_of(32))
-    assert "partitions it: rows are not followed through `pure_callback` at tests/programs/test_verdict.py:" in str(
+    assert "partitions it: the analysis does not support `pure_callback` at tests/programs/test_verdict.py:" in str(
         layout
     )
     assert not recwarn.list
@@ -133,7 +133,9 @@ def test_a_gradient_by_a_rule_that_mixes_rows_is_seen(recwarn):
         return (centred(b["x"] @ p["w"]) ** 2).mean()
 
     layout = str(jaxshard.value_and_grad(loss, opt_of()).layout(weights(), batch_of(32)))
-    assert "it: its gradient is what the rule of `custom_vjp_call` at tests/programs/test_verdict.py:" in layout
+    assert (
+        "it: its gradient comes from the custom rule of `custom_vjp_call` at tests/programs/test_verdict.py:" in layout
+    )
     assert not recwarn.list
     assert not jaxshard.check(loss, opt_of(), weights(), batch_of(32)).ok
 
@@ -294,7 +296,7 @@ def test_aux_whose_average_is_not_what_one_device_returns_is_told():
     aux, told = aux_of(loss)
     for name, (value, same) in aux_leaves(weights(), batch_of(32)).items():
         assert (float(aux[name]) == pytest.approx(float(value))) is same, name
-        assert any(text.startswith(f"aux leaf {name} is no mean over rows (`") for text in told) is not same, name
+        assert any(text.startswith(f"aux leaf {name} is not a mean over rows (`") for text in told) is not same, name
     (largest,) = [text for text in told if "largest" in text]
     assert "jax.lax.pmax(x, 'data')" in largest
 

@@ -65,14 +65,14 @@ def test_swapped_arguments_are_named(name):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda opt: jaxshard.make_mesh(replicas=2), "make_mesh: no argument 'replicas'; did you mean 'replica'?"),
-        (lambda opt: abstract_mesh(8, tensors=2), "abstract_mesh: no argument 'tensors'; did you mean 'tensor'?"),
+        (lambda opt: jaxshard.make_mesh(replicas=2), "make_mesh: unknown argument 'replicas'; did you mean 'replica'?"),
+        (lambda opt: abstract_mesh(8, tensors=2), "abstract_mesh: unknown argument 'tensors'; did you mean 'tensor'?"),
         (lambda opt: jaxshard.train_step(loss, opt, microbatch=2), "'microbatch'; did you mean 'microbatches'?"),
         (lambda opt: jaxshard.value_and_grad(loss, opt, aux=True), "'aux'; did you mean 'has_aux'?"),
         (lambda opt: jaxshard.evaluate(loss, opt, weight=True), "'weight'; did you mean 'weighted'?"),
         (
             lambda opt: jaxshard.train_step(loss, opt, precision="bf16"),
-            "no argument 'precision'. It takes loss_fn, opt",
+            "unknown argument 'precision'. It takes loss_fn, opt",
         ),
     ],
 )

@@ -16,7 +16,7 @@ import jaxshard
 from jaxshard import collectives
 from jaxshard.loss import per_device
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning"), pytest.mark.usefixtures("x64")]
 
 
 def weights():

@@ -228,7 +228,7 @@ def sharded(setting):
 def both(setting):
     note(f"P specs: {[setting.spec(leaf) for leaf in setting.leaves]}")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(cannot be cut|all devices compute the same)", UserWarning)
+        warnings.filterwarnings("ignore", ".*(cannot be sharded|do the same work)", UserWarning)
         return sharded(setting), on_one_device(setting)
 
 

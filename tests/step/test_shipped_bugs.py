@@ -19,7 +19,7 @@ from oracle import assert_close, distance, one_device, sharded
 
 import jaxshard
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning"), pytest.mark.usefixtures("x64")]
 
 EXACT, SEEN = 1e-12, 1e-4
 MICROBATCHES, LIMIT, DECAY = 4, 0.05, 0.5
@@ -212,7 +212,7 @@ def test_last_microbatch_lost(strategy, tensor):
         return jnp.where(last, lax.stop_gradient(value), value)
 
     assert right(strategy, tensor) <= EXACT
-    with pytest.warns(jaxshard.RowsWarning, match="places in the batch"):
+    with pytest.warns(jaxshard.RowsWarning, match="positions in the batch"):
         params, state, losses = trained(strategy, tensor, loss_fn=lossy)
     assert losses[0] == pytest.approx(expected()[2][0], rel=EXACT)  # which is why nobody noticed
     assert error((params, state, losses)) > SEEN

@@ -179,7 +179,7 @@ def test_the_leaf_is_named_and_the_loss_too():
         p, state, metrics = step(p, state, clean)
         assert metrics["skipped"]
         assert metrics["bad_leaf"] == -1
-    with pytest.raises(jaxshard.NonFiniteError, match="call 1: the loss is not finite"):
+    with pytest.raises(jaxshard.NonFiniteError, match="step 1: the loss is not finite"):
         step(p, state, clean)
 
 
@@ -193,7 +193,7 @@ def test_after_too_many_it_raises_with_step_and_leaf_and_nothing_is_lost(strateg
         jaxshard.NonFiniteError, match=r"the gradient of b is not finite, for the 3rd time in a row"
     ) as caught:
         step(p, state, batch(9))
-    assert warned == [f"train_step: call {i} changed nothing: the gradient of b is not finite" for i in (2, 3)]
+    assert warned == [f"train_step: step {i} was skipped: the gradient of b is not finite" for i in (2, 3)]
     assert (caught.value.step, caught.value.leaf) == (4, "b")
     assert isinstance(caught.value, FloatingPointError)
     assert every_copy((p, state)) == before  # nothing was dispatched, so nothing was donated
@@ -226,13 +226,13 @@ def test_a_skipped_step_is_reported_two_calls_later_and_the_last_ones_at_the_end
     p, state, warned = run(step, p, state, [batch(0), batch(1, x=np.nan), batch(2)])
     assert not warned
     p, state, warned = run(step, p, state, [batch(3)])
-    assert warned == ["train_step: call 2 changed nothing: the gradient of b is not finite"]
+    assert warned == ["train_step: step 2 was skipped: the gradient of b is not finite"]
     p, state, _ = step(p, state, batch(4, x=np.nan))
-    with pytest.warns(UserWarning, match="call 5 changed nothing"):
+    with pytest.warns(UserWarning, match="step 5 was skipped"):
         step.close()
     step.close()  # once is enough
     opt = make("zero2")
-    with pytest.warns(UserWarning, match="call 1 changed nothing") as caught, jaxshard.train_step(loss, opt) as step:
+    with pytest.warns(UserWarning, match="step 1 was skipped") as caught, jaxshard.train_step(loss, opt) as step:
         step(opt.place(params()), opt.init(params()), batch(0, x=np.nan))
     assert len(caught) == 1
     with pytest.raises(jaxshard.NonFiniteError), jaxshard.train_step(loss, opt, max_skips=0) as step:
@@ -247,7 +247,7 @@ def test_where_warnings_are_errors_no_step_is_lost():
         warnings.simplefilter("error")
         p, state, _ = step(p, state, batch(0, x=np.nan))
         p, state, _ = step(p, state, batch(1))
-        with pytest.raises(UserWarning, match="call 1 changed nothing"):
+        with pytest.raises(UserWarning, match="step 1 was skipped"):
             step(p, state, batch(2))
         p, state, metrics = step(p, state, batch(2))  # nothing was dispatched, so nothing was donated
     assert not metrics["skipped"]
@@ -265,7 +265,7 @@ def test_a_program_that_ends_tells_its_last_step():
         """
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=fast_environment(), check=True)
-    assert "call 1 changed nothing: the gradient of (the only leaf) is not finite" in done.stderr
+    assert "step 1 was skipped: the gradient of (the only leaf) is not finite" in done.stderr
 
 
 def test_inside_jit_the_verdict_is_in_the_metrics():
@@ -316,7 +316,7 @@ def test_a_batch_of_weight_0_changes_nothing_and_says_so(strategy, max_skips):
     assert every_copy((p, state)) == before
     p, state, metrics = step(p, state, batch(2) | {"weight": weight})
     assert not metrics["skipped"]
-    with pytest.warns(UserWarning, match="call 2 changed nothing: the whole batch has weight 0"):
+    with pytest.warns(UserWarning, match="step 2 was skipped: the whole batch has weight 0"):
         step.close()
 
 

@@ -107,7 +107,7 @@ def test_what_was_changed_meanwhile_is_seen(change, donate):
 def test_what_was_deleted_meanwhile_is_named():
     _, step, p, s = started()
     p["b"].delete()
-    with pytest.raises(ValueError, match="train_step: params: b was donated to an earlier step and is gone"):
+    with pytest.raises(ValueError, match="train_step: params: b was donated to an earlier step and deleted"):
         step(p, s, BATCH)
     _, step, p, s = started()
     s[0].mu["a"].delete()

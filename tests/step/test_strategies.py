@@ -25,7 +25,7 @@ from oracle import (
 
 import jaxshard
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning")
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 OPTIMIZERS = {

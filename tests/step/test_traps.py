@@ -13,7 +13,7 @@ from oracle import assert_close, distance, one_device, sharded
 
 import jaxshard
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be cut:UserWarning"), pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*cannot be sharded:UserWarning"), pytest.mark.usefixtures("x64")]
 
 SGD = optax.sgd(0.1, momentum=0.9)
 

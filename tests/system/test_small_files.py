@@ -37,7 +37,7 @@ def test_small_files_are_bounded(place):
                 "folder": "a folder",
                 "zero": "a device",
             }.items():
-                with pytest.raises(OSError, match=f"it is {words}, and no file"):
+                with pytest.raises(OSError, match=f"it is {words}, not a file"):
                     read(place / name, 100)
             with pytest.raises(OSError, match="it has more than 100 bytes"):
                 read(place / "large", 100)
@@ -57,7 +57,7 @@ def test_a_pipe_is_read_where_it_may_be_and_not_waited_for(place):
     writer.start()
     assert len(small_files.read(place / "pipe", 10**6, pipes=True)) == 200_000
     writer.join()
-    with at_most(10), pytest.raises(TimeoutError, match="nothing came out of it within 2 s"):
+    with at_most(10), pytest.raises(TimeoutError, match="it sent nothing within 2 s"):
         small_files.read(place / "pipe", 10**6, pipes=True)
 
 
@@ -74,6 +74,6 @@ def test_what_a_run_keeps_of_a_start_is_the_starts_own(tmp_path):
         hf_folder.keep(folder, tmp_path / f"kept {folder.name}")
         assert (tmp_path / f"kept {folder.name}" / "config.json").read_text() == "{}"
         (folder / "vocab.json").symlink_to(tmp_path / "secret")
-        with pytest.raises(OSError, match=r"it is a link to .*secret: put the file itself there"):
+        with pytest.raises(OSError, match=r"it is a link to .*secret: replace it by the file itself"):
             hf_folder.keep(folder, tmp_path / f"kept {folder.name}")
         assert not (tmp_path / f"kept {folder.name}" / "vocab.json").exists()

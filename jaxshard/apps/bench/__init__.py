@@ -1,1 +1,1 @@
-"""Training steps of jaxshard beside those by other means: models, peers, and the figures of each."""
+"""Compares jaxshard's training steps with alternatives: models, alternative steps, figures."""

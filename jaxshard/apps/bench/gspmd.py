@@ -125,7 +125,7 @@ def build(name: str, task: Task) -> Step:
 def build_peer(peer: Peer, task: Task) -> Step:
     """The step of a peer."""
     if peer.multi_steps and task.masters:
-        raise UnfitError("optax.MultiSteps keeps no masters")
+        raise UnfitError("optax.MultiSteps does not support masters")
     parts = _Parts(peer, task)
     mesh = task.mesh
     state = parts.abstract_state()

@@ -89,7 +89,7 @@ def build(task: Task) -> Step:
       UnfitError: this peer does not support microbatches or masters.
     """
     if task.microbatches > 1 or task.masters:
-        raise UnfitError("nnx.Optimizer has neither microbatches nor masters")
+        raise UnfitError("nnx.Optimizer supports neither microbatches nor masters")
     parts = _Parts(task)
     batch = task.model.batch(task.rows)
     batch = gspmd.shaped(batch, task.mesh, jax.tree.map(lambda _: P("data"), batch))

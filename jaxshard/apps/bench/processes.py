@@ -25,7 +25,9 @@ TORCH = ("torch-ddp", "torch-zero", "torch-fsdp2")
 _LIMIT_SECONDS = 300  # for a group to start, and for a round
 _STEPS = 3  # per round
 _MARK = "> "  # begins each line of a worker
-_WORDS = {"ModuleNotFoundError: No module named 'torch'": "PyTorch is not installed: pip install torch, name --torch"}
+_WORDS = {
+    "ModuleNotFoundError: No module named 'torch'": "PyTorch is not installed: pip install torch, or give --torch"
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Group:
             process.wait()
             self._errors.seek(0)
             errors = [line for line in self._errors.read().splitlines() if line.strip()]
-            last = errors[-1].strip() if errors else f"it ended with status {process.returncode}"
+            last = errors[-1].strip() if errors else f"it exited with status {process.returncode}"
             raise UnfitError(_WORDS.get(last, last))
         return line.removeprefix(_MARK)
 

@@ -134,7 +134,7 @@ def figures(compiled: jax.stages.Compiled) -> Figures:
 def peak_bytes(compiled: jax.stages.Compiled) -> float:
     """Arguments + outputs + scratch - aliases, on each device."""
     memory = compiled.memory_analysis()
-    assert memory is not None, "no compiler of XLA leaves it out"
+    assert memory is not None, "every XLA compiler reports it"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return float(held + memory.temp_size_in_bytes)
 

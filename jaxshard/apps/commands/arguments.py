@@ -63,11 +63,11 @@ def check(words: Sequence[str], kind: type, command: str, further: Mapping[str, 
     for option, values in _options_in(words, options, command):
         _check_values(option, values, options[_key(option)], command)
     if "" in words and _positional(words, options):
-        refuse(command, "an argument is empty: leave it out, or name a file")
+        refuse(command, "an argument is empty: leave it out, or give a file")
     for before, word in zip(["", *words], words, strict=False):
         option, value = (word.partition("=")[::2]) if word.startswith("--") else (before, word)
         if _URL.match(value) and options.get(_key(option)) is not str:
-            refuse(command, f"{value!r} is no file or folder: mount the bucket, and name the path where it is mounted")
+            refuse(command, f"{value!r} is not a local path: mount the bucket, and give the path of the mount")
 
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -182,7 +182,7 @@ def _check_values(option: str, values: Sequence[str], kind: object, command: str
     if kind is bool:
         refuse(command, f"{option} takes no value")
     if not values and not several:
-        refuse(command, f"{option} lacks its value")
+        refuse(command, f"{option} needs a value")
     for value in values if several else values[:1]:
         needed = _needed(value, typing.get_args(kind)[0] if several else kind)
         if needed:
@@ -199,9 +199,9 @@ def _needed(value: str, kind: object) -> str:
         try:
             typing.cast(type, kind)(value)
         except ValueError:
-            return "a whole number" if kind is int else "a number"
+            return "an integer" if kind is int else "a number"
     if kind in (str, Path) and not value:
-        return "some text; leave the option out for its default"
+        return "non-empty; leave the option out for its default"
     return ""
 
 
@@ -219,7 +219,7 @@ def _not_understood(word: str, options: Mapping[str, object], command: str) -> s
     if not word.startswith("-"):
         file = _TAKES.get(command.rpartition(" ")[2])
         one = f"give one {file}, and " if file else ""
-        return f"unknown argument {word!r}: {one}the name of an option stands before its value"
+        return f"unknown argument {word!r}: {one}write the option's name before its value"
     name = word.lstrip("-").partition("=")[0]
     nearest = toml.nearest(_key(word), list(options)).replace("_", "-")
     return f"unknown option --{name}; the nearest known one is --{nearest} ({command} --help lists all)"

@@ -25,11 +25,11 @@ from jaxshard.system.about import about
 from jaxshard.system.command import check_file, check_room, fail
 from jaxshard.system.text import nearest
 
-_DESCRIPTION = """Steps of jaxshard beside those by other means: memory, traffic and overlap as the machines' own
-compilers schedule them, and times on simulated devices.
+_DESCRIPTION = """Compares jaxshard's training steps with alternatives: memory, traffic and overlap from the
+compilers, times on simulated devices.
 
-Nothing runs on TPU or GPU machines, which need not be here; on cpu:N the steps run, of a smaller model. What cannot be
-done is a row that says why. Exit status: 0 done, 1 no row has figures, 2 bad input."""
+Steps for TPUs and GPUs are compiled, not run: you need no such machine. On cpu:N a smaller model is trained and timed.
+A row that fails states the reason. Exit status: 0 done, 1 no row has figures, 2 bad input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Arguments:
     rows: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Rows of a microbatch, over all devices; by default as many as suit the model, 16 for most."""
     against: Annotated[str, tyro.conf.arg(metavar="STEP")] = "optax"
-    """The step by whose time the others' times are divided."""
+    """The step that the other steps' times are divided by."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 10
     """Rounds of timing two steps alternately; 0: do not time."""
     processes: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     _check_names("--steps", given.steps, steps.NAMES)
     _check_names("--against", [given.against], steps.NAMES)
     if not given.machines:
-        raise ValueError("--machines names none: give some, as h100:8, v5e:2x4 or cpu:8")
+        raise ValueError("--machines is empty: give some, such as h100:8, v5e:2x4 or cpu:8")
     for machine in given.machines:
         aot.machine(machine)
     for name, value in (("microbatches", given.microbatches), ("rows", given.rows)):
@@ -100,11 +100,13 @@ def parse(arguments: Sequence[str]) -> Arguments:
         if not 2 <= count <= 64 or _rows_of_decoder(given) % count:
             raise ValueError(f"--processes {count} must be from 2 to 64, and divide --rows {_rows_of_decoder(given)}")
     if given.processes and not given.rounds:
-        raise ValueError("--processes are only timed, and --rounds 0 times nothing: leave one of them out")
+        raise ValueError("--processes only measures times, and --rounds 0 measures none: give only one of them")
     if given.torch is not None and not given.processes:
-        raise ValueError(f"--torch {given.torch} is for --processes: give 2 or 8 of these, too")
+        raise ValueError(f"--torch {given.torch} needs --processes: add --processes 2 or 8")
     if given.torch is not None and not processes.is_python(given.torch):
-        raise ValueError(f"--torch {given.torch} is no Python that runs: name one that has PyTorch, as venv/bin/python")
+        raise ValueError(
+            f"--torch {given.torch} is not a working Python: give one that has PyTorch, such as venv/bin/python"
+        )
     _compiler_options(given)
     _check_files(given)
     return given
@@ -116,10 +118,10 @@ def _rows_of_decoder(given: Arguments) -> int:
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
     if not names:
-        raise ValueError(f"{option} names none: there is {', '.join(known)}")
+        raise ValueError(f"{option} is empty: choose from {', '.join(known)}")
     for name in names:
         if name not in known:
-            raise ValueError(f"{option} {name!r} is not known{nearest(name, known)}; there is {', '.join(known)}")
+            raise ValueError(f"{option} {name!r} is unknown{nearest(name, known)}; choose from {', '.join(known)}")
 
 
 def _compiler_options(given: Arguments) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _rows(given: Arguments, machine: str, model: str) -> Iterator[Row]:
             yield Row(machine, model, name, {}, str(error))
             continue
         except jax.errors.JaxRuntimeError as error:
-            yield Row(machine, model, name, {}, f"the compiler refuses it: {str(error).splitlines()[0]}")
+            yield Row(machine, model, name, {}, f"the compiler rejects it: {str(error).splitlines()[0]}")
             continue
         if is_here and given.rounds:
             figures |= timed(other() if name == given.against else Running(step, task), other(), given.rounds)
@@ -223,7 +225,9 @@ def _task(given: Arguments, machine: str, model: str) -> Task:
     built = models.model(model, size, dtype="bfloat16" if given.masters else "float32")
     rows = given.rows or built.rows
     if rows % mesh.size:
-        raise UnfitError(f"{rows} rows cannot be dealt to {mesh.size} devices: give --rows a multiple of it")
+        raise UnfitError(
+            f"{rows} rows cannot be split over {mesh.size} devices: set --rows to a multiple of {mesh.size}"
+        )
     return Task(built, mesh, rows * given.microbatches, given.microbatches, given.masters)
 
 

@@ -97,7 +97,7 @@ def show(console: Console, rows: Sequence[Row], against: str) -> None:
     timed = [row for row in with_figures if "step_seconds" in row.figures]
     if timed:
         console.print()
-        console.print(_table(f"{title}: times, and their ratios to those of {against}", _STEP | _UPDATE, timed))
+        console.print(_table(f"{title}: times, and their ratios to {against}", _STEP | _UPDATE, timed))
     console.print()
 
 
@@ -106,7 +106,7 @@ def show_beside_one(console: Console, rows: Sequence[Row]) -> None:
     measured = [row for row in rows if row.figures]
     if measured:
         named = [dataclasses.replace(row, step=f"{row.step}, {row.machine}") for row in measured]
-        title = "times, and their ratios to those of one device of the same framework"
+        title = "times, and their ratios to the same framework's times on one device"
         console.print()
         console.print(_table(title, _STEP, named))
         console.print()
@@ -141,7 +141,7 @@ def _draw(rows: Sequence[Row], title: str, path: Path) -> None:
     panels = {
         "peak memory, MB": lambda f: f["peak_bytes"] / _MB,
         "sent, MB": lambda f: f["wire_bytes"] / _MB,
-        "not covered by products, MB": lambda f: (f["payload_bytes"] - f["covered_bytes"]) / _MB,
+        "not overlapped with products, MB": lambda f: (f["payload_bytes"] - f["covered_bytes"]) / _MB,
         "other kernels' traffic, MB": lambda f: f["traffic_bytes"] / _MB,
     }
     if all("step_ratio" in row.figures for row in rows):

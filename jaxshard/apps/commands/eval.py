@@ -23,9 +23,9 @@ from jaxshard.apps.trainer.finished_run import opened
 from jaxshard.apps.trainer.vocabulary import check_tokenizer, kept_tokenizer, tokens_by
 from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 
-_DESCRIPTION = """The loss of a run's newest saved model on held-out text: the run's own, or that of --data.
+_DESCRIPTION = """Measures the held-out loss of a run's newest saved model, on the run's text or on --data.
 
-Parameters are cut over all devices, and adapters are merged. Exit status: 0 done,
+Parameters are sharded over all devices, and adapters are merged. Exit status: 0 done,
 1 a save is corrupt, 2 bad input."""
 
 
@@ -36,7 +36,7 @@ class Arguments:
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder, or a Hugging Face folder of a GPT-2 or Llama."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A file or folder of text or tokens, all of which is measured; stdlib: Python's standard library; by default the
+    """A file or folder of text or tokens; all of it is measured; stdlib: Python's standard library; by default the
     run's held-out text. If a function (MODULE:FUNCTION) gave the run its data, name it here: it is called only then,
     and the run's held-out part is measured."""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """
     given = words.parsed(arguments, Arguments, "jaxshard eval", _DESCRIPTION, {"data": str})
     if given.data == "":
-        raise ValueError("--data '': it must be a file or a folder; leave it out for the run's own text")
+        raise ValueError("--data '': it must be a file or a folder; leave it out for the run's text")
     if not 1 <= given.rows < 2**20:
         raise ValueError(f"--rows {given.rows} must be at least 1, and below {2**20}")
     return given
@@ -93,7 +93,7 @@ def measured(given: Arguments) -> str:
         train=TrainConfig(rows=-(-given.rows // devices) * devices),
     )
     if not given.data and isinstance(found, HuggingFaceFolder):
-        raise ValueError(f"RUN {given.run} is no run, and holds no text back: name one by --data")
+        raise ValueError(f"RUN {given.run} is not a run folder, and has no held-out text: give a text by --data")
     if given.data:
         _check_kind(given.data, config.data.format, given.run)
     check_tokenizer(plain, given.run, f"RUN {given.run}")
@@ -111,4 +111,6 @@ def _check_kind(path: str, format: str, run: Path) -> None:
     if tokens != format.startswith("uint"):
         kept = None if tokens else kept_tokenizer(run)
         cure = f": {tokens_by(kept)}" if kept else ""
-        raise ValueError(f"--data {path} is of {'tokens' if tokens else 'bytes'}, and the run's model is not{cure}")
+        raise ValueError(
+            f"--data {path} has {'tokens' if tokens else 'bytes'}, and the run's model does not read them{cure}"
+        )

@@ -19,9 +19,9 @@ from jaxshard.apps.trainer.vocabulary import kept_tokenizer
 from jaxshard.system.command import INTERRUPTED, ended_at_once, fail
 from jaxshard.system.text import printable_lines
 
-_DESCRIPTION = """Writes text by the newest saved model of a run, whose parameters are cut over all devices.
+_DESCRIPTION = """Generates text with the newest saved model of a run; parameters are sharded over all devices.
 
-A model of bytes takes any text as prompt; one of tokens takes --tokenizer, or the tokens' numbers. Exit status: 0 done,
+A model of bytes takes any text as a prompt; a model of tokens needs --tokenizer or token ids. Exit status: 0 done,
 1 a save is corrupt, 2 bad input."""
 
 
@@ -95,6 +95,6 @@ def _check_prompt(prompt: Sequence[int], config: Config) -> None:
     vocabulary = config.model.vocabulary
     wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
     if wrong is not None:
-        raise ValueError(f"--prompt has the token {wrong}, and the model's are 0 to {vocabulary - 1}")
+        raise ValueError(f"--prompt has the token id {wrong}; the model's ids are 0 to {vocabulary - 1}")
     if not prompt:
         raise ValueError("--prompt is empty: give at least one character")

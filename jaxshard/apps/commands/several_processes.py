@@ -34,7 +34,7 @@ def run(arguments: Sequence[str], given: Arguments) -> int:
     if devices % count:
         raise ValueError(f"--processes {count}: {devices} devices (sharding.devices) must be divisible by it")
     if count > 1 and given.out is None:
-        raise ValueError("several processes need --out DIR, the folder that all of them use")
+        raise ValueError("several processes need --out DIR, the same folder for all of them")
     address = f"127.0.0.1:{_free_port()}"
     run = os.environ.get(_RUN_ID) or secrets.token_hex(16)
     environments = [_environment(address, count, index, devices // count, run) for index in range(count)]

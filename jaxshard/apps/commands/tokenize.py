@@ -20,9 +20,9 @@ from jaxshard.system.text import printable, shell_command
 
 _COMMAND = "jaxshard tokenize"
 _VOCABULARY = 8192
-_DESCRIPTION = """Makes tokens of UTF-8 text: train.bin, val.bin and tokenizer.json, for jaxshard train --data FOLDER.
+_DESCRIPTION = """Tokenizes UTF-8 text into train.bin, val.bin and tokenizer.json, for jaxshard train --data FOLDER.
 
-Each file is a document, and the end-of-text token follows it. The tokenizer is a byte-level BPE trained on the text, or
+Each file is a document, followed by the end-of-text token. The tokenizer is a byte-level BPE trained on the text, or
 one that is given. Exit status: 0 done, 2 bad input, and nothing was written."""
 
 
@@ -68,11 +68,11 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """
     given = words.parsed(arguments, Arguments, _COMMAND, _DESCRIPTION, {"tokenizer": str})
     if not given.input:
-        raise ValueError("INPUT is missing: name a file or a folder of text")
+        raise ValueError("INPUT is missing: give a file or a folder of text")
     if given.out is None:
-        raise ValueError("--out is missing: name a new folder for the tokens")
+        raise ValueError("--out is missing: give a new folder for the tokens")
     if given.vocabulary is not None and given.tokenizer is not None:
-        raise ValueError("--vocabulary is of a tokenizer that is trained, and --tokenizer is there: give one of them")
+        raise ValueError("--vocabulary trains a new tokenizer and --tokenizer uses an existing one: give only one")
     if given.vocabulary is not None and not 257 <= given.vocabulary < 2**31:
         raise ValueError(f"--vocabulary {given.vocabulary} must be at least 257 (all bytes and the end), below {2**31}")
     if not 0 <= given.heldout < 1:
@@ -124,14 +124,16 @@ def _tokenizer(given: Arguments, files: Sequence[Path]) -> Any:
     wanted = given.vocabulary or _VOCABULARY
     made = tokenizing.learned(files, wanted)
     if made.get_vocab_size() < wanted:
-        print(f"the text has no more than {made.get_vocab_size():,} tokens that come twice, of --vocabulary {wanted:,}")
+        print(f"the text yields only {made.get_vocab_size():,} of the {wanted:,} tokens of --vocabulary")
     return made
 
 
 def _notes(files: Sequence[Path], tokenizer: Any) -> list[str]:
     notes = []
     if tokenizing.end_of(tokenizer.token_to_id) is None:
-        notes.append("the tokenizer has no end-of-text token: texts follow each other without one")
+        notes.append("the tokenizer has no end-of-text token: documents are not separated")
     if not tokenizing.is_lossless(files[0], tokenizer):
-        notes.append(printable(f"the tokenizer changes the text: {files[0]} does not come back from its tokens"))
+        notes.append(
+            printable(f"the tokenizer changes the text: the tokens of {files[0]} do not decode to the same text")
+        )
     return notes

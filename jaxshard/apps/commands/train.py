@@ -86,7 +86,7 @@ def _trained(job: Job) -> int:
     saves = open_saves(job.folder, job.run.config.train)
     try:
         run_id = saves.claim()
-        jaxshard.processes.check_same("start", _fingerprint(job), "start all processes by the same command")
+        jaxshard.processes.check_same("start", _fingerprint(job), "start all processes with the same command")
     except _REFUSALS as error:
         busy = job.again and getattr(error, "errno", None) == errno.EBUSY  # its predecessor has not quite ended
         return _fail(error, HUNG if busy else status_of(error, 2))
@@ -267,7 +267,7 @@ def _fitted(
         snapshot = fit(run, snapshot, hooks, meter)
         keeping.save_last(snapshot)
     if meter.skipped:
-        say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, whose loss or gradient was not finite")
+        say(console, f"skipped: {meter.skipped} of {snapshot.step} steps, because the loss or gradient was not finite")
     return snapshot, preemption.status if keeping.was_ended else 0
 
 
@@ -295,5 +295,5 @@ def _repair(job: Job, step: int, console: Console) -> None:
 
 def _dated_folder() -> Path:
     if jax.process_count() > 1:
-        raise ValueError("several processes need --out DIR, the same for each and on a file system that all share")
+        raise ValueError("several processes need --out DIR, the same folder for all, on a shared file system")
     return Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -17,7 +17,7 @@ from jaxshard.apps.runs.run_folder import RunFolder
 from jaxshard.apps.trainer import finished_run
 from jaxshard.apps.trainer.vocabulary import check_tokenizer
 
-_DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can stand in CONFIG.toml too."
+_DESCRIPTION = "Train a byte-level transformer with a sharded optimizer; every option can also be set in CONFIG.toml."
 _COMMAND = "jaxshard train"
 
 
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Given:
     file, notes, goes_on_by_itself = given.config, [], False
     typed = tuple(path for path in (given.data.path, given.data.heldout_path) if path is not None)
     if (given.resume or given.resume_if_saved) and given.out is None:
-        raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
+        raise ValueError("--resume needs --out DIR, the folder of the run to resume")
     if given.out is not None:
         folder = RunFolder(given.out)
         if given.resume:
@@ -95,7 +95,7 @@ def model_of_start(config: Config, arguments: Sequence[str], in_file: Collection
     unnamed = [name for name in names if not _is_named(f"model.{name}", arguments, in_file)]
     model = dataclasses.replace(model, **{name: getattr(before.model, name) for name in unnamed})
     finished_run.check_same_model(found, before.model, model)
-    return model, [f"the model is that of {start}: {hf_config.in_words(model)}"] if unnamed else []
+    return model, [f"the model's options come from {start}: {hf_config.in_words(model)}"] if unnamed else []
 
 
 def _is_named(key: str, arguments: Sequence[str], in_file: Collection[str]) -> bool:
@@ -111,13 +111,13 @@ def fitting_warmup(config: Config, is_given: bool) -> tuple[OptimizerConfig, lis
     >>> from jaxshard.apps.config.config import TrainConfig
     >>> _, (note,) = fitting_warmup(Config(train=TrainConfig(steps=30)), is_given=False)
     >>> note
-    'optimizer.warmup_steps = 3, since the default, 50, leaves no step of train.steps = 30'
+    'optimizer.warmup_steps = 3, since the default, 50, is too long for train.steps = 30'
     """
     given, steps = config.optimizer, config.train.steps
     if is_given or given.warmup_steps < steps or steps < 1:
         return given, []
     shorter = dataclasses.replace(given, warmup_steps=steps // _STEPS_PER_WARMUP_STEP)
-    default = f"the default, {given.warmup_steps}, leaves no step of train.steps = {steps}"
+    default = f"the default, {given.warmup_steps}, is too long for train.steps = {steps}"
     return shorter, [f"optimizer.warmup_steps = {shorter.warmup_steps}, since {default}"]
 
 
@@ -156,7 +156,7 @@ def _check_encodable(name: str, path: str | Path | None) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} {str(path)!r}: this name is not UTF-8: rename it") from None
+        raise ValueError(f"{name} {str(path)!r}: the name is not UTF-8: rename it") from None
 
 
 def _check_own(folder: RunFolder) -> list[str]:
@@ -170,12 +170,14 @@ def _check_own(folder: RunFolder) -> list[str]:
         raise ValueError(f"--resume: {error}; {folder.cure()}") from None
     if state == "changed":
         cure = folder.cure(folder.config)
-        raise ValueError(f"--resume: {folder.config} is not what the run wrote; if you changed it yourself, {cure}")
+        raise ValueError(
+            f"--resume: {folder.config} was changed after the run wrote it; if you changed it yourself, {cure}"
+        )
     if not lacking:
         return []
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
     names = ", ".join(lacking[:5]) + more
-    return [f"{folder.config} lacks {names}: an older jaxshard wrote it, or it was cut short; the defaults are taken"]
+    return [f"{folder.config} lacks {names}: an older jaxshard wrote it, or it was truncated; defaults are used"]
 
 
 def _compared(folder: RunFolder, config: Config) -> list[str]:
@@ -189,20 +191,22 @@ def _compared(folder: RunFolder, config: Config) -> list[str]:
     taken = folder.latest_step() or 0
     if config.train.steps < taken:
         raise ValueError(
-            f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: give more"
+            f"train.steps = {config.train.steps}: the run in {folder.path} has taken {taken} steps: set more"
         )
     try:
         before, (state, _) = toml.load(folder.config), toml.looked_at(folder.config)
     except ValueError as error:
-        return [f"{error}; so the options are not compared with those of the saved run"]
+        return [f"{error}; so the options are not compared with the saved run's options"]
     saved, given = _saved_as(before), _saved_as(config)
     changes = ", ".join(
         f"{name} = {given[name]!r}, saved {value!r}" for name, value in saved.items() if value != given[name]
     )
     if changes and state == "changed":
-        return [f"{folder.config} is not what the run wrote, and has other options: {changes}"]
+        return [f"{folder.config} was changed after the run wrote it, and its options differ: {changes}"]
     if changes:
-        raise ValueError(f"--resume: the run saved in {folder.path} is another one: {changes}; leave these as saved")
+        raise ValueError(
+            f"--resume: the run saved in {folder.path} has different options: {changes}; keep these as saved"
+        )
     return _other_heldout(before, config)
 
 
@@ -215,8 +219,8 @@ def _other_heldout(before: Config, now: Config) -> list[str]:
     ]
     if not changes:
         return []
-    seen = "the model has seen some of it in training, and " if now.data.heldout > before.data.heldout else ""
-    return [f"{', '.join(changes)}: other text is held out: {seen}earlier evaluations do not compare"]
+    seen = "the model was trained on some of it, and " if now.data.heldout > before.data.heldout else ""
+    return [f"{', '.join(changes)}: the held-out text differs: {seen}its loss is not comparable with earlier ones"]
 
 
 def _saved_as(config: Config) -> dict[str, Any]:

@@ -44,28 +44,28 @@ def check(config: Config) -> None:
     model = config.model
     if model.width % model.heads:
         raise ValueError(
-            f"model.width = {model.width} is no multiple of model.heads = {model.heads}: change one of them"
+            f"model.width = {model.width} is not a multiple of model.heads = {model.heads}: change one of them"
         )
     if model.kv_heads and model.heads % model.kv_heads:
         raise ValueError(
-            f"model.heads = {model.heads} is no multiple of model.kv_heads = {model.kv_heads}, each shared by the "
-            "same number of queries: change one of them, or set model.kv_heads = 0 for the number of heads"
+            f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}, each shared by the "
+            "same number of query heads: change one of them, or set model.kv_heads = 0 for the number of heads"
         )
     if model.loss_chunk > 0 and model.sequence_length % model.loss_chunk:
         raise ValueError(
             f"model.loss_chunk = {model.loss_chunk} does not divide model.sequence_length = {model.sequence_length}: "
-            "change one of them, or set model.loss_chunk = -1 to have it chosen"
+            "change one of them, or set model.loss_chunk = -1 to choose it automatically"
         )
     _check_rotary(model)
     if model.positions == "rotary" and (model.width // model.heads) % 2:
         raise ValueError(
-            f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions turn pairs of "
-            f"features: choose other sizes, or model.positions = learned"
+            f"model.width / model.heads = {model.width // model.heads} is odd, and rotary positions need pairs of "
+            "features: choose different sizes, or model.positions = learned"
         )
     if config.optimizer.warmup_steps >= config.train.steps:
         raise ValueError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} leaves no step of the "
-            f"train.steps = {config.train.steps}: warm up for fewer"
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} is too long for train.steps = "
+            f"{config.train.steps}: use fewer warmup steps"
         )
 
 
@@ -75,10 +75,12 @@ def _check_rotary(model: ModelConfig) -> None:
     for name in ("rotary_base", "rotary_factor", "rotary_length"):
         given = getattr(model, name)
         if model.positions == "learned" and given != getattr(default, name):
-            raise ValueError(f"model.{name} = {given} with model.positions = learned: nothing turns: leave it out")
+            raise ValueError(
+                f"model.{name} = {given} with model.positions = learned: it is only for rotary positions: leave it out"
+            )
     if model.rotary_factor == 1 and model.rotary_length != default.rotary_length:
         raise ValueError(
-            f"model.rotary_length = {model.rotary_length} with model.rotary_factor = 1: nothing is slowed down: set "
+            f"model.rotary_length = {model.rotary_length} with model.rotary_factor = 1: there is no RoPE scaling: set "
             "model.rotary_factor, or leave it out"
         )
 
@@ -94,8 +96,8 @@ def _check_lora(config: Config) -> None:
         )
     if rank and config.sharding.pipeline > 1:
         raise ValueError(
-            f"lora.rank = {rank} with sharding.pipeline = {config.sharding.pipeline}: stages take no frozen matrices; "
-            "cut over data and tensor"
+            f"lora.rank = {rank} with sharding.pipeline = {config.sharding.pipeline}: pipeline stages do not support "
+            "frozen matrices; use the data and tensor axes"
         )
 
 
@@ -105,23 +107,23 @@ def _check_parallel(config: Config) -> None:
         size, takers = getattr(sharding, axis), (f"{axis}_parallel", "hybrid")
         if size > 1 and sharding.strategy not in takers:
             raise ValueError(
-                f"sharding.{axis} = {size}: the strategy {sharding.strategy} does not cut over it; choose "
+                f"sharding.{axis} = {size}: the strategy {sharding.strategy} does not use this axis; choose "
                 f"sharding.strategy = {' or '.join(takers)}"
             )
     if (sharding.virtual > 1) != (sharding.schedule == "interleaved"):
         raise ValueError(
-            f"sharding.virtual = {sharding.virtual} with sharding.schedule = {sharding.schedule}: virtual stages, at "
-            "least 2, are what makes interleaved"
+            f"sharding.virtual = {sharding.virtual} with sharding.schedule = {sharding.schedule}: interleaved needs at "
+            "least 2 virtual stages, and the other schedules none"
         )
     stages = sharding.pipeline * sharding.virtual
     if sharding.pipeline > 1 and model.layers % stages:
         raise ValueError(
-            f"model.layers = {model.layers} is no multiple of sharding.pipeline {sharding.pipeline} x sharding.virtual "
-            f"{sharding.virtual} = {stages}: {-(-model.layers // stages) * stages} would be"
+            f"model.layers = {model.layers} is not a multiple of sharding.pipeline {sharding.pipeline} x "
+            f"sharding.virtual {sharding.virtual} = {stages}: {-(-model.layers // stages) * stages} would be"
         )
     if sharding.pipeline > 1 and sharding.virtual > 1 and sharding.stage_microbatches % sharding.pipeline:
         raise ValueError(
-            f"sharding.stage_microbatches = {sharding.stage_microbatches} is no multiple of sharding.pipeline = "
+            f"sharding.stage_microbatches = {sharding.stage_microbatches} is not a multiple of sharding.pipeline = "
             f"{sharding.pipeline}, as virtual stages need"
         )
     shared = ["heads", *(["kv_heads"] if model.kv_heads else []), "hidden", "vocabulary"]
@@ -129,7 +131,7 @@ def _check_parallel(config: Config) -> None:
         size = getattr(model, name)
         if size % sharding.tensor:
             raise ValueError(
-                f"model.{name} = {size} is no multiple of sharding.tensor = {sharding.tensor}: "
+                f"model.{name} = {size} is not a multiple of sharding.tensor = {sharding.tensor}: "
                 f"{-(-size // sharding.tensor) * sharding.tensor} would be"
             )
 
@@ -138,7 +140,7 @@ def _check_precision(chosen: PrecisionConfig) -> None:
     params, widened = chosen.params, chosen.masters or chosen.stochastic_rounding
     if chosen.masters and params == "float32":
         raise ValueError(
-            "precision.masters: the parameters are float32 themselves: leave it out, or set precision.params = bfloat16"
+            "precision.masters: the parameters are already float32: leave it out, or set precision.params = bfloat16"
         )
     if chosen.stochastic_rounding and params != "bfloat16":
         raise ValueError(
@@ -146,21 +148,21 @@ def _check_precision(chosen: PrecisionConfig) -> None:
             "precision.params = bfloat16"
         )
     if chosen.stochastic_rounding and chosen.masters:
-        raise ValueError("precision.stochastic_rounding does without precision.masters: leave one of them out")
+        raise ValueError("precision.stochastic_rounding replaces precision.masters: leave one of them out")
     if params == "float16" and not chosen.masters:
         raise ValueError(
-            "precision.params = float16: AdamW's small numbers vanish in it: add precision.masters = true, or set "
+            "precision.params = float16: AdamW's small values underflow to 0: add precision.masters = true, or set "
             "precision.params = bfloat16"
         )
     if chosen.loss_scale and params != "float16":
         raise ValueError(
-            f"precision.loss_scale: {params} has the range that gradients need: leave it out; it is for "
+            f"precision.loss_scale: {params} has enough range for gradients: leave it out; it is only for "
             "precision.params = float16"
         )
     if chosen.moments == "bfloat16" and params == "bfloat16" and not widened:
         raise ValueError(
-            "precision.moments = bfloat16: nothing here is kept wider, so they would be rounded to nearest, and stall: "
-            "add precision.masters or precision.stochastic_rounding, or leave it out"
+            "precision.moments = bfloat16: without masters they would be rounded to nearest, and stop changing: add "
+            "precision.masters or precision.stochastic_rounding, or leave it out"
         )
 
 
@@ -203,17 +205,21 @@ def _check_single(values: Mapping[str, object]) -> None:
     _require(values, "model.loss_chunk", lambda value: value >= -1, "above 0, 0 for all positions, or -1 to choose")
     _require(values, "optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
     _require(values, "sharding.devices", lambda value: value is None or value > 0, "above 0")
-    _require(values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all devices left")
+    _require(
+        values, "sharding.data", lambda value: value > 0 or value == -1, "above 0, or -1 for all remaining devices"
+    )
     _require(values, "sharding.zero", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
-    _require(values, "train.start", lambda value: value != "", "the folder of a run; leave it out to start anew")
+    _require(
+        values, "train.start", lambda value: value != "", "the folder of a run; leave it out to train from scratch"
+    )
     _require(values, "train.hang_seconds", lambda value: value == 0 or value >= 1, "0, or at least 1")
     strategy = str(values["sharding.strategy"])
     zero = cast(int, values["sharding.zero"]) if strategy == "hybrid" else None
     cuts_params = jaxshard.layout.Config("zero3" if strategy == "fsdp" else strategy, zero=zero).cuts.params
-    needed = f"use: sharding.strategy = {strategy} does not cut params"
+    needed = f"use: sharding.strategy = {strategy} does not shard params"
     _require(values, "sharding.regather", lambda value: value == "use" or cuts_params, needed)
     blocks = values["sharding.tensor"] != 1 or values["sharding.pipeline"] != 1  # these name axes of the mesh
-    needed = "auto or local: tensor and pipeline axes are for each device's rows"
+    needed = "auto or local: tensor and pipeline axes need the local view"
     _require(values, "sharding.loss_view", lambda value: value != "global" or not blocks, needed)
     hsdp = strategy == "hsdp"
     _require(values, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")

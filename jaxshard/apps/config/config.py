@@ -58,8 +58,8 @@ class ModelConfig:
     rotary_base: float = 10_000.0
     """RoPE base (theta); Llama 3 uses 500000."""
     rotary_factor: float = 1.0
-    """RoPE scaling of Llama 3.1 (which uses 8): divides frequencies of less than one turn in rotary_length positions by
-    this, those of one to four turns by less, and others not at all."""
+    """RoPE scaling of Llama 3.1 (which uses 8): divides frequencies of less than one period in rotary_length positions
+    by this, those of one to four periods by less, and leaves higher ones unchanged."""
     rotary_length: int = 8192
     """Context length before RoPE scaling."""
     norm: Literal["rms", "layer"] = "rms"
@@ -80,7 +80,7 @@ class ModelConfig:
     """Recompute each block in the backward pass instead of keeping its activations."""
     attention: Literal["auto", "fused", "xla"] = "auto"
     """auto: a fused kernel (cuDNN's on GPU, Pallas's splash on TPU) if available, else plain operations; fused: a
-    kernel, or an error; xla: plain operations, which write the whole matrix of attention weights."""
+    kernel, or an error; xla: plain operations, which store the full matrix of attention weights."""
     loss_chunk: int = -1
     """Positions of each row whose logits are in memory at once, a divisor of sequence_length; the backward pass
     recomputes them. 0: all; -1: as many as take 512 MB in float32."""
@@ -118,7 +118,7 @@ class OptimizerConfig:
     """AdamW, or another of optax's, with warm-up and cosine decay of the learning rate."""
 
     name: str = "adamw"
-    """Any optimizer of optax or optax.contrib that has a learning rate: lion, muon, adafactor, sgd and others. muon
+    """Any optimizer of optax or optax.contrib that has a learning rate: lion, muon, adafactor, sgd and more. muon
     updates the blocks' matrices, with AdamW for the rest."""
     arguments: str = ""
     """Further arguments of the optimizer, as TOML: b1 = 0.9, nesterov = true."""
@@ -131,7 +131,8 @@ class OptimizerConfig:
     beta1: float | None = None
     """b1, decay of the mean of gradients; by default optax's, 0.9 for AdamW."""
     beta2: float | None = None
-    """b2, decay of the mean of squared gradients; by default 0.98 for AdamW, and optax's for others."""
+    """b2, decay of the mean of squared gradients; by default 0.98 for AdamW, and optax's default for other
+    optimizers."""
     weight_decay: float | None = None
     """Weight decay of the matrices, by default 0.1 for optimizers that support it, not of norms and embeddings."""
     clip_norm: float = 1.0
@@ -212,7 +213,7 @@ class TrainConfig:
     """Length of training, and intervals of logging, evaluation and saving."""
 
     steps: int = 400
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the complete run."""
     rows: int = 16
     """Sequences per step, over all devices and microbatches."""
     seed: int = 0

@@ -28,22 +28,22 @@ def start_devices(config: Config) -> None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
-        platforms, why = os.environ.get("JAX_PLATFORMS", ""), str(error)[:300] or "there is no such platform"
-        raise ValueError(f"JAX finds no devices, with JAX_PLATFORMS={platforms!r}: {why}") from error
+        platforms, why = os.environ.get("JAX_PLATFORMS", ""), str(error)[:300] or "this platform does not exist"
+        raise ValueError(f"JAX found no devices with JAX_PLATFORMS={platforms!r}: {why}") from error
 
 
 def make_mesh(sharding: ShardingConfig) -> Mesh:
     """The mesh of all devices; in a run of one process, of the first `sharding.devices`.
 
     Raises:
-      ValueError: there are fewer devices, or the mesh's axes do not multiply to their number.
+      ValueError: JAX has fewer devices, or the mesh's axes do not multiply to their number.
     """
     devices, wanted = jax.devices(), sharding.devices
     if wanted is not None and jax.process_count() == 1:
         if len(devices) < wanted:
             raise ValueError(
-                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, "
-                f"or start anew (their number is fixed once JAX runs)"
+                f"sharding.devices = {wanted}, but JAX has {len(devices)}: ask for fewer, or restart Python (the "
+                "number is fixed once JAX runs)"
             )
         devices = devices[:wanted]
     sizes = {axis: getattr(sharding, axis) for axis in ("data", "replica", "tensor", "pipeline")}

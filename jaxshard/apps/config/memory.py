@@ -63,7 +63,9 @@ def check(needed: float, what: str, cure: str, most: float | None = None) -> Non
     """
     most = host_bytes() if most is None else most
     if needed > most:
-        raise ValueError(f"{what} would take {size_in_words(needed)}, and there are {size_in_words(most)}: {cure}")
+        raise ValueError(
+            f"{what} would take {size_in_words(needed)}, and only {size_in_words(most)} are available: {cure}"
+        )
 
 
 def useful_flops(config: Config) -> float:

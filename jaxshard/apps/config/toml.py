@@ -59,7 +59,7 @@ def looked_at(path: Path) -> tuple[seal.State, list[str]]:
     """
     table, state = _table(path)
     if state != "whole" and _LAST_SECTION not in table:
-        raise ValueError(f"{path} was cut short: it has no section [{_LAST_SECTION}]")
+        raise ValueError(f"{path} is truncated: it lacks the section [{_LAST_SECTION}]")
     return state, [key for key in known_keys() if key not in _MAY_BE_NONE and key not in _keys(table)]
 
 
@@ -108,22 +108,22 @@ def _table(path: Path, pipes: bool = False) -> tuple[dict[str, Any], seal.State]
     except IsADirectoryError:
         inside = next(iter(sorted(path.glob("*.toml"))), None)
         cure = f"{str(inside)!r}, which is in it" if inside else "a TOML file"
-        raise ValueError(f"cannot read the configuration {str(path)!r}: it is a folder: name {cure}") from None
+        raise ValueError(f"cannot read the configuration {str(path)!r}: it is a folder: give {cure}") from None
     except FileNotFoundError:
         hint = paths.near_configuration(path)
-        raise ValueError(f"cannot read the configuration {str(path)!r}: there is no such file{hint}") from None
+        raise ValueError(f"cannot read the configuration {str(path)!r}: the file does not exist{hint}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
     state = seal.state_of(text)
     if state == "cut short":
-        raise ValueError(f"{path} was cut short: jaxshard wrote more")
+        raise ValueError(f"{path} is truncated: jaxshard wrote more")
     try:
         table = tomllib.loads(text)
         if state == "not sealed" and tomli_w.dumps(table) != text:
             state = "changed"  # older versions wrote it in this form without a seal
         return table, state
     except (ValueError, RecursionError) as error:  # also for a number with more digits than Python reads
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _keys(table: Mapping[str, Any]) -> frozenset[str]:
@@ -160,7 +160,7 @@ def _number(value: object, kind: type[float]) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError("is a float, and this int is larger than any float") from None
+        raise ValueError("is a float option, and this integer is too large for a float") from None
 
 
 def _one_of(value: object, kind: object) -> object:

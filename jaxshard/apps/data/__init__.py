@@ -1,1 +1,1 @@
-"""Text and tokens, and the batches made of them."""
+"""Reads text and tokens, and makes batches."""

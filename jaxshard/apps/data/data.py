@@ -149,8 +149,8 @@ def check_length(text: Array, what: str, length: int) -> None:
     """Raises ValueError unless the text has at least one sequence."""
     if len(text) <= length:
         raise ValueError(
-            f"{what} has {len(text)} {_counted(text)}, and a sequence needs more than "
-            f"model.sequence_length = {length}: give more, or take shorter sequences"
+            f"{what} has {len(text)} {_counted(text)}, and a sequence needs more than model.sequence_length = "
+            f"{length}: give more text, or use shorter sequences"
         )
 
 

@@ -16,7 +16,7 @@ from jaxshard.system.users_code import UsersError, blamed, called
 
 _SAMPLES = 16
 _NO_END = 2**62  # elements; grain's repeat() has about 2**63
-_WANTED = "it must return a grain.MapDataset, or another sequence with a length and random access, of rows of tokens"
+_WANTED = "it must return rows of tokens, as a grain.MapDataset or another sequence with len() and indexing"
 
 
 def names_dataset(path: str | None) -> bool:
@@ -131,14 +131,16 @@ def read(
     whole = _made(path, length)
     if heldout_path is not None:
         if not names_dataset(heldout_path):
-            raise ValueError(f"data.heldout_path = {heldout_path}: data.path is a function, so name one here, too")
+            raise ValueError(
+                f"data.heldout_path = {heldout_path}: data.path is a function, so give a function here, too"
+            )
         return whole, _made(heldout_path, length)
     count = len(whole)
     if count >= _NO_END:
-        raise ValueError(f"{path}: it has no end: leave repeat() out (it is repeated here), or name data.heldout_path")
+        raise ValueError(f"{path}: it never ends: leave out repeat() (jaxshard repeats it), or give data.heldout_path")
     held = int(count * heldout)
     if min(held, count - held) < 1:
-        raise ValueError(f"{path}: it has {count} elements, too few to hold a part of {heldout} out: give more")
+        raise ValueError(f"{path}: it has {count} elements, too few to hold out a fraction of {heldout}: give more")
     train, rest = whole.places[: count - held], whole.places[count - held :]
     return dataclasses.replace(whole, places=train), dataclasses.replace(whole, places=rest)
 
@@ -147,8 +149,8 @@ def check_typed(function: str, option: str, typed: Collection[str]) -> None:
     """Raises ValueError for a function that only a file names: the file's author could run any code."""
     if function not in typed:
         raise ValueError(
-            f"{option.removeprefix('--')}: a configuration names the function {function}, and no file runs code: if "
-            f"you trust it, type {shell_command(option, function)}"
+            f"{option.removeprefix('--')}: the configuration names the function {function}, but files may not run "
+            f"code. If you trust it, type {shell_command(option, function)}"
         )
 
 
@@ -163,5 +165,7 @@ def _made(what: str, length: int) -> Elements:
         raise ValueError(f"{what} has no elements: {_WANTED}")
     elements = Elements(source, range(count), length, what)
     if not np.array_equal(elements.rows([0]), elements.rows([0])):
-        raise ValueError(f"{what}: element 0 is not the same when it is read again: a resumed run would be another one")
+        raise ValueError(
+            f"{what}: element 0 differs when it is read again, so a resumed run could not continue with the same data"
+        )
     return elements

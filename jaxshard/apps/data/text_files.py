@@ -17,7 +17,7 @@ from jaxshard.apps.config import memory, paths
 from jaxshard.apps.data.token_files import TOKENIZER
 
 STDLIB = "stdlib"
-"""Stands for the source of Python's standard library, 8 MB of text on every machine."""
+"""Names the source of Python's standard library, 8 MB of text on every machine."""
 
 _LEFT_OUT = frozenset(
     {
@@ -80,7 +80,7 @@ def read_text(path: str | None, option: str = "data.path") -> np.ndarray:
     with read_errors_named(option, path):
         files = _files(option, path)
         size = sum(file.stat().st_size for file in files)
-        memory.check(2 * size, f"{option}: {path!r}, of which two copies are held,", "give less text")
+        memory.check(2 * size, f"{option}: {path!r}, held in memory twice,", "give less text")
         text = b"\n".join(map(_as_long_as_it_is, files))
     if not text.strip():
         raise ValueError(f"{option}: {path!r} is empty ({len(files)} files): give a file or a folder of text")
@@ -118,9 +118,9 @@ def _walked(option: str, root: Path) -> Iterator[Path]:
         if stat.S_ISREG(found.st_mode):
             yield path
         elif not stat.S_ISDIR(found.st_mode):
-            raise ValueError(f"{option}: {str(path)!r} is no file, and no folder: put the text into a file")
+            raise ValueError(f"{option}: {str(path)!r} is neither a file nor a folder: put the text into a file")
         elif folder in above:
-            raise ValueError(f"{option}: {str(path)!r} is a link to a folder that it lies in: remove it")
+            raise ValueError(f"{option}: {str(path)!r} is a link to a folder that contains it: remove the link")
         else:
             paths += ((path / name, above | {folder}) for name in os.listdir(path))
 
@@ -131,9 +131,7 @@ def _found(option: str, path: Path) -> os.stat_result:
     except OSError as error:
         if not path.is_symlink():
             raise
-        raise ValueError(
-            f"{option}: {str(path)!r} is a link that leads nowhere ({error.strerror}): remove it"
-        ) from None
+        raise ValueError(f"{option}: {str(path)!r} is a broken link ({error.strerror}): remove it") from None
 
 
 def _bytes(text: bytes) -> np.ndarray:
@@ -153,8 +151,8 @@ def stdlib_files(option: str) -> list[Path]:
     """
     if os.path.lexists(STDLIB):
         raise ValueError(
-            f"{option}: {STDLIB!r} is the source of Python's standard library, and something here has this name: write "
-            f"{os.path.join('.', STDLIB)} for that"
+            f"{option}: {STDLIB!r} is the source of Python's standard library, and a file or folder here has the same "
+            f"name: write {os.path.join('.', STDLIB)} for it"
         )
     root = Path(sysconfig.get_path("stdlib"))
     names = sys.stdlib_module_names - _LEFT_OUT
@@ -163,7 +161,7 @@ def stdlib_files(option: str) -> list[Path]:
     paths = [path for path in paths if not _LEFT_OUT & set(path.parts)]
     if not paths:
         raise ValueError(
-            f"{option}: {STDLIB!r}: this Python has no source of its standard library in {str(root)!r}: give a file "
-            "or a folder of text"
+            f"{option}: {STDLIB!r}: this Python does not include the source of its standard library in {str(root)!r}: "
+            "give a file or a folder of text"
         )
     return [root / path for path in sorted(paths, key=lambda path: (zlib.crc32(path.as_posix().encode()), path))]

@@ -80,7 +80,7 @@ class TokenFile:
         """
         if self.sums is None:
             if (size := self._count * self.dtype.itemsize) >= _LONG:
-                print(f"{self.path}: all its {size:,} bytes are read once, for their checksum", file=sys.stderr)
+                print(f"{self.path}: reads all {size:,} bytes once, for their checksum", file=sys.stderr)
             self.sums = self._reading(self._summed)
         return self.sums
 
@@ -131,12 +131,12 @@ class TokenFile:
         """
         if self.sums is None or self._summed(number) != self.sums:
             raise TextError(
-                f"{self.path} was changed while it is read: it has other tokens than when the run began: bring these "
-                "back, or start another run with the new ones"
+                f"{self.path} was changed during the run: its tokens differ from those at the start. Restore the file, "
+                "or start a new run with the new tokens"
             )
         self._seen = marks
         warnings.warn(
-            f"{self.path} was replaced, written to or touched while it is read; the tokens are the same", stacklevel=1
+            f"{self.path} was replaced, written to or touched during the run; the tokens are the same", stacklevel=1
         )
 
     def _summed(self, number: int) -> Sums:
@@ -162,8 +162,7 @@ class TokenFile:
             if not read:
                 had, has = self._start + self._count * self.dtype.itemsize, os.fstat(number).st_size
                 raise TextError(
-                    f"{self.path} was cut short while it is read: it ends at byte {has:,}, and had {had:,}: bring the "
-                    "rest back"
+                    f"{self.path} was truncated during the run: it has {has:,} bytes, and had {had:,}: restore the file"
                 )
             rest[: len(read)] = read
             rest, place = rest[len(read) :], place + len(read)

@@ -108,7 +108,7 @@ def read(files: Sequence[Path], dtype: str | None) -> TokenFiles:
     found = [_opened(file, dtype) for file in files]
     if len({each.dtype for each in found}) > 1:
         named = ", ".join(f"{each.path}: {each.dtype}" for each in found)
-        raise ValueError(f"data.path: the files hold tokens of different types: {named}; give those of one")
+        raise ValueError(f"data.path: the files hold tokens of different types: {named}; use one type")
     return TokenFiles([Part(each, 0, len(each)) for each in found])
 
 
@@ -126,12 +126,12 @@ def _opened(file: Path, dtype: str | None) -> TokenFile:
     count, rest = divmod(seen.st_size - start, chosen.itemsize)
     if rest:
         raise ValueError(
-            f"data.path: {file} has {seen.st_size - start:,} bytes of tokens, no multiple of {chosen.itemsize}, the "
-            f"size of {chosen.name}: it was cut short, or is text: set data.format = bytes"
+            f"data.path: {file} has {seen.st_size - start:,} bytes of tokens, not a multiple of {chosen.itemsize}, the "
+            f"size of {chosen.name}: it is truncated, or is text: set data.format = bytes"
         )
     if of_header and count % COUNTED != int(numbers[2]):
         raise ValueError(
-            f"data.path: {file} holds {count:,} tokens, and its header says {int(numbers[2]):,}: copy it anew"
+            f"data.path: {file} holds {count:,} tokens, and its header says {int(numbers[2]):,}: copy it again"
         )
     return TokenFile(file, chosen, start, count, seen)
 
@@ -159,7 +159,7 @@ def out_of_range_anywhere(text: TokenFiles, vocabulary: int) -> str | None:
 def _out_of_range(token: int, place: str, vocabulary: int, largest: int) -> str:
     return (
         f"the text has the token {token} ({place}), and model.vocabulary = {vocabulary}: set it to {largest + 1} or "
-        "more (for GPT-2's 50257 take 50304, a multiple of 64); or does the file hold something else? See data.format"
+        "more (for GPT-2's 50257 use 50304, a multiple of 64). If the file holds something else, set data.format"
     )
 
 

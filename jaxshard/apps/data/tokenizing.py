@@ -25,7 +25,9 @@ _LONGEST = 2**24  # characters without a place to split
 _PIECES = 16  # to encode at once
 _FILES = ("train.bin", "val.bin", TOKENIZER)
 _MODELS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-_CURE = "fetch its vocab.json and merges.txt, or tokenizer.json, where there is a network, and name their folder"
+_CURE = (
+    "download its vocab.json and merges.txt, or tokenizer.json, on a machine with network access, and give their folder"
+)
 
 
 def tokenizers(who: str = "this") -> Any:
@@ -52,7 +54,9 @@ def pieces(file: Path) -> Iterator[str]:
                 rest += decode.decode(block)
             except UnicodeDecodeError as error:
                 place = read - (len(error.object) - len(block)) + error.start
-                raise ValueError(f"{file}: byte {place:,} is no UTF-8: convert it (iconv), or leave it out") from None
+                raise ValueError(
+                    f"{file}: byte {place:,} is not UTF-8: convert the file (iconv), or leave it out"
+                ) from None
             read += len(block)
             cut = _cut(rest)
             if cut:
@@ -61,7 +65,7 @@ def pieces(file: Path) -> Iterator[str]:
     try:
         rest += decode.decode(b"", final=True)
     except UnicodeDecodeError:
-        raise ValueError(f"{file}: it ends within a character of UTF-8: it was cut short") from None
+        raise ValueError(f"{file}: it ends within a UTF-8 character: it is truncated") from None
     if rest:
         yield rest
 
@@ -121,7 +125,7 @@ def opened(name: str) -> Any:
     largest = max(found.get_vocab().items(), key=lambda each: each[1], default=("", 0))
     if largest[1] >= _MOST_IDS:  # when saving, tokenizers allocates memory for all ids up to the largest
         raise ValueError(
-            f"--tokenizer {name}: token {largest[0]!r} has id {largest[1]:,}: below {_MOST_IDS:,} is needed"
+            f"--tokenizer {name}: token {largest[0]!r} has id {largest[1]:,}: ids must be below {_MOST_IDS:,}"
         )
     return found
 
@@ -136,7 +140,7 @@ def _opened(name: str, path: Path) -> Any:
         return _of_file(path)
     if name == "gpt2":
         return tokenizers().Tokenizer.from_pretrained(name)
-    raise ValueError(f"--tokenizer {name} does not exist: name a tokenizer.json, a folder with one, or gpt2")
+    raise ValueError(f"--tokenizer {name} does not exist: give a tokenizer.json, a folder that has one, or gpt2")
 
 
 def _of_file(path: Path) -> Any:
@@ -161,7 +165,7 @@ def _of_folder(path: Path) -> Any:
                 made.add_special_tokens([END])
             return made
     pairs = ", or ".join(" and ".join(names) for names in _MODELS)
-    raise ValueError(f"--tokenizer {path}: it has no {TOKENIZER}, nor {pairs}")
+    raise ValueError(f"--tokenizer {path}: it has neither {TOKENIZER} nor {pairs}")
 
 
 def end_of(token_of: Callable[[str], int | None]) -> tuple[str, int] | None:
@@ -174,12 +178,12 @@ def check_folder(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise ValueError(f"--out {path} is a file: name a folder")
+        raise ValueError(f"--out {path} is a file: give a folder")
     others = sorted({entry.name for entry in path.iterdir()} - set(_FILES))
     if others:
-        raise ValueError(f"--out {path} has {others[0]}, which is no file of tokens: name another folder")
+        raise ValueError(f"--out {path} has {others[0]}, which is not a file of tokens: give a different folder")
     if any(path.iterdir()) and not overwrite:
-        raise ValueError(f"--out {path} is there already: name another folder, or add --overwrite")
+        raise ValueError(f"--out {path} already exists: give a different folder, or add --overwrite")
 
 
 def write(files: Sequence[Path], tokenizer: Any, path: Path, heldout: float) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Models in Hugging Face's folders: read as the start of a run, and written."""
+"""Reads and writes models in Hugging Face's format."""

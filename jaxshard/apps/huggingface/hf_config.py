@@ -74,7 +74,7 @@ def read(file: Path) -> Json:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} is no configuration: it holds no JSON object")
+        raise ValueError(f"{file} is not a configuration: it must be a JSON object")
     return found
 
 
@@ -86,11 +86,11 @@ def model_of(given: Json, file: Path) -> ModelConfig:
     """
     family = str(given.get("model_type"))
     if family not in _FIELDS:
-        raise ValueError(f"{file}: model_type = {family!r}, and jaxshard computes {' and '.join(map(repr, _FIELDS))}")
+        raise ValueError(f"{file}: model_type = {family!r}, and jaxshard supports {' and '.join(map(repr, _FIELDS))}")
     for name in given.get("architectures") or []:
         if name not in _ARCHITECTURES[family]:
             known = " and ".join(_ARCHITECTURES[family])
-            raise ValueError(f"{file}: architectures has {name!r}, and jaxshard computes {known}")
+            raise ValueError(f"{file}: architectures has {name!r}, and jaxshard supports {known}")
     for field, values in _NEEDED[family].items():
         _require(file, field, given.get(field, values[0]), values)
     found = {ours: _value(given, theirs, default, file) for ours, (theirs, default) in _FIELDS[family].items()}
@@ -113,7 +113,7 @@ def family_of(model: ModelConfig) -> str:
     """The architecture that computes the same as the model.
 
     Raises:
-      ValueError: there is none; the message names the options that rule it out.
+      ValueError: it has none; the message names the options that rule it out.
     """
     family = "llama" if model.positions == "rotary" else "gpt2"
     one_each = {"kv_heads": model.heads} if family == "gpt2" and model.kv_heads else {}
@@ -158,7 +158,7 @@ def _rotary(given: Json, file: Path) -> dict[str, Any]:
     for field in ("rope_scaling", "rope_parameters"):
         inner = given.get(field) or {}
         if not isinstance(inner, dict):
-            raise ValueError(f"{file}: {field} = {inner!r} is no JSON object")
+            raise ValueError(f"{file}: {field} = {inner!r} is not a JSON object")
         found |= inner
     _require(file, "partial_rotary_factor", found.get("partial_rotary_factor"), (None, 1, 1.0))
     kind = found.get("rope_type", found.get("type", "default"))
@@ -170,7 +170,7 @@ def _rotary(given: Json, file: Path) -> dict[str, Any]:
         _require(file, field, found.get(field), (value,))
     length = found.get("original_max_position_embeddings")
     if type(length) is not int:
-        raise ValueError(f"{file}: original_max_position_embeddings = {length!r} is no whole number")
+        raise ValueError(f"{file}: original_max_position_embeddings = {length!r} is not an integer")
     factor = _number(found, "factor", file)
     return base | ({"rotary_factor": factor, "rotary_length": length} if factor != 1 else {})
 
@@ -184,21 +184,21 @@ def _value(given: Json, field: str, default: Any, file: Path) -> Any:
     if value is None and default is None:
         return 0
     if type(value) is not kind:
-        raise ValueError(f"{file}: {field} = {value!r} is no {'true or false' if kind is bool else 'whole number'}")
+        raise ValueError(f"{file}: {field} = {value!r} is not {'true or false' if kind is bool else 'an integer'}")
     return value
 
 
 def _number(given: Json, field: str, file: Path) -> float:
     value = given.get(field)
     if type(value) not in (int, float):
-        raise ValueError(f"{file}: {field} = {value!r} is no number")
+        raise ValueError(f"{file}: {field} = {value!r} is not a number")
     return float(value)  # pyright: ignore[reportArgumentType]
 
 
 def _require(file: Path, field: str, value: Any, values: tuple[Any, ...]) -> None:
     if value not in values:
         shown = " or ".join(json.dumps(each) for each in values)
-        raise ValueError(f"{file}: {field} = {json.dumps(value)}, and jaxshard computes it with {shown}")
+        raise ValueError(f"{file}: {field} = {json.dumps(value)}, and jaxshard supports only {shown}")
 
 
 def in_words(model: ModelConfig) -> str:

@@ -118,12 +118,12 @@ def opened(path: Path, option: str) -> HuggingFaceFolder:
     who, folder = f"{option} {path}", path if path.is_dir() else path.parent
     files = _files(folder if path.name == CONFIG else path, who)
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{who}: {CONFIG}, which says what model it is, is not in {folder}")
+        raise ValueError(f"{who}: {CONFIG}, which describes the model, is not in {folder}")
     given = hf_config.read(folder / CONFIG)
     model = hf_config.model_of(given, folder / CONFIG)
     found = _in_files(files, who)
     if model.layers > len(found):
-        raise ValueError(f"{who}: {CONFIG} says {model.layers} layers, and there are {len(found)} tensors")
+        raise ValueError(f"{who}: {CONFIG} says {model.layers} layers, and the folder has {len(found)} tensors")
     places = _named(found, PREFIXES[hf_config.family_of(model)], who)
     _check_tensors(model, places, {place: shape for place, (shape, _) in found.items()}, who)
     dtypes = {name: found[place][1] for name, place in places.items()}
@@ -162,7 +162,7 @@ def check_inside(file: Path) -> None:
     folder, real = file.parent.resolve(), file.resolve()
     cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if real.parent not in (folder, cache):
-        raise OSError(errno.EPERM, f"it is a link to {real}: put the file itself there", str(file))
+        raise OSError(errno.EPERM, f"it is a link to {real}: replace it by the file itself", str(file))
 
 
 # The files and their content.
@@ -174,7 +174,7 @@ _Found = dict[_Place, tuple[tuple[int, ...], str]]  # a tensor's place -> its sh
 def _files(path: Path, who: str) -> Mapping[Path, set[str] | None]:
     """The weights' files; with an index, also the names that each must have."""
     if not path.exists():
-        raise ValueError(f"{who}: there is no such file")
+        raise ValueError(f"{who}: the file does not exist")
     if path.name in _PICKLES:
         raise ValueError(f"{who}: {_no_pickle(path.parent)}")
     if path.is_file():
@@ -187,14 +187,14 @@ def _files(path: Path, who: str) -> Mapping[Path, set[str] | None]:
         raise ValueError(f"{who}: {_no_pickle(path)}")
     if (path / "snapshots").is_dir():
         inner = sorted(str(each) for each in (path / "snapshots").iterdir())
-        raise ValueError(f"{who} is a cache of Hugging Face's: name a snapshot in it: {', '.join(inner) or 'none'}")
-    raise ValueError(f"{who}: neither {WEIGHTS} nor {_INDEX} is there")
+        raise ValueError(f"{who} is a Hugging Face cache: give one of its snapshots: {', '.join(inner) or 'none'}")
+    raise ValueError(f"{who}: it has neither {WEIGHTS} nor {_INDEX}")
 
 
 def _no_pickle(folder: Path) -> str:
     load = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     return (
-        f"{_PICKLES[0]} is a pickle, which runs what is in it, and jaxshard opens none: write {WEIGHTS} by "
+        f"{_PICKLES[0]} is a pickle, which can run code, so jaxshard does not open it: write {WEIGHTS} with "
         f"""python -c "import transformers; {load}.save_pretrained('NEW')\""""
     )
 
@@ -206,11 +206,11 @@ def _indexed(index: Path, who: str) -> Mapping[Path, set[str]]:
     found: dict[Path, set[str]] = collections.defaultdict(set)
     for name, file in names.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{who}: {index.name} names no file beside it for {name}: {file!r}")
+            raise ValueError(f"{who}: {index.name} does not name a file of this folder for {name}: {file!r}")
         found[index.parent / file].add(name)
     gone = [file.name for file in found if not file.is_file()]
     if gone:
-        raise ValueError(f"{who}: {_some(gone)}, named by {index.name}, {_is(gone)} gone")
+        raise ValueError(f"{who}: {_some(gone)}, named by {index.name}, {_is(gone)} missing")
     return found
 
 
@@ -223,7 +223,9 @@ def _in_files(files: Mapping[Path, set[str] | None], who: str) -> _Found:
             raise ValueError(f"{who}: {file.name} cannot be read: {error}") from error
         found |= {(file, name): (entry.shape, entry.dtype) for name, entry in tensors.items()}
         if promised is not None and promised != set(tensors):
-            raise ValueError(f"{who}: {file.name} has other tensors than its index: {_some(promised ^ set(tensors))}")
+            raise ValueError(
+                f"{who}: {file.name} has different tensors than its index: {_some(promised ^ set(tensors))}"
+            )
     return found
 
 
@@ -235,7 +237,7 @@ def _named(found: _Found, prefix: str, who: str) -> dict[str, _Place]:
             continue
         full = name if name == HEAD or name.startswith(prefix) else prefix + name
         if full in places:
-            raise ValueError(f"{who}: {name} is there twice, with {prefix} before it and without")
+            raise ValueError(f"{who}: {name} occurs twice, with the prefix {prefix} and without")
         places[full] = file, name
     return places
 
@@ -264,7 +266,7 @@ def _check_head(places: dict[str, _Place], embedding: str, who: str) -> None:
         safetensors_file.tensor(*place), safetensors_file.tensor(*places[embedding])
     ):
         raise ValueError(
-            f"{who}: {HEAD} is not {embedding}, and {CONFIG} says by tie_word_embeddings that it is: set that to false"
+            f"{who}: {HEAD} differs from {embedding}, but {CONFIG} sets tie_word_embeddings: set it to false"
         )
 
 

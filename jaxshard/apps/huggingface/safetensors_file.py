@@ -42,13 +42,13 @@ def entries(file: Path) -> dict[str, Entry]:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= min(size - 8, _LARGEST_HEADER):
-            raise ValueError("it is no .safetensors file, or is cut short: its header does not fit in it")
+            raise ValueError("it is not a .safetensors file, or is truncated: its header does not fit in it")
         header = stream.read(length)
     try:
         found = json.loads(header)
         tensors = {name: _entry(given, 8 + length) for name, given in found.items() if name != _NOTES}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is none of .safetensors: {type(error).__name__}: {error}") from error
+        raise ValueError(f"its header is not a .safetensors header: {type(error).__name__}: {error}") from error
     _check_order(tensors, 8 + length, size)
     return tensors
 
@@ -57,10 +57,10 @@ def _entry(given: Mapping[str, Any], start: int) -> Entry:
     first, last = given["data_offsets"]
     numbers = [first, last, *given["shape"]]
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(given["dtype"], str):
-        raise ValueError(f"{given} describes no tensor")
+        raise ValueError(f"{given} does not describe a tensor")
     entry = Entry(given["dtype"], tuple(given["shape"]), start + first, start + last)
     if entry.dtype in _DTYPES and math.prod(entry.shape) * jnp.dtype(_DTYPES[entry.dtype]).itemsize != last - first:
-        raise ValueError(f"{given} has another number of bytes than its shape")
+        raise ValueError(f"{given} has a different number of bytes than its shape needs")
     return entry
 
 
@@ -69,7 +69,9 @@ def _check_order(tensors: Mapping[str, Entry], start: int, size: int) -> None:
     places = sorted((entry.first, entry.last) for entry in tensors.values())
     borders = [start, *itertools.chain.from_iterable(places), size]
     if any(borders[i] != borders[i + 1] for i in range(0, len(borders), 2)):
-        raise ValueError(f"it has {size:,} bytes, and by its header its tensors end at {borders[-2]:,}, without a gap")
+        raise ValueError(
+            f"it has {size:,} bytes, but its header says that its tensors end at {borders[-2]:,}, without gaps"
+        )
 
 
 def tensor(file: Path, name: str) -> np.ndarray:
@@ -89,6 +91,6 @@ def tensor(file: Path, name: str) -> np.ndarray:
         while len(into):
             read = stream.readinto(into)
             if not read:
-                raise OSError(f"{file} was cut short while it is read: {name} is not whole")
+                raise OSError(f"{file} was truncated while jaxshard read it: {name} is incomplete")
             into = into[read:]
     return found

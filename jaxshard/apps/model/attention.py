@@ -62,7 +62,7 @@ def _refused(how: str, reason: str | None) -> bool:
     """Whether there is a reason; raises it as ValueError if `how` is "fused"."""
     if reason is not None and how == "fused":
         raise ValueError(
-            f"model.attention = fused: {reason}; change that, or let model.attention = auto fall back to plain "
+            f"model.attention = fused: {reason}; change that, or set model.attention = auto, which falls back to plain "
             "operations"
         )
     return reason is not None
@@ -72,25 +72,25 @@ def _why_not(length: int, features: int, dtype: DTypeLike, mesh: AnyMesh) -> str
     """Why no kernel supports attention of these sizes on the devices of a mesh; None if one does."""
     platform, kind = _platform_and_kind(mesh)
     if platform not in _KERNELS:
-        return f"there is no kernel for the platform {platform}, only for GPU and TPU"
+        return f"no kernel exists for the platform {platform}, only for GPU and TPU"
     if jnp.dtype(dtype).name not in _DTYPES[platform]:
-        return f"the kernel for {platform} takes {' and '.join(_DTYPES[platform])}, and model.dtype = {dtype}"
+        return f"the kernel for {platform} supports {' and '.join(_DTYPES[platform])}, and model.dtype = {dtype}"
     return _why_not_on_gpu(length, features, kind) if platform == "gpu" else _why_not_on_tpu(length)
 
 
 def _why_not_on_gpu(length: int, features: int, kind: str) -> str | None:
     if length % 2:
-        return f"cuDNN takes an even number of positions, and model.sequence_length = {length}"
+        return f"cuDNN needs an even number of positions, and model.sequence_length = {length}"
     if features % 8 or features > 128:
-        return f"cuDNN's heads have at most 128 features, a multiple of 8, and model.width / model.heads = {features}"
+        return f"cuDNN needs at most 128 features per head, a multiple of 8, and model.width / model.heads = {features}"
     if any(name in kind for name in _OLD_GPUS):
-        return f"cuDNN needs a GPU of Ampere's generation (2020) or later, and this is a {kind}"
-    return f"cuDNN is for NVIDIA's GPUs, and this is a {kind}" if kind.startswith(_OTHER_GPUS) else None
+        return f"cuDNN needs an Ampere GPU (2020) or later, and this is a {kind}"
+    return f"cuDNN is for NVIDIA GPUs, and this is a {kind}" if kind.startswith(_OTHER_GPUS) else None
 
 
 def _why_not_on_tpu(length: int) -> str | None:
     if length % 128:
-        return f"splash attention takes positions in multiples of 128, and model.sequence_length = {length}"
+        return f"splash attention needs a multiple of 128 positions, and model.sequence_length = {length}"
     return None
 
 

@@ -1,1 +1,1 @@
-"""What a run shows and records while it trains."""
+"""Logs a run: terminal, metrics, trackers, profiles."""

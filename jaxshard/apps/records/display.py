@@ -141,7 +141,7 @@ def step_totals(report: jaxshard.inspect.Report) -> str:
     overlapped = sum(bool(each.overlapped) for each in report.collectives)
     lines.append(f"{'overlapped with compute':<35}  {overlapped} of {len(report.collectives)} collectives")
     if not report.trips_known:
-        lines.append("some loops have no trip count that can be read: they count once, so less is shown than is sent")
+        lines.append("some loops have an unknown trip count: they count once, so the real traffic is higher")
     return "\n".join(lines)
 
 

@@ -30,7 +30,9 @@ def steps_in(words: str) -> range:
         raise ValueError(f"--profile {words!r}: it must be FROM:TO, as in --profile 10:15")
     steps = range(int(found[1]), int(found[2]))
     if not steps:
-        raise ValueError(f"--profile {words} has no step: TO must be above FROM, as in {steps.start}:{steps.start + 5}")
+        raise ValueError(
+            f"--profile {words} covers no step: TO must be above FROM, as in {steps.start}:{steps.start + 5}"
+        )
     return steps
 
 
@@ -38,11 +40,11 @@ def check(steps: range, left: int) -> None:
     """Raises ValueError for steps that a process with `left` steps to go does not reach, or cannot trace."""
     given = f"--profile {steps.start}:{steps.stop}"
     if steps.stop > left:
-        raise ValueError(f"{given}: this process takes {left} steps: TO is at most {left}")
+        raise ValueError(f"{given}: this process runs {left} steps: TO must be at most {left}")
     if steps and _would_crash():
         backend = jax.default_backend()
         raise ValueError(
-            f"{given}: JAX's profiler crashes where libtpu has looked for a TPU and there is none: set "
+            f"{given}: JAX's profiler crashes after libtpu has looked for a TPU and found none: set "
             f"JAX_PLATFORMS={'cuda' if backend == 'gpu' else backend}"
         )
 
@@ -75,7 +77,7 @@ class Profile:
         if self._is_on:
             self._stop()
         elif self._taken < self._steps.start:
-            self._tell(f"no profile: the run ended after {self._taken} steps of this process")
+            self._tell(f"no profile was written: the run ended after {self._taken} steps of this process")
 
     def before(self, tree: Tree) -> None:
         """Before the first traced step: waits for its inputs, and starts the trace."""

@@ -179,7 +179,7 @@ _OF_SPEED = ("step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def _begun_anew(path: Path, step: int) -> str:
-    return printable(f"{path} was moved, deleted or replaced: a new one begins at step {step}")
+    return printable(f"{path} was moved, deleted or replaced: a new file begins at step {step}")
 
 
 def loggers(

@@ -45,8 +45,8 @@ def _imported(name: str) -> Any:
 def _check_key(wandb: Any) -> None:
     if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
         raise ValueError(
-            "train.log_to has wandb, which has no API key: run `wandb login`, or set WANDB_MODE=offline and send the "
-            "run later by `wandb sync`"
+            "train.log_to has wandb, but no API key is set: run `wandb login`, or set WANDB_MODE=offline and upload "
+            "the run later with `wandb sync`"
         )
 
 

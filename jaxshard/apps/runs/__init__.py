@@ -1,1 +1,1 @@
-"""The folder of a run, and what lies in it."""
+"""A run's folder and its files."""

@@ -39,10 +39,10 @@ class Place:
         path, where = self._folder.path, self._watch.where()
         if where != path:
             now = f"it is now {where}" if where else "it was deleted or unmounted"
-            why = f"--out {path} is no longer the folder that the run began in: {now}"
+            why = f"--out {path} is no longer the folder that the run started in: {now}"
             return printable(why), str(where) if where else None
         if self._model.where() != self._folder.model and self._has_others():
-            return printable(f"{self._folder.model} was replaced, and is not this run's"), None
+            return printable(f"{self._folder.model} was replaced, and does not belong to this run"), None
         return None
 
     def made_elsewhere(self, where: str | None) -> str:
@@ -64,7 +64,7 @@ class Place:
             if not os.path.lexists(each):
                 each.mkdir()
                 return each
-        raise AssertionError("there are names without end")
+        raise AssertionError("every name is taken")
 
     def completed(self) -> list[str]:
         """Writes missing files if the folder is still at its path; returns notes to print."""
@@ -72,7 +72,7 @@ class Place:
         try:
             notes += self._complete(self._folder)
         except OSError as error:
-            notes.append(f"{self._folder.path} is not whole, and cannot be completed: {error}")
+            notes.append(f"{self._folder.path} is incomplete, and cannot be completed: {error}")
         return [printable(note) for note in notes]
 
     def _has_others(self) -> bool:
@@ -95,4 +95,4 @@ class Place:
             return []
         self._model.close()
         self._model = watch
-        return [f"{model} was moved, deleted or replaced: earlier saves may be gone"]
+        return [f"{model} was moved, deleted or replaced: earlier saves may be lost"]

@@ -78,14 +78,14 @@ class RunFolder:
     def check_free(self) -> None:
         """Raises ValueError if the folder has files that a new run would collide with."""
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--out {self.path} is a file: name a folder")
+            raise ValueError(f"--out {self.path} is a file: give a folder")
         if self.latest_step() is not None:
             raise ValueError(
-                f"--out {self.path} holds a run saved at step {self.latest_step()}: "
-                f"go on with it by --resume, or name another folder"
+                f"--out {self.path} holds a run saved at step {self.latest_step()}: resume it with --resume, or give a "
+                "different folder"
             )
         if self.path.exists() and any(self.path.iterdir()) and not self._is_begun():
-            raise ValueError(f"--out {self.path} is not empty: name a new folder")
+            raise ValueError(f"--out {self.path} is not empty: give a new folder")
         check_room("--out", self.path)
 
     def check_unsaved(self) -> None:
@@ -93,8 +93,8 @@ class RunFolder:
         self._check_restorable()
         if self.config.is_file() and not self.model.is_dir():  # the run makes `model` first
             raise ValueError(
-                f"--out {self.path}: {self.config.name} is there and {self.model.name}/ is gone: bring it back, or "
-                "name another folder to start anew"
+                f"--out {self.path}: it has {self.config.name} but not {self.model.name}/: restore that, or give a "
+                "different folder to start a new run"
             )
         if not self.config.is_file() and not self._is_begun():
             self.check_free()
@@ -107,22 +107,22 @@ class RunFolder:
         return names == {self.model.name}
 
     def is_saved(self) -> bool:
-        """Whether there is a saved run here."""
+        """Whether the folder has a saved run."""
         return self.config.is_file() and self.latest_step() is not None
 
     def check_saved(self, configured: bool) -> None:
-        """Raises ValueError if there is no saved run here, or its options are missing and not `configured`."""
+        """Raises ValueError if the folder has no saved run, or its options are missing and not `configured`."""
         self._check_restorable()
         if self.latest_step() is None:
             hint = "" if self.path.exists() else paths.near_path(self.path)
-            raise ValueError(f"--resume: no saved run in --out {self.path}: name the folder that the run printed{hint}")
+            raise ValueError(f"--resume: no saved run in --out {self.path}: give the folder that the run printed{hint}")
         if not configured and not self.config.is_file():
-            raise ValueError(f"--resume: {self.config} is gone; {self.cure()}")
+            raise ValueError(f"--resume: {self.config} is missing; {self.cure()}")
 
     def cure(self, config: str | Path = "CONFIG.toml") -> str:
         """Advice if the run's own configuration is missing or not trusted."""
         command = shell_command("jaxshard", "train", str(config), "--resume", "--out", str(self.path))
-        return f"name the file that has its options: {command}"
+        return f"give the file that has its options: {command}"
 
     def _check_restorable(self) -> None:
         """Raises ValueError if there are saved models, but none is intact."""
@@ -130,8 +130,8 @@ class RunFolder:
         if (damaged := saves.damaged()) and not saves.steps():
             step, missing = max(damaged.items())
             raise ValueError(
-                f"--out {self.path}: no saved model is whole: {missing} is missing in {self.model / str(step)}: "
-                "bring it back, or name another folder to start anew"
+                f"--out {self.path}: no saved model is complete: {missing} is missing in {self.model / str(step)}: "
+                "restore it, or give a different folder to start a new run"
             )
 
     def latest_step(self) -> int | None:
@@ -151,7 +151,7 @@ class RunFolder:
             replace(self.config, seal.sealed(config))
         if self.tokenizer in missing and tokenizer is not None and tokenizer.is_file():
             self.keep_tokenizer(tokenizer)
-        return [f"{path} was gone: it is written anew" for path in missing if path.exists()]
+        return [f"{path} was missing: it is written again" for path in missing if path.exists()]
 
     def is_configured(self, config: str) -> bool:
         """Whether the run's options are these, unchanged."""
@@ -205,7 +205,7 @@ class RunFolder:
             where = f"are now in {others.name}"
         except OSError as error:
             where = f"are lost ({error.strerror})"
-        return f"{self.metrics}: {len(found.others)} of its lines are no metrics, and {where}"
+        return f"{self.metrics}: {len(found.others)} of its lines are not metrics, and {where}"
 
     def sync(self) -> None:
         """Syncs all files here to disk, except the models, which are synced when saved."""

@@ -251,8 +251,8 @@ def _check_memory(run: Run) -> None:
     train, (held, _) = run.config.train, run.bytes_per_device()
     first, last = run._my_rows(train.rows)
     rows = (last - first) * (run.config.model.sequence_length + 1) * _BATCH_BYTES
-    memory.check(rows, f"train.rows = {train.rows}: a batch", "take fewer rows")
-    what, cure = "params, gradients and state", "make the model smaller, or cut more over more devices"
+    memory.check(rows, f"train.rows = {train.rows}: a batch", "use fewer rows")
+    what, cure = "params, gradients and state", "use a smaller model, or shard more over more devices"
     mine = run.mesh.local_devices
     if mine[0].platform == "cpu":
         memory.check(sum(held.values()) * len(mine), f"{what} on {len(mine)} CPU devices of this host", cure)

@@ -46,7 +46,7 @@ class FinishedRun:
     def params(self, template: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Its newest intact parameters, by path, as a new run has them before its first step.
 
-        It reads the masters, if there are any.
+        It reads the masters, if the run has any.
 
         Args:
           template: shapes with types and shardings by path, the layers in one stack. Its adapters are skipped;
@@ -64,8 +64,8 @@ class FinishedRun:
             except CorruptCheckpointError as error:
                 corrupt.append(step)
                 if set(self._saves.steps()) <= set(corrupt):
-                    raise OSError(f"{self.who}: no save is whole: {error}") from error
-                warnings.warn(f"{self.who}: {error}; the save before it is taken", stacklevel=1)
+                    raise OSError(f"{self.who}: no save is intact: {error}") from error
+                warnings.warn(f"{self.who}: {error}; the previous save is used", stacklevel=1)
             except ValueError as error:
                 raise FloatingPointError(f"{self.who}: {error}") from error
             except FileNotFoundError:  # the run is still training, and has deleted it
@@ -131,13 +131,13 @@ def find(config: Config) -> Start | None:
     """The start that `train.start` names; None without one.
 
     Raises:
-      ValueError: nothing is saved there, the model differs, or there are adapters but no start.
+      ValueError: nothing is saved there, the model differs, or adapters are given but no start.
     """
     if config.train.start is None:
         if config.lora.rank:
             raise ValueError(
-                f"lora.rank = {config.lora.rank} without train.start: adapters change a trained model: name the "
-                "folder of its run by --train.start"
+                f"lora.rank = {config.lora.rank} without train.start: adapters need a trained model: give the folder "
+                "of its run by --train.start"
             )
         return None
     before, found = opened(Path(config.train.start), "train.start =")
@@ -157,12 +157,12 @@ def opened(path: Path, option: str) -> tuple[Config, Start]:
     folder, who = RunFolder(path), f"{option} {path}"
     if folder.latest_step() is None:
         hint = "" if path.exists() else paths.near_path(path)
-        raise ValueError(f"{who}: no saved run: name the folder that the run printed, or Hugging Face's{hint}")
+        raise ValueError(f"{who}: no saved run: give the folder that the run printed, or a Hugging Face folder{hint}")
     if not folder.config.is_file():
-        raise ValueError(f"{who}: {folder.config.name}, which says what model it is, is gone")
+        raise ValueError(f"{who}: {folder.config.name}, which describes the model, is missing")
     before, (seal, _) = toml.load(folder.config), toml.looked_at(folder.config)
     if seal == "changed":
-        raise ValueError(f"{who}: {folder.config.name} is not what the run wrote: undo that")
+        raise ValueError(f"{who}: {folder.config.name} was changed after the run wrote it: undo the change")
     try:
         check(before)
     except ValueError as error:
@@ -184,13 +184,13 @@ def check_saved_sizes(folder: RunFolder, model: ModelConfig, who: str) -> None:
     sizes = ("layers", "width", "heads", "hidden", "vocabulary")
     large = [f"model.{name} = {getattr(model, name)}" for name in sizes if getattr(model, name) > elements]
     if large:
-        raise ValueError(f"{who}: the configuration says {', '.join(large)}, and {elements:,} numbers are saved")
+        raise ValueError(f"{who}: the configuration says {', '.join(large)}, but the save has {elements:,} numbers")
     init = LanguageModel(model).init
     for path, leaf in linear.by_path(jax.eval_shape(init, jax.random.key(0))).items():
         saved = leaves.get(f"params/{path}")
         if saved is None or tuple(saved["shape"]) != leaf.shape:
             there = "is not saved" if saved is None else f"is saved with the shape {tuple(saved['shape'])}"
-            raise ValueError(f"{who}: by its configuration {path} has the shape {leaf.shape}, and it {there}")
+            raise ValueError(f"{who}: by its configuration {path} has the shape {leaf.shape}, but it {there}")
 
 
 def _saved_leaves(folder: RunFolder) -> Mapping[str, Any] | None:
@@ -221,4 +221,4 @@ def check_same_model(run: Start, before: ModelConfig, now: ModelConfig) -> None:
     others = [name for name in fixed if getattr(before, name) != getattr(now, name)]
     if others:
         changes = ", ".join(f"model.{name} = {getattr(now, name)}, there {getattr(before, name)}" for name in others)
-        raise ValueError(f"{run.who} has another model: {changes}; set these as there")
+        raise ValueError(f"{run.who} has a different model: {changes}; set these to its values")

@@ -37,7 +37,7 @@ def loaded(config: Config, start: Start) -> tuple[LanguageModel, Params]:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.model.dtype), shapes)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*cannot be cut", UserWarning)
+        warnings.filterwarnings("ignore", ".*cannot be sharded", UserWarning)
         shardings = jaxshard.zero3(optax.sgd(1.0), mesh).shardings(shapes).params
     template = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings)
     return model, linear.nested(start.params(linear.by_path(template)))
@@ -137,7 +137,7 @@ def _numbers(text: str) -> list[int]:
         return [int(word) for word in text.split()]
     except ValueError:
         raise ValueError(
-            "--prompt: this is a model of tokens: give --tokenizer FILE, or the tokens' numbers, as --prompt '464 3290'"
+            "--prompt: this model reads tokens: give --tokenizer FILE, or token ids, as --prompt '464 3290'"
         ) from None
 
 

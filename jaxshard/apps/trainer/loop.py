@@ -177,7 +177,7 @@ _MEASURED = ("step_seconds", "tokens_per_second", "mfu")
 
 def _divergence(step: int, error: NonFiniteError, max_skips: int) -> str:
     if error.broken:
-        return f"step {step}: {error.broken} was not finite before this step already, so no other batch can help"
+        return f"step {step}: {error.broken} was already not finite before this step, so no other batch can help"
     return (
         f"step {step}: {error.what} is not finite, and more than train.max_skips = {max_skips} steps in a row were "
         "skipped: lower optimizer.learning_rate, or warm up longer"

@@ -49,8 +49,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> tuple[optax.Schedule,
     except Exception as error:  # of any type, raised by optax
         given = arguments or "no arguments"
         raise ValueError(
-            f"optimizer.name = {config.name}, with a schedule as learning rate and {given}: optax says: {error}; mend "
-            "optimizer.arguments, or take another optimizer"
+            f"optimizer.name = {config.name}, with a schedule as learning rate and {given}: optax says: {error}; "
+            "correct optimizer.arguments, or use a different optimizer"
         ) from error
     return schedule, optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
@@ -84,7 +84,7 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
         name = repr(name) if not name.isidentifier() else name
         raise ValueError(
             f"optimizer.name = {name}: optax {optax.__version__} has no optimizer of this name with a learning rate; "
-            f"the nearest: {', '.join(near) or 'none'}; there is {', '.join(sorted(known))}"
+            f"the nearest: {', '.join(near) or 'none'}; available: {', '.join(sorted(known))}"
         )
     return known[name]
 
@@ -95,7 +95,7 @@ def _arguments(config: OptimizerConfig, make: Callable[..., Any]) -> dict[str, A
     unknown = [key for key in given if key not in taken or key == "learning_rate"]
     if unknown:
         raise ValueError(
-            f"optimizer.arguments: {config.name} takes no {unknown[0]!r}; it takes "
+            f"optimizer.arguments: {config.name} has no argument {unknown[0]!r}; it has "
             f"{', '.join(key for key in taken if key != 'learning_rate')}"
         )
     check_arguments(given, make)
@@ -107,7 +107,8 @@ def _arguments(config: OptimizerConfig, make: Callable[..., Any]) -> dict[str, A
             continue
         if key not in taken:
             raise ValueError(
-                f"optimizer.{field} = {value}: {config.name} takes no {key}: leave it out; it takes {', '.join(taken)}"
+                f"optimizer.{field} = {value}: {config.name} has no argument {key}: leave it out; it has "
+                f"{', '.join(taken)}"
             )
         if key in given:
             raise ValueError(f"optimizer.{field} = {value}, and optimizer.arguments has {key}, too: leave one out")
@@ -207,4 +208,4 @@ def check_finite(optimizer: optax.GradientTransformation, shapes: Any) -> None:
         updates, state = jax.jit(update)(grads, state, params, value=np.float32(1), grad=grads)
         params = optax.apply_updates(params, updates)
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(params))):
-            raise ValueError(f"its update in step {step} is not finite, of gradients that are")
+            raise ValueError(f"its update in step {step} is not finite, though the gradients are")

@@ -51,7 +51,7 @@ def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> Tr
 
 
 def make_model(config: Config) -> LanguageModel:
-    """The model, with its layers in stages if there is a pipeline."""
+    """The model, with its layers in stages if the mesh has a pipeline axis."""
     sharding = config.sharding
     how = Pipelined(sharding.schedule, sharding.stage_microbatches, sharding.virtual, sharding.gather)
     pipelined = how if sharding.pipeline > 1 else None
@@ -93,7 +93,7 @@ def check_rows(config: Config, mesh: AnyMesh) -> None:
     if config.train.rows % parts:
         equation = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
-            f"train.rows = {config.train.rows} is no multiple of {equation} = {parts}: "
+            f"train.rows = {config.train.rows} is not a multiple of {equation} = {parts}: "
             f"{config.train.rows // parts * parts + parts} would be"
         )
 
@@ -121,7 +121,7 @@ def check_same_settings(config: Config) -> None:
         pairs = (f"{n}: process 0 has {_of(first, n)}, process {process} has {_of(others, n)}" for n in names[:_MOST])
         if names:
             more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
-            raise ProcessError(process, f"{'; '.join(pairs)}{more}: start all processes by the same command")
+            raise ProcessError(process, f"{'; '.join(pairs)}{more}: start all processes with the same command")
 
 
 def _settings(config: Config) -> dict[str, str]:

@@ -33,10 +33,10 @@ def resumed(run: Run, saves: Checkpointer, console: Console) -> Snapshot:
     snapshot = reshaped(snapshots.restore(saves, run.saved_template), run.template)
     position, now = snapshot.position, run.template.position
     if position.text != now.text and run.text.older_fingerprint and position.text == run.text.older_fingerprint():
-        say(console, "an older jaxshard saved this run: its checksum of the text, made of samples, is the same")
+        say(console, "an older jaxshard saved this run: its checksum of the text, which covers samples only, matches")
         position = dataclasses.replace(position, text=now.text)
     if position.text != now.text:
-        say(console, "the text is another one: it is read from its beginning")
+        say(console, "the text differs: it is read from its beginning")
     return dataclasses.replace(snapshot, position=position.carried_over(now))
 
 
@@ -108,7 +108,7 @@ class Safekeeping:
 
     def _again(self, snapshot: Snapshot, why: str, heldout_loss: float | None = None) -> None:
         self._check_place(snapshot)
-        say(self._console, f"{printable(why)}; step {snapshot.step} is saved once more")
+        say(self._console, f"{printable(why)}; step {snapshot.step} is saved again")
         try:
             self._begin(snapshot, heldout_loss)
             self._saves.wait()
@@ -138,9 +138,9 @@ class Safekeeping:
             with snapshots.open_saves(RunFolder(Path(path)), self._run.config.train) as saves:
                 snapshots.save(saves, reshaped(snapshot, self._run.saved_template))
         except (OSError, ValueError, jaxshard.processes.ProcessError) as error:
-            raise OSError(f"{why}; nor could step {snapshot.step} be saved elsewhere: {error}") from error
+            raise OSError(f"{why}; step {snapshot.step} could not be saved elsewhere either: {error}") from error
         command = shell_command("jaxshard", "train", "--resume", "--out", path)
-        raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to go on: {command}")
+        raise MovedError(f"{why}; step {snapshot.step} is saved in {printable(path)}; to resume: {command}")
 
     def ended(self, step: int) -> bool:
         """Whether a signal asks the run to end before this step."""
@@ -159,7 +159,7 @@ class Safekeeping:
         except jaxshard.digest.ReplicaError as error:
             if not self._run.config.train.mend_copies:
                 raise
-            say(self._console, f"step {snapshot.step}: {error}. All copies are now as the first")
+            say(self._console, f"step {snapshot.step}: {error}. All copies are now equal to the first")
         params, state = (self._run.opt.synchronize(tree) for tree in (snapshot.params, snapshot.state))
         return dataclasses.replace(snapshot, params=params, state=state)
 
@@ -182,13 +182,13 @@ class Safekeeping:
             leaf.delete()  # there may not be memory for both
         found = resumed(self._run, self._saves, self._console)
         self._saved = found.step
-        say(self._console, f"{why}; back to step {found.step}, and on with other rows")
+        say(self._console, f"{why}; the run returns to step {found.step}, and continues with different rows")
         return dataclasses.replace(found, position=snapshot.position)
 
 
 def _way_back(saved: list[int], finite: int | None) -> str:
     if finite is None:
-        return "no save is known to be finite: start a new run"
+        return "no save is recorded as finite: start a new run"
     later = ", ".join(str(step) for step in saved if step > finite)
     where = f"move {later} out of model/, and " if later else ""
-    return f"the newest finite save is step {finite}: {where}go on by --resume"
+    return f"the newest finite save is step {finite}: {where}resume with --resume"

@@ -71,7 +71,7 @@ def conclude(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot, 
 def resumes(console: Console, run: Run, folder: RunFolder, snapshot: Snapshot) -> bool:
     """Prints from where a run resumes and returns True; False if no step is left, and prints why."""
     if snapshot.stopping.stopped or snapshot.step >= run.config.train.steps:
-        say(console, f"nothing is left to do: {_end(run, snapshot)}; {_to_go_on(run, folder, snapshot)}")
+        say(console, f"nothing to do: {_end(run, snapshot)}; {_to_go_on(run, folder, snapshot)}")
         return False
     place = printable(str(folder.model / str(snapshot.step)))
     say(console, f"resumes after step {snapshot.step} of {run.config.train.steps}, from {place}")
@@ -83,7 +83,7 @@ def _end(run: Run, snapshot: Snapshot) -> str:
     if snapshot.stopping.stopped:
         misses = snapshot.stopping.misses
         return f"stopped early after step {snapshot.step}: {misses} evaluations without improvement"
-    return f"all {run.config.train.steps} steps are taken"
+    return f"all {run.config.train.steps} steps are done"
 
 
 def _to_go_on(run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool = False) -> str:
@@ -92,7 +92,7 @@ def _to_go_on(run: Run, folder: RunFolder, snapshot: Snapshot, interrupted: bool
     if not interrupted:
         enough = "patience" if snapshot.stopping.stopped else "steps"  # what ended the run
         command += [f"--train.{enough}", str(2 * getattr(run.config.train, enough))]
-    return f"to go on: {shell_command(*command)}"
+    return f"to continue: {shell_command(*command)}"
 
 
 def _as_argument(path: Path) -> str:
@@ -118,7 +118,7 @@ def _parameters(run: Run) -> str:
     trained = sum(size for path, size in sizes.items() if linear.is_adapter(path))
     frozen = sum(size for path, size in sizes.items() if path.rpartition("/")[2] not in linear.ADDED)
     base = "matrices in int8" if lora.base == "int8" else lora.base or dtype
-    return f"{trained:,} {dtype} parameters of rank {lora.rank} beside {frozen:,} frozen ones ({base})"
+    return f"{trained:,} {dtype} parameters of rank {lora.rank} and {frozen:,} frozen ones ({base})"
 
 
 def _marks(run: Run) -> Iterator[str]:
@@ -131,14 +131,14 @@ def _marks(run: Run) -> Iterator[str]:
     else:
         yield f"text: {source}: {len(whole):,} bytes, {len(train):,} to train on, the next {len(heldout):,} held out"
     if run.text.is_bytes:
-        yield f"zlib -9 on what is held out: {zlib_bits_per_byte(heldout):.2f} bits/byte"
+        yield f"zlib -9 on the held-out text: {zlib_bits_per_byte(heldout):.2f} bits/byte"
     if whole is not None and len(whole) <= _ZLIB_BYTES:
         yield f"zlib -9 on the whole text: {zlib_bits_per_byte(whole):.2f} bits/byte"
 
 
 def _source(path: str | None) -> str:
     if path is None:
-        return "pydoc_data.topics, the English text that every Python carries"
+        return "pydoc_data.topics, an English text that comes with Python"
     return f"{path}, the source of Python's standard library" if path == STDLIB else printable(path)
 
 

@@ -49,9 +49,7 @@ def check_start(config: Config) -> None:
     if kept is None or (path is not None and names_dataset(path)):
         return
     if path is None or not are_tokens(config.data.format, readable("data.path", path)):
-        raise ValueError(
-            f"data.path: the model of train.start reads tokens, and this is text, in bytes: {tokens_by(kept)}"
-        )
+        raise ValueError(f"data.path: the model of train.start reads tokens, and this text is bytes: {tokens_by(kept)}")
     check_tokenizer(config, Path(config.train.start), "train.start")
 
 
@@ -65,7 +63,7 @@ def check_tokenizer(config: Config, model: Path, name: str) -> None:
     """
     kept, tokenizer = kept_tokenizer(model), tokenizer_of(config)
     if kept is not None and tokenizer is not None and _ids(tokenizer) != _ids(kept):
-        raise ValueError(f"data.path: {tokenizer} is another tokenizer than that of {name}: {tokens_by(kept)}")
+        raise ValueError(f"data.path: {tokenizer} differs from the tokenizer of {name}: {tokens_by(kept)}")
 
 
 def tokens_by(kept: Path) -> str:
@@ -88,7 +86,7 @@ def chosen(config: Config) -> Config:
         return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=rounded))
     if given < needed:
         raise ValueError(
-            f"model.vocabulary = {given}, and {tokenizer} has {needed}: leave it out, or set it to {needed} or more"
+            f"model.vocabulary = {given}, but {tokenizer} has {needed}: leave it out, or set it to {needed} or more"
         )
     return config
 
@@ -113,7 +111,7 @@ def _ids(tokenizer: Path) -> dict[str, int]:
         added = {each["content"]: each["id"] for each in found["added_tokens"]}
         ids = {token: operator.index(number) for token, number in {**vocabulary, **added}.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{tokenizer} is no tokenizer ({error!r}): make it anew, or remove it") from error
+        raise ValueError(f"{tokenizer} is not a valid tokenizer ({error!r}): create it again, or remove it") from error
     if not ids:
-        raise ValueError(f"{tokenizer} has no token: make it anew, or remove it")
+        raise ValueError(f"{tokenizer} has no tokens: create it again, or remove it")
     return ids

@@ -1,1 +1,1 @@
-"""A checkpoint on the disk: what orbax writes and reads of it, its index, what may be wrong with it."""
+"""A checkpoint on disk: orbax's files, the index, their errors."""

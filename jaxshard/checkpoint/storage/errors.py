@@ -33,9 +33,9 @@ _CODE = re.compile(
 )
 _NUMBER = re.compile(r"os_error_code='(\d+)'|OS error (\d+)|\[Errno (\d+)\]")
 _CURES = {
-    "give this user the right to read it": (errno.EACCES, errno.EPERM),
+    "give this user permission to read it": (errno.EACCES, errno.EPERM),
     "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
-    "free memory, or restore a part (only=)": (errno.ENOMEM,),
+    "free memory, or restore a part of the tree (only=)": (errno.ENOMEM,),
 }
 
 
@@ -86,7 +86,7 @@ def first_line(error: BaseException) -> str:
 
 def not_installed(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The error for a package that checkpoints need, with the command that installs it."""
-    return ModuleNotFoundError(f'{error}; it comes with: pip install "jaxshard[checkpoint]"', name=error.name)
+    return ModuleNotFoundError(f'{error}; install it with: pip install "jaxshard[checkpoint]"', name=error.name)
 
 
 def not_saved(step: int, errors: dict[int, BaseException], path: Path) -> OSError:
@@ -97,7 +97,9 @@ def not_saved(step: int, errors: dict[int, BaseException], path: Path) -> OSErro
         number, reason = errno.ENOSPC, "no space left on the disk"
     else:
         number, reason = getattr(error, "errno", None) or errno.EIO, "it could not be written"
-    made = OSError(number, f"checkpoint {step} was not saved: {reason}; older ones are whole ({text})", str(path))
+    made = OSError(
+        number, f"checkpoint {step} was not saved: {reason}; older checkpoints are intact ({text})", str(path)
+    )
     made.__cause__ = error
     return made
 
@@ -161,11 +163,13 @@ def is_folder(path: Path) -> bool:
 def system_error(what: str, error: BaseException, path: Path) -> OSError:
     """The OSError for a file that the system refuses to read: its errno, the path and the cure."""
     number = _number(error) or errno.EIO
-    cure = next((cure for cure, numbers in _CURES.items() if number in numbers), "look at the disk or its mount")
+    cure = next((cure for cure, numbers in _CURES.items() if number in numbers), "check the disk or its mount")
     named = getattr(error, "filename", None) or _file_in(error, path) or str(path)
     why = os.strerror(number) if _number(error) else first_line(error)
     return OSError(
-        number, f"{what} cannot be read: {why}; {cure}, and try again. No older one was taken, nothing renamed", named
+        number,
+        f"{what} cannot be read: {why}; {cure}, and try again. No older checkpoint was used, nothing was renamed",
+        named,
     )
 
 

@@ -66,7 +66,7 @@ def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
       shapes: `ShapeDtypeStruct`s are allowed too: the tree is a template.
 
     Raises:
-      ValueError: there are no leaves, two have the same path, or an array was donated.
+      ValueError: the tree has no leaves, two have the same path, or an array was donated.
       TypeError: a leaf is neither an array nor a number.
     """
     check_alive("checkpoint", tree)
@@ -75,7 +75,7 @@ def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
         path = unambiguous_path(names)
         _check_name(path)
         if path in found.leaves:
-            raise ValueError(f"checkpoint: two leaves are called {path!r}; rename one")
+            raise ValueError(f"checkpoint: two leaves have the path {path!r}; rename one")
         if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
             raise TypeError(f"checkpoint: {path} is only a shape; give the array")
         found.leaves[path] = _storable(path, leaf)
@@ -98,7 +98,7 @@ def key_implementation(keys: jax.Array | jax.ShapeDtypeStruct) -> str:
 def _storable(path: str, leaf: object) -> Leaf:
     """The leaf in a form that can be stored; raises if there is none."""
     if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"checkpoint: {path} is a masked array; save its data and its mask, each by itself")
+        raise TypeError(f"checkpoint: {path} is a masked array; save its data and its mask separately")
     dtype = str(getattr(leaf, "dtype", ""))
     if dtype in _NEVER_STORED:
         raise TypeError(f"checkpoint: {path} is {dtype}, which cannot be stored; convert it to a dtype of 8 bits")
@@ -126,7 +126,7 @@ def _check_digits(path: str, x: Number) -> None:
         repr(x)
     except ValueError:  # Python's own limit
         raise ValueError(
-            f"checkpoint: {path} is a whole number of more than {sys.get_int_max_str_digits()} digits"
+            f"checkpoint: {path} is an integer of more than {sys.get_int_max_str_digits()} digits"
         ) from None
 
 
@@ -141,7 +141,7 @@ def _as_on_devices(path: str, x: np.ndarray) -> np.ndarray:
     """Converts 64-bit NumPy dtypes as JAX does: float64 to float32, unless x64 is on."""
     known = (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)) and x.dtype not in (np.longdouble, np.clongdouble)
     if not known or not x.dtype.isnative:
-        raise TypeError(f"checkpoint: {path} is an array of {x.dtype}; JAX has none such")
+        raise TypeError(f"checkpoint: {path} is an array of {x.dtype}, which JAX does not support")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and x.size and not (x.astype(dtype) == x).all():
         raise ValueError(f"checkpoint: {path} has numbers too large for {dtype}; enable jax_enable_x64")
@@ -229,7 +229,7 @@ def matching(paths: Iterable[str], only: str | None) -> list[str]:
     found = paths if only is None else list(filter(compiled(f"checkpoint: only={only!r}", only).search, paths))
     if not found:
         first = f"; the first is {paths[0]}" if paths else ""
-        raise ValueError(f"checkpoint: only={only!r} matches none of {len(paths)} leaves{first}")
+        raise ValueError(f"checkpoint: only={only!r} does not match any of {len(paths)} leaves{first}")
     return found
 
 

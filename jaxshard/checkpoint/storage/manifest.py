@@ -80,7 +80,7 @@ def check_format(found: object, step: int | None = None) -> None:
     """
     _check_not_newer(found, step)
     if type(found) is not int or found != FORMAT:
-        raise ValueError(f"its format is {found!r:.40}, which no jaxshard writes")
+        raise ValueError(f"its format is {found!r:.40}, which no version of jaxshard writes")
 
 
 def index_of(tree: FlatTree) -> tuple[dict[str, Entry], dict[str, Fault]]:
@@ -129,16 +129,16 @@ def opened(found: object, step: int) -> Manifest:
     if digest != _digest(rest):
         if digest != _digest({**rest, "format": FORMAT}):  # perhaps only the number is wrong
             _check_not_newer(rest["format"], step)
-        raise ValueError("its digest is another")
+        raise ValueError("its digest differs")
     check_format(rest["format"], step)
     if rest.get("step", step) != step:
-        raise ValueError(f"it is of step {rest.get('step')}, and its folder has another step's name")
+        raise ValueError(f"it is of step {rest.get('step')}, but its folder is named after another step")
     check_entries(rest["leaves"])
     if not isinstance(rest["run"], str) or not isinstance(rest["metrics"], dict | None):
-        raise ValueError("its run or its metrics are none")
+        raise ValueError("its run or its metrics are invalid")
     for path, fault in rest.get("not_finite", {}).items():
         if path not in rest["leaves"] or fault not in get_args(Fault):
-            raise ValueError(f"{path} is {fault!r:.40}, which no leaf is")
+            raise ValueError(f"{path} is {fault!r:.40}, which is not a known fault")
     return rest
 
 

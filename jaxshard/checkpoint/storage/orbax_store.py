@@ -88,7 +88,7 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
     found = json.loads(read_description(path))
     text = json.dumps({**found, "custom_metadata": manifest})
     if folder.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and no metrics are written through it", str(folder))
+        raise OSError(errno.ELOOP, "it is a link, and metrics are not written through links", str(folder))
     files.replace(path, text)
 
 
@@ -225,8 +225,8 @@ class Save:
         if self._over.wait(_ENDING_SECONDS) and not self._failed:
             return
         print(
-            f"jaxshard: {path} was NOT saved: {why}. Call close() before the end of your program, or use "
-            "`with Checkpointer(...)`",
+            f"jaxshard: {path} was NOT saved: {why}. Call close() before your program ends, or use `with "
+            "Checkpointer(...)`",
             file=sys.stderr,
             flush=True,
         )

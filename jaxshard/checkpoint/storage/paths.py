@@ -42,8 +42,8 @@ def check_path(folder: Path) -> None:
     """Raises ValueError if the folder has no plain path; on Linux every folder has one."""
     if not is_plain(folder) and not _OPEN_FOLDERS.is_dir():
         raise ValueError(
-            f"Checkpointer: {str(folder)!r} has a character under which orbax loses what is saved (* ? [ ], a "
-            "backslash, a colon before a slash, or one that is not UTF-8); name another folder"
+            f"Checkpointer: {str(folder)!r} has a character that makes orbax lose checkpoints (* ? [ ], a backslash, a "
+            "colon before a slash, or one that is not UTF-8); use a different folder"
         )
 
 

@@ -119,5 +119,5 @@ def while_python_runs(path: Path) -> Generator[None]:
     except RuntimeError as error:
         if NO_MORE_WORK not in str(error):
             raise
-        why = "it was not saved: the main thread has ended; let it wait for the one that saves, by thread.join()"
+        why = "it was not saved: the main thread has ended; let it wait for the saving thread with thread.join()"
         raise OSError(errno.ECANCELED, why, str(path)) from None

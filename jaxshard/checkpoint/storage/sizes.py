@@ -34,13 +34,13 @@ def check_index(folder: Path, index: Index) -> None:
     listed = sum(num_bytes(entry) for entry in index.values() if is_stored(entry))
     stored = sum(_size(path) for path in files_in(folder))
     if listed > stored:
-        raise ValueError(f"its index lists arrays of {listed:,} bytes, and all files of {folder} have {stored:,}")
+        raise ValueError(f"its index lists arrays of {listed:,} bytes, but all files of {folder} have {stored:,}")
 
 
 def _size(path: Path) -> int:
     found = patiently(path.stat)
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     return found.st_size
 
 
@@ -135,7 +135,7 @@ def _read_node(arrays: Path, location: str) -> bytes:
     _, folder, name, offset, length = location.split(":")
     path = Path(folder) / name
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{location} lies outside of the checkpoint")
+        raise ValueError(f"{location} is outside the checkpoint")
     most = min(int(length), _NODE_BYTES)
     return patiently(lambda: small_files.read_part(arrays / path, int(offset), most))
 
@@ -144,7 +144,7 @@ def _check_node(data: bytes) -> None:
     """Checks a node: magic number, length, version, compression flag, content, CRC-32C."""
     version, compressed, content = data[12:13], data[13:14], data[14:-4]
     if version != b"\0" or compressed not in (b"\0", b"\1"):
-        raise ValueError("a node of its tree begins as none does")
+        raise ValueError("a node of its tree has an invalid header")
     if compressed == b"\1" and _most_bytes(content) > _NODE_BYTES:
         raise ValueError(
             f"a node of its tree has {len(data):,} bytes, and more than {_NODE_BYTES:,} once it is decoded"
@@ -159,7 +159,7 @@ def _most_bytes(frame: bytes) -> int:
     """
     found = frame[4:5]
     if int.from_bytes(frame[:4], "little") != _ZSTD or not found:
-        raise ValueError("a node of its tree is no frame of zstd")
+        raise ValueError("a node of its tree is not a zstd frame")
     flags = found[0]
     alone, has_checksum = flags >> 5 & 1, flags >> 2 & 1
     at = 5 + (not alone) + (0, 1, 2, 4)[flags & 3] + (alone, 2, 4, 8)[flags >> 6]
@@ -168,9 +168,9 @@ def _most_bytes(frame: bytes) -> int:
         header = int.from_bytes(frame[at : at + 3], "little")
         is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
         if at + 3 > len(frame) or kind == 3:
-            raise ValueError("a node of its tree is cut short")
+            raise ValueError("a node of its tree is truncated")
         at += 3 + (1 if kind == 1 else size)
         total += _BLOCK_BYTES if kind == 2 else size
     if is_last and at + 4 * has_checksum != len(frame):
-        raise ValueError("a node of its tree does not end where it should")
+        raise ValueError("a node of its tree has a wrong length")
     return total

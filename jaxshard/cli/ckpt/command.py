@@ -40,10 +40,10 @@ from jaxshard.cli.ckpt.tables import (
 from jaxshard.system.command import INTERRUPTED, is_command
 from jaxshard.system.text import printable, shortened, size_from_words, size_in_words
 
-_DESCRIPTION = """Looks at checkpoints, on the CPU.
+_DESCRIPTION = """Inspects checkpoints, on the CPU.
 
 DIR is a folder of checkpoints, a run's folder (which has them in model/), or the folder of one step.
-Exit status: 0 done, all whole, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
+Exit status: 0 done, all intact, no difference; 1 corrupt, or a difference; 2 bad input, or diff of a corrupt one."""
 
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 _NewDir = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
@@ -59,7 +59,7 @@ def command(arguments: Sequence[str]) -> int:
     if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # so that an interrupted export removes its files
     if not arguments or (not arguments[0].startswith("-") and arguments[0] not in COMMANDS):
-        problem = unknown_command(arguments[0], [*COMMANDS]) if arguments else f"name a command: {', '.join(COMMANDS)}"
+        problem = unknown_command(arguments[0], [*COMMANDS]) if arguments else f"give a command: {', '.join(COMMANDS)}"
         return _fail(f"{problem} (jaxshard ckpt --help)", 2)
     if asks_for_help(arguments):
         print(_help(arguments[0] if arguments[0] in COMMANDS else None), end="")
@@ -111,7 +111,7 @@ def ls(folder: _Dir) -> int:
         headings = ("step", "saved", "on disk", "leaves", "elements", "in arrays", "index", "numbers", "metrics")
         show(console, headings, [row_of(checkpoints, each) for each in steps], long="metrics")
     for name, what in others.items():
-        say(console, f"{name}: no checkpoint: {what}")
+        say(console, f"{name}: not a checkpoint: {what}")
     return 0
 
 
@@ -150,13 +150,13 @@ def verify(folder: _Dir, step: _Step = None) -> int:
         try:
             faults = checkpoints.verify(each)
             words = faults_in_words(checkpoints.info(each)["leaves"], faults) if faults else ""
-            found = f"whole, not finite: {words}" if words else "whole"
+            found = f"intact, not finite: {words}" if words else "intact"
         except NewerFormatError as error:
             unread, found = True, f"not read: {error}"
         except (CorruptCheckpointError, FileNotFoundError) as error:
             gone = each not in checkpoints.steps()
             corrupt |= not gone
-            found = "gone: its run deleted it" if gone else str(error).removeprefix(f"checkpoint {each} is ")
+            found = "deleted by its run" if gone else str(error).removeprefix(f"checkpoint {each} is ")
         except OSError as error:
             unread, found = True, f"not read: {error.strerror}: {error.filename}"
         say(console, f"step {each}: {found}")
@@ -168,7 +168,8 @@ def verify(folder: _Dir, step: _Step = None) -> int:
 
 def diff(left: _Dir, right: _Dir, values: bool = False) -> int:
     """Compare two checkpoints by shapes, dtypes and digests: a line for each leaf that is only in the first (-), only
-    in the second (+), or different (!). A folder with several stands for its newest; name a step's folder to choose:
+    in the second (+), or different (!). Of a folder with several, the newest is compared; give a step's folder to
+    choose:
     `jaxshard ckpt diff runs/mine/model/100 runs/mine/model/200`.
 
     Args:
@@ -221,7 +222,7 @@ def export(
         raise ValueError("export writes a file or a folder: give --safetensors FILE or --huggingface DIR")
     if huggingface is not None:
         if only is not None:
-            raise ValueError(f"--only {only}: --huggingface writes the whole model: leave it out")
+            raise ValueError(f"--only {only}: --huggingface writes the full model: leave it out")
         return _export_model(folder, huggingface, dtype, most, step)
     if dtype is not None:
         raise ValueError(f"--dtype {dtype} is for --huggingface: --safetensors writes arrays as they are")
@@ -233,7 +234,7 @@ def export(
     num_shards = files.write(safetensors, leaves, lambda paths: checkpoints.read(step, paths), notes, most)
     size = size_in_words(num_bytes(leaves))
     made = safetensors if num_shards == 1 else f"{files.index_of(safetensors)} and {num_shards} shards"
-    say(make_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; every digest is right")
+    say(make_console(), f"wrote {made}: step {step}, leaves: {len(leaves)}, {size}; all digests match")
     return 0
 
 
@@ -241,7 +242,7 @@ def _export_model(folder: Path, target: Path, dtype: str | None, most_bytes: flo
     checkpoints, step = chosen(folder, step)
     ckpt_huggingface.check_free(target)
     names = ckpt_huggingface.write(checkpoints, step, target, dtype, most_bytes)
-    say(make_console(), f"wrote {target}: step {step}: {', '.join(names)}; every digest is right")
+    say(make_console(), f"wrote {target}: step {step}: {', '.join(names)}; all digests match")
     return 0
 
 
@@ -259,7 +260,7 @@ def _only(leaves: Index, pattern: str | None) -> dict[str, Entry]:
     try:
         found = {path: leaf for path, leaf in leaves.items() if re.search(pattern or "", path)}
     except re.error as error:
-        raise ValueError(f"--only {pattern}: no regular expression: {error}") from None
+        raise ValueError(f"--only {pattern}: not a regular expression: {error}") from None
     if not found:
         raise ValueError(f"--only {pattern}: none of {len(leaves)} leaves matches; the first is {next(iter(leaves))}")
     return found

@@ -34,9 +34,9 @@ def check_free(file: Path, *others: Path) -> None:
     """Raises ValueError if `file` or one of `others` exists, or its folder does not."""
     for taken in filter(os.path.lexists, (file, *others)):
         which = "" if taken == file else f": {taken}"
-        raise ValueError(f"--safetensors {file}{which} is there already: name a new file")
+        raise ValueError(f"--safetensors {file}{which} already exists: give a new file")
     if not file.absolute().parent.is_dir():
-        raise ValueError(f"--safetensors {file}: there is no folder {file.parent}: make it first")
+        raise ValueError(f"--safetensors {file}: the folder {file.parent} does not exist: create it first")
 
 
 def num_bytes(leaf: Entry) -> int:
@@ -128,10 +128,12 @@ def _check_dtypes(leaves: Index) -> None:
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"a .safetensors file cannot hold {', '.join(wrong[:5])}{more}: choose others with --only REGEX"
+            f"a .safetensors file cannot hold {', '.join(wrong[:5])}{more}: choose different leaves with --only REGEX"
         )
     if _NOTES in leaves:
-        raise ValueError(f"a .safetensors file cannot hold a leaf called {_NOTES}: choose others with --only REGEX")
+        raise ValueError(
+            f"a .safetensors file cannot hold a leaf called {_NOTES}: choose different leaves with --only REGEX"
+        )
 
 
 def _has_dtype(dtype: str) -> bool:

@@ -34,9 +34,9 @@ from jaxshard.system.files import rename, replace, sync_tree, workplace
 def check_free(folder: Path) -> None:
     """Raises ValueError if `folder` exists and is not empty, or its parent does not exist."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"--huggingface {folder} is there already: name a new folder")
+        raise ValueError(f"--huggingface {folder} already exists: give a new folder")
     if not folder.absolute().parent.is_dir():
-        raise ValueError(f"--huggingface {folder}: there is no folder {folder.parent}: make it first")
+        raise ValueError(f"--huggingface {folder}: the folder {folder.parent} does not exist: create it first")
 
 
 def write(checkpoints: Checkpointer, step: int, folder: Path, dtype: str | None, most_bytes: float) -> list[str]:
@@ -143,5 +143,7 @@ class _Reader:
         with np.errstate(over="ignore"):
             found = x.astype(jnp.dtype(self.dtype), copy=False)
         if not np.isfinite(found).all():
-            raise ValueError(f"{name} has numbers that are not finite in {self.dtype}: take another --dtype or --step")
+            raise ValueError(
+                f"{name} has values that are not finite in {self.dtype}: use a different --dtype or --step"
+            )
         return found

@@ -107,7 +107,7 @@ def differences(left: Side, right: Side, values: bool) -> Iterator[str]:
     yield from (f"! {path}: {a}, {b}" for path, (a, b) in kinds.items() if a != b)
     changed = [path for path, (a, b) in kinds.items() if a == b]
     if not values:
-        yield from (f"! {path}: other values" for path in changed)
+        yield from (f"! {path}: different values" for path in changed)
     elif changed:
         yield from _distances(left, right, changed)
 
@@ -131,7 +131,7 @@ def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
 def _distances(left: Side, right: Side, paths: Sequence[str]) -> Iterator[str]:
     one, two = (checkpoints.read(step, paths) for checkpoints, step in (left, right))
     for (path, a), (_, b) in zip(one, two, strict=True):
-        yield f"! {path}: other values, largest difference {largest_difference(a, b):.6g}"
+        yield f"! {path}: different values, largest difference {largest_difference(a, b):.6g}"
 
 
 def _kind(leaf: Entry) -> str:
@@ -160,7 +160,7 @@ def row_of(checkpoints: Checkpointer, step: int) -> list[str]:
 
 def finite_in_words(found: CheckpointInfo) -> str:
     if found["not_finite"] is None:
-        return "unknown: jaxshard 0.1 saved it; `ckpt verify` finds out"
+        return "unknown: jaxshard 0.1 saved it; `ckpt verify` checks it"
     words = faults_in_words(found["leaves"], found["not_finite"])
     return f"not finite: {words}" if words else "finite"
 
@@ -188,7 +188,7 @@ def num_bytes(leaves: Index) -> int:
 def opened(folder: Path) -> tuple[Checkpointer, int | None]:
     """(checkpoints, step or None) of a folder: of checkpoints, of a run or of one step."""
     if not folder.is_dir():
-        problem = "is a file: name a folder" if folder.exists() else f"does not exist: name a folder{near_path(folder)}"
+        problem = "is a file: give a folder" if folder.exists() else f"does not exist: give a folder{near_path(folder)}"
         raise ValueError(f"{folder} {problem}")
     place, step = located(folder)
     return Checkpointer(place), step
@@ -217,4 +217,4 @@ def chosen(folder: Path, step: int | None) -> tuple[Checkpointer, int]:
 
 
 def none_in(folder: Path) -> str:
-    return f"no checkpoint in {folder}: name a folder of checkpoints, or a run's folder, which has them in model/"
+    return f"no checkpoint in {folder}: give a folder of checkpoints, or a run's folder, which has them in model/"

@@ -19,7 +19,7 @@ from jaxshard.system.command import fail
 from jaxshard.system.text import nearest, printable, shortened
 
 _COMMAND = "jaxshard completion"
-_DESCRIPTION = """Prints a script by which your shell completes commands, options, values and the names of presets.
+_DESCRIPTION = """Prints a script that lets your shell complete commands, options, values and the names of presets.
 
 Put one of these lines into ~/.bashrc or ~/.zshrc (there below compinit), or write the script to a file and source that,
 so that a new shell need not start Python."""
@@ -58,8 +58,8 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     if len(arguments) != 1 or arguments[0] not in _LINES:
         given = shortened(" ".join(arguments), 60)
-        hint = nearest(given, _LINES) or f"; name one of {', '.join(_LINES)}"
-        return fail(_COMMAND, printable(f"{given!r} is not a shell that it knows{hint}"), 2)
+        hint = nearest(given, _LINES) or f"; give one of {', '.join(_LINES)}"
+        return fail(_COMMAND, printable(f"{given!r} is not a supported shell{hint}"), 2)
     print(script(arguments[0]), end="")
     return 0
 

@@ -30,9 +30,9 @@ from jaxshard.system.files import overwrite
 from jaxshard.system.text import nearest, printable
 
 _COMMAND = "jaxshard doctor"
-_DESCRIPTION = """Looks at this machine: packages, the devices that JAX sees, collectives over all of them, compilers
-for machines that are not here, the writes of a folder, and settings that hurt. Where there is no accelerator, 8 devices
-are simulated, as for `jaxshard train`. Exit status: 0 nothing is wrong, 1 something is, 2 bad input."""
+_DESCRIPTION = """Checks this machine: versions, devices, interconnect, compilers for other machines, disk writes and
+harmful settings. Without an accelerator, it simulates 8 devices, as `jaxshard train` does. Exit status: 0 no problems
+found, 1 problems found, 2 bad input."""
 _SIMULATED_DEVICES = 8
 _MOST_SECONDS = 86_400
 _WIDTH = 80
@@ -41,9 +41,9 @@ _WIDTH = 80
 OPTIONS = {"out": Path, "seconds": float, "json": Path}
 """Each option's type."""
 _ROWS = (
-    ("--out DIR", "The folder to try; by default that for temporary files."),
-    ("--seconds N", "How long devices, and the folder, may take to answer. (default: 60)"),
-    ("--json FILE", "Write all of it to this file."),
+    ("--out DIR", "The folder to test; by default the one for temporary files."),
+    ("--seconds N", "Seconds that the devices and the folder may take to answer. (default: 60)"),
+    ("--json FILE", "Write the full report to this file, as JSON."),
 )
 
 
@@ -86,9 +86,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not 0 < given.seconds <= _MOST_SECONDS:
         raise ValueError(f"--seconds {given.seconds:g} must be above 0, and at most {_MOST_SECONDS}")
     if given.out is not None and (not given.out or (os.path.exists(given.out) and not os.path.isdir(given.out))):
-        raise ValueError(f"--out {given.out}: it is no folder: name one")
+        raise ValueError(f"--out {given.out}: it is not a folder: give one")
     if "://" in (given.out or ""):
-        raise ValueError(f"--out {given.out!r} is no file or folder: mount the bucket, and name the path where it is")
+        raise ValueError(f"--out {given.out!r} is not a local path: mount the bucket, and give the path of the mount")
     if given.json is not None:
         check_file("--json", given.json)
     return given
@@ -100,8 +100,8 @@ def _run(given: argparse.Namespace) -> int:
         _show(section)
         sections.append(section)
     wrong = [finding for section in sections for finding in section.findings if finding.wrong]
-    count = f"{len(wrong)} things are" if len(wrong) > 1 else "1 thing is"
-    print(f"\n{count} wrong, marked by !" if wrong else "\nNothing is wrong.")
+    count = f"{len(wrong)} problems" if len(wrong) > 1 else "1 problem"
+    print(f"\n{count} found, marked by !" if wrong else "\nNo problems found.")
     if given.json is not None:
         listed = [each._asdict() | {"findings": [one._asdict() for one in each.findings]} for each in sections]
         text = json.dumps({**start, "num_wrong": len(wrong), "sections": listed, **facts}, indent=1)
@@ -176,7 +176,7 @@ def _requirements() -> list[str]:
 
 def _show(section: Section) -> None:
     print(f"\n{printable(section.title)}")
-    for line in section.lines or ([] if section.findings else ["nothing to say"]):
+    for line in section.lines or ([] if section.findings else ["no findings"]):
         _say(line, "  ", "  ")
     for finding in section.findings:
         source = f" [{finding.source}]" if finding.source else ""

@@ -48,7 +48,7 @@ def devices(report: Told, machine: Machine, environment: Mapping[str, str], seco
         where = f", of {processes} processes" if processes > 1 else ""
         lines = [*_kinds(found, machine), f"found in {seconds_in_words(taken)}{where}"]
     else:
-        lines = ["JAX finds none"]
+        lines = ["JAX found none"]
     findings = [*_none(report, environment, seconds), *_unused(report, machine, environment), *_around(found, machine)]
     return Section("Devices", lines, findings)
 
@@ -68,9 +68,9 @@ def _kinds(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[str
 def _none(report: Told, environment: Mapping[str, str], seconds: float) -> Iterator[Finding]:
     """Why JAX finds no devices, or does not finish."""
     stage = (of(report, "stage") or ["devices"])[-1]
-    others = "another process may hold the devices (end it), or hosts are missing; --seconds waits longer"
-    flags = "correct or unset what it names; XLA_FLAGS and LIBTPU_INIT_ARGS may have unknown flags"
-    fails = "see that no other process holds them"
+    others = "another process may use the devices (end it), or hosts are missing; --seconds waits longer"
+    flags = "correct or unset the variables named above; XLA_FLAGS and LIBTPU_INIT_ARGS may have unknown flags"
+    fails = "check that no other process uses them"
     if platforms := environment.get("JAX_PLATFORMS"):
         installs = [_INSTALL[kind] for kind, name in JAX_NAMES.items() if name in platforms]
         fails = " or ".join([f"unset JAX_PLATFORMS={platforms}", *installs])
@@ -86,7 +86,7 @@ def _unused(report: Told, machine: Machine, environment: Mapping[str, str]) -> I
     for kind in machine.accelerators:
         if found[0]["platform"] != kind:
             why = reasons.get(JAX_NAMES[kind], "")
-            what = f"the {kind.upper()} that is here"
+            what = f"the {kind.upper()} of this machine"
             yield Finding(what, True, f"JAX does not use it ({why}): {_INSTALL[kind]}", "docs.jax.dev, installation")
 
 
@@ -95,7 +95,7 @@ def _around(found: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Fi
     is_gpu = bool(found) and found[0]["platform"] == "gpu"
     if machine.gpu_without_driver and not is_gpu:
         advice = "programs cannot use it: install its driver, or start the container with it (docker run --gpus all)"
-        yield Finding("a GPU of NVIDIA's", True, advice)
+        yield Finding("an NVIDIA GPU", True, advice)
     shared = machine.shared_bytes
     if is_gpu and len(found) > 1 and shared is not None and shared < _LEAST_SHARED:
         advice = "NCCL wants 1 GB there where a host has several processes: docker run --shm-size=1g"
@@ -109,10 +109,10 @@ def links(report: Told) -> Section:
     """Collectives over all devices."""
     found, devices = of(report, "exchange"), seen(report)
     if len(devices) < 2:
-        return Section("Collectives", ["none: they need two devices"])
+        return Section("Collectives", ["not tested: they need two devices"])
     lines = [_line(each) for each in found]
     if devices[0]["platform"] == "cpu":
-        lines.append("these are no real links: simulated devices send through memory")
+        lines.append("these are not real links: simulated devices communicate through memory")
     wrong = [
         Finding(f"{each['kind']} of {size_in_words(each['bytes'])}", True, f"{each['wrong']}: {_DISTRUST}")
         for each in found
@@ -121,7 +121,7 @@ def links(report: Told) -> Section:
     return Section(f"Collectives over all {len(devices)} devices", lines, [*wrong, *_slow(found, devices)])
 
 
-_DISTRUST = "do not train on it; run it again without XLA_FLAGS, then have the devices looked at"
+_DISTRUST = "do not train on this machine; run the doctor again without XLA_FLAGS, then have the devices checked"
 
 
 def _line(each: Mapping[str, Any]) -> str:
@@ -138,13 +138,13 @@ def _slow(found: Sequence[Mapping[str, Any]], devices: Sequence[Mapping[str, Any
         return
     if len(devices) <= known.domain_size and best < _LEAST_LINK * known.link_bandwidth:
         rates = (
-            f"{size_in_words(best)}/s at best, and {known.name}'s links carry {size_in_words(known.link_bandwidth)}/s"
+            f"{size_in_words(best)}/s at best, while {known.name}'s links carry {size_in_words(known.link_bandwidth)}/s"
         )
-        cure = "NCCL_DEBUG=INFO and nvidia-smi topo -m show the way it takes" if known.platform == "gpu" else _BUSY
+        cure = "NCCL_DEBUG=INFO and nvidia-smi topo -m show the route" if known.platform == "gpu" else _BUSY
         yield Finding("slow links", True, f"{rates}: {cure}", "jaxshard/hardware/chips.py")
 
 
-_BUSY = "see whether another program uses the chips"
+_BUSY = "check whether another program uses the chips"
 
 
 # Compilers.
@@ -158,7 +158,7 @@ def compilers(report: Told, installed: Mapping[str, str], seconds: float) -> Sec
         platform = each["compiler"]
         versions = [f"{name} {installed[name]}" for name in _PACKAGES[platform] if name in installed]
         if each["wrong"]:
-            advice = f'it is installed, and fails: {each["wrong"]}: pip install --upgrade "jaxshard[aot-{platform}]"'
+            advice = f'it is installed, but fails: {each["wrong"]}: pip install --upgrade "jaxshard[aot-{platform}]"'
             findings.append(Finding(f"the {platform.upper()} compiler", True, advice))
         elif each["installed"]:
             lines.append(f"{platform.upper()}: {', '.join(versions) or 'it'} answers")
@@ -166,9 +166,9 @@ def compilers(report: Told, installed: Mapping[str, str], seconds: float) -> Sec
             lines.append(f'{platform.upper()}: not installed (pip install "jaxshard[aot-{platform}]")')
     if "compilers" in of(report, "stage"):
         early = report._replace(lines=[line for line in report.lines if "error" not in line])
-        cures = ("--seconds waits longer", "unset XLA_FLAGS, or install them anew", "")
+        cures = ("--seconds waits longer", "unset XLA_FLAGS, or reinstall them", "")
         findings += ended_early(early, "compilers", seconds, cures)
-    return Section("Compilers for machines that are not here", lines or ["not asked"], findings)
+    return Section("Compilers for other machines (AOT)", lines or ["not asked"], findings)
 
 
 _PACKAGES = {"gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}

@@ -81,7 +81,7 @@ def _lock(place: Path, lock: Callable[[Path], Any]) -> None:
     if other.returncode == 0:
         raise OSError("two processes get the lock at once")
     if "Timeout" not in other.stderr:
-        raise OSError(f"another process asked for it, and failed: {other.stderr.strip().splitlines()[-1:]}")
+        raise OSError(f"another process requested it, and failed: {other.stderr.strip().splitlines()[-1:]}")
 
 
 def _tried(what: str, act: Callable[[], object]) -> Trial:

@@ -93,7 +93,7 @@ def _wrong(result: jax.Array, expected: np.ndarray) -> str:
             places = np.argwhere(found != right)
             first = tuple(places[0])
             return (
-                f"device {shard.device.id} has {found[first]:g} where {right[first]:g} is right, "
-                f"in {len(places):,} of {found.size:,} elements"
+                f"device {shard.device.id} has {found[first]:g} instead of {right[first]:g}, in {len(places):,} of "
+                f"{found.size:,} elements"
             )
     return ""

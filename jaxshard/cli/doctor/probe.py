@@ -45,7 +45,7 @@ def devices(*wanted: str) -> Lines:
     try:
         found: list[Any] = jax.devices()
     except AssertionError:  # JAX gives no reason
-        yield {"error": "there is no such platform"}
+        yield {"error": "this platform does not exist"}
         return
     taken = time.perf_counter() - start
     yield {"devices": list(map(_described, found)), "num_processes": jax.process_count(), "seconds": taken}
@@ -80,7 +80,7 @@ def _reason(platform: str) -> dict[str, object]:
         jax.devices(platform)
     except RuntimeError as error:
         return {"platform": platform, "why": str(error).strip().splitlines()[0]}
-    return {"platform": platform, "why": "another platform comes first"}
+    return {"platform": platform, "why": "another platform has precedence"}
 
 
 def _links(found: Sequence[Any]) -> Iterator[dict[str, object]]:

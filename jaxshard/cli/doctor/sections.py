@@ -40,13 +40,13 @@ def ended_early(report: Told, what: str, seconds: float, cures: tuple[str, str, 
     """
     late, crashed, failed = cures
     if not of(report, "stage"):
-        what, late = "the start of Python and JAX", "the machine is busy, or its disk slow; --seconds waits longer"
+        what, late = "the start of Python and JAX", "the machine is busy, or its disk is slow; --seconds waits longer"
     if report.status is None:
         yield Finding(what, True, f"no answer within {seconds:g} s: {late}")
     elif report.status != 0:
         how = f"exit status {report.status}" if report.status > 0 else f"signal {-report.status}"
         words = last_words(report.errors)
-        said = f", and the last words {words!r}" if words else ""
+        said = f", and the last message {words!r}" if words else ""
         yield Finding(what, True, f"the process ended with {how}{said}: {crashed}")
     for error in of(report, "error"):
         yield Finding(what, True, f"{error}: {failed}")
@@ -80,7 +80,7 @@ def _unmet(requirements: Iterable[str]) -> Iterator[Finding]:
             continue
         if needed.name not in reported and not needed.specifier.contains(version, prereleases=True):
             reported.add(needed.name)
-            advice = f'jaxshard needs another: pip install "{needed.name}{needed.specifier}"'
+            advice = f'jaxshard needs a different version: pip install "{needed.name}{needed.specifier}"'
             yield Finding(f"{needed.name} {version}", True, advice, "pyproject.toml")
 
 
@@ -89,11 +89,13 @@ def _plugins(installed: Mapping[str, str]) -> Iterator[Finding]:
     found = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in installed]
     for name in found:
         if _number(installed[name]) != _number(installed.get("jaxlib", "")):
-            advice = "JAX takes a plugin only of jaxlib's own version: install both in one version"
+            advice = "JAX accepts a plugin only in jaxlib's version: install both in the same version"
             yield Finding(f"{name} {installed[name]}", True, advice, "jaxlib/plugin_support.py")
     if len(found) > 1:
         yield Finding(
-            " and ".join(found), True, "JAX takes one of them: pip uninstall that of the CUDA you do not have"
+            " and ".join(found),
+            True,
+            "JAX uses only one of them: uninstall the one for the CUDA version that you do not have",
         )
 
 
@@ -105,18 +107,18 @@ def _number(version: str) -> str:
 # The folder.
 
 _OF_TRIALS = {
-    "make a folder": "give the user who trains the right to write there, or name another folder (--out)",
-    "write": "files cannot be written there: see whether the disk or a quota is full, or name another folder",
-    "rename": "checkpoints get their names by a rename: a bucket needs a hierarchical namespace",
-    "read back": "what is read is not what was written: name another folder, and have the disk looked at",
-    "lock": "two runs could write there at once: mount it with locks, and give each run a folder of its own",
+    "make a folder": "give the training user write permission there, or choose a different folder (--out)",
+    "write": "files cannot be written there: check whether the disk or a quota is full, or choose a different folder",
+    "rename": "checkpoints are committed by a rename: a bucket needs a hierarchical namespace",
+    "read back": "the bytes read differ from the bytes written: choose a different folder, and have the disk checked",
+    "lock": "two runs could write there at once: mount it with locks, and give each run its own folder",
 }
 
 
 def folder(path: str, report: Told, seconds: float) -> Section:
     """The results of trying a folder."""
     (place, free), trials = _first(report), of(report, "trial")
-    lines = [f"it is not there yet; this is of {place}"] if place and Path(place) != Path(path) else []
+    lines = [f"it does not exist yet; tested in {place}"] if place and Path(place) != Path(path) else []
     findings = [
         Finding(f"{each['what']} in {place}", True, f"{each['wrong']}: {_OF_TRIALS[each['what']]}", "docs/multihost.md")
         for each in trials
@@ -124,17 +126,19 @@ def folder(path: str, report: Told, seconds: float) -> Section:
     ]
     done = [each["what"] for each in trials if not each["wrong"]]
     if done:
-        lines.append(f"{', '.join(done)}: done; there is {size_in_words(free)} free")
+        lines.append(f"{', '.join(done)}: done; {size_in_words(free)} free")
     if done and free < _LEAST_FREE:
-        advice = "a float32 parameter and Adam's state take 12 bytes in a checkpoint: make room, or name another folder"
+        advice = (
+            "a checkpoint has 12 bytes per float32 parameter with Adam: free some space, or choose a different folder"
+        )
         findings.append(Finding(f"{size_in_words(free)} free in {place}", True, advice))
     for reason in of(report, "no_checkpoints"):
-        advice = f'{reason}; checkpoints need it, and no lock was tried: pip install "jaxshard[checkpoint]"'
+        advice = f'{reason}; checkpoints need it, and locks were not tested: pip install "jaxshard[checkpoint]"'
         findings.append(Finding("checkpoints", False, advice))
-    hangs = "the file system hangs: see whether its server answers, or name another folder"
-    cures = (hangs, "run it again, and report it if it stays so", "name another folder (--out)")
+    hangs = "the file system hangs: check whether its server answers, or choose a different folder"
+    cures = (hangs, "run the doctor again, and report this if it persists", "choose a different folder (--out)")
     early = report._replace(status=0) if "compilers" in of(report, "stage") else report
-    return Section(f"Folder {path}", lines or ["not tried"], [*findings, *ended_early(early, path, seconds, cures)])
+    return Section(f"Folder {path}", lines or ["not tested"], [*findings, *ended_early(early, path, seconds, cures)])
 
 
 def _first(report: Told) -> tuple[str, int]:
@@ -191,8 +195,10 @@ def _of_flags(environment: Environment, here: Here) -> Iterator[Finding]:
     for name, value in flags_in(environment.get("XLA_FLAGS", "")).items():
         what = f"XLA_FLAGS=--{name}={value}"
         if name in here.own_flags:
-            cure = "give train_step(compiler_options=...) yours"
-            yield Finding(what, True, f"jaxshard sets this for its steps, and its value wins: {cure}", _OPTIONS)
+            cure = "pass yours in train_step(compiler_options=...)"
+            yield Finding(
+                what, True, f"jaxshard sets this for its steps, and its value takes precedence: {cure}", _OPTIONS
+            )
         for rule in FLAGS:
             if name in rule.names and here.platform in rule.platforms:
                 verdict = rule.judge(value, here, environment)
@@ -206,12 +212,13 @@ _OPTIONS = "docs/compiler_options.md"
 def _unset(environment: Environment, here: Here) -> Iterator[Finding]:
     """Findings about variables that are not set but matter."""
     if here.platform in ("gpu", "tpu") and not environment.get("JAX_COMPILATION_CACHE_DIR"):
-        advice = "each start compiles anew; a folder there keeps compiled programs"
+        advice = "programs are compiled again at each start; set it to a folder to keep them"
         yield Finding("JAX_COMPILATION_CACHE_DIR", False, advice, "docs.jax.dev, persistent compilation cache")
     if here.platform == "gpu" and not any(map(environment.get, FRACTIONS)):
-        advice = "JAX takes 75% of a GPU's memory when it starts; .9 leaves more for large models"
+        advice = "JAX reserves 75% of a GPU's memory when it starts; .9 gives more to large models"
         yield Finding(FRACTIONS[0], False, advice, "docs.jax.dev, GPU memory allocation")
     wanted = 2 * here.num_devices
     if here.platform == "cpu" and here.num_devices > 1 and "NPROC" not in environment and here.cores < wanted:
-        advice = f"`jaxshard train` sets {wanted}; programs of your own need it for optimizers such as Muon and SOAP"
+        count = "unset; it is XLA's CPU thread count."
+        advice = f"{count} `jaxshard train` sets it to {wanted}; set it in your own scripts for Muon or SOAP"
         yield Finding("NPROC", False, advice, "jaxshard/optimizer/owners/owners.py")

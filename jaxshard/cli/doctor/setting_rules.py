@@ -37,32 +37,32 @@ def _platforms(value: str, here: Here, environment: Environment) -> Verdict:
     unused = [kind for kind in here.accelerators if {"gpu": "cuda"}.get(kind, kind) not in named]
     if value and unused:
         kind = unused[0].upper()
-        return True, f"it keeps JAX from the {kind} that is here: unset it to use the {kind}"
-    return (False, "JAX starts these alone") if value else None
+        return True, f"it hides this machine's {kind} from JAX: unset it to use the {kind}"
+    return (False, "JAX uses only these backends") if value else None
 
 
 def _platform_name(value: str, here: Here, environment: Environment) -> Verdict:
     if value.lower() == "cpu" and here.accelerators:
-        return True, "programs run on the CPU, though there is an accelerator: unset it"
+        return True, "programs run on the CPU, although this machine has an accelerator: unset it"
     return None
 
 
 def _cache(value: str, here: Here, environment: Environment) -> Verdict:
     if value and here.platform == "cpu" and here.num_devices > 1:
-        return True, "simulated devices hang or abort in programs that are read back from there: unset it"
-    return (False, "compiled programs are kept there for the next start") if value else None
+        return True, "simulated devices can hang or abort with cached programs: unset it"
+    return (False, "compiled programs are cached there") if value else None
 
 
 def _threads(value: str, here: Here, environment: Environment) -> Verdict:
     wanted = 2 * here.num_devices
     if here.num_devices == 1 or not value.isdigit() or int(value) >= wanted:
         return None
-    return True, f"XLA has too few threads, so that simulated devices may wait forever: NPROC={wanted}"
+    return True, f"XLA has too few threads, so simulated devices may hang: set NPROC={wanted}"
 
 
 def _old_fraction(value: str, here: Here, environment: Environment) -> Verdict:
     if value and environment.get(FRACTIONS[0]):
-        return True, f"JAX fails where {FRACTIONS[0]} is set, too: unset this, the old name"
+        return True, f"JAX fails if {FRACTIONS[0]} is set too: unset this one, the old name"
     return _fraction(value, here, environment)
 
 
@@ -70,18 +70,18 @@ def _fraction(value: str, here: Here, environment: Environment) -> Verdict:
     try:
         part = float(value or ".75")
     except ValueError:
-        return True, "JAX fails, as this is no number: write a part of the memory, such as .9"
+        return True, "JAX fails because this is not a number: give a fraction of the memory, such as .9"
     if not 0 < part <= 0.95:
-        return True, "CUDA, cuDNN and NCCL need some memory of their own: write .95 at most, and more than 0"
+        return True, "CUDA, cuDNN and NCCL need some memory of their own: give more than 0 and at most .95"
     if part < 0.5:
-        return True, f"JAX gets {part:.0%} of a GPU's memory: raise it, unless programs share the GPU"
-    return False, f"JAX takes {part:.0%} of a GPU's memory when it starts"
+        return True, f"JAX uses only {part:.0%} of a GPU's memory: raise it, unless programs share the GPU"
+    return False, f"JAX reserves {part:.0%} of a GPU's memory when it starts"
 
 
 def _preallocate(value: str, here: Here, environment: Environment) -> Verdict:
     if value not in ("false", "False", "0"):
         return None
-    return True, "memory falls to pieces, and a large model may not fit: unset it, unless programs share the GPU"
+    return True, "memory becomes fragmented, and a large model may not fit: unset it, unless programs share the GPU"
 
 
 def _allocator(value: str, here: Here, environment: Environment) -> Verdict:
@@ -93,14 +93,14 @@ def _visible(value: str, here: Here, environment: Environment) -> Verdict:
     if "gpu" not in here.accelerators:
         return None
     if value.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
-        return True, "it hides all GPUs: unset it, or name some, such as 0,1"
-    return False, "JAX sees these GPUs alone"
+        return True, "it hides all GPUs: unset it, or list some, such as 0,1"
+    return False, "JAX sees only these GPUs"
 
 
 def _libraries(value: str, here: Here, environment: Environment) -> Verdict:
     if not any(name in value.lower() for name in ("cuda", "cudnn", "nccl")):
         return None
-    return False, "these libraries come before those that pip installed for JAX: unset it if JAX fails to start"
+    return False, "these libraries take precedence over those that pip installed: unset it if JAX fails to start"
 
 
 def _disabled(advice: str) -> Judge:
@@ -115,27 +115,27 @@ def _distance(value: str, here: Here, environment: Environment) -> Verdict:
 
 def _interfaces(value: str, here: Here, environment: Environment) -> Verdict:
     if value.startswith("^"):
-        return False, "NCCL leaves these network interfaces out"
+        return False, "NCCL does not use these network interfaces"
     exact, names = value.startswith("="), [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
     known = [name for name in here.interfaces if any(name == one if exact else name.startswith(one) for one in names)]
     if known or not here.interfaces:
-        return False, "NCCL takes these network interfaces alone"
-    return True, f"there is no such network interface: write one of {', '.join(sorted(here.interfaces))}"
+        return False, "NCCL uses only these network interfaces"
+    return True, f"this network interface does not exist: use one of {', '.join(sorted(here.interfaces))}"
 
 
 def _prints(value: str, here: Here, environment: Environment) -> Verdict:
     many = value.upper() in ("INFO", "TRACE")
-    return (False, "NCCL prints many lines: write WARN when all runs well") if many else None
+    return (False, "NCCL prints many lines: set it to WARN once everything works") if many else None
 
 
 def _together(value: str, here: Here, environment: Environment) -> Verdict:
     lacking = [name for name in COORDINATES if not environment.get(name)]
     if lacking:
-        return True, f"{' and '.join(lacking)} must be set, too: processes join by all three, or are detected by none"
+        return True, f"{' and '.join(lacking)} must be set, too: give all three, or none to detect them automatically"
     unread = [name for name in COORDINATES[1:] if not environment[name].strip().isdigit()]
     if unread:
-        return True, f"{unread[0]} must be a whole number"
-    return False, "this process alone was looked at; it did not join the others"
+        return True, f"{unread[0]} must be an integer"
+    return False, "only this process was checked; it did not join the others"
 
 
 def _first_of(names: tuple[str, ...]) -> Judge:
@@ -149,17 +149,17 @@ def _proxy(value: str, here: Here, environment: Environment) -> Verdict:
     host = environment.get(COORDINATES[0], "").rpartition(":")[0]
     if not value or not host or host in environment.get("no_proxy", "").split(","):
         return None
-    return True, f"processes look for {host} through this proxy: unset it, or put {host} into no_proxy"
+    return True, f"processes look for {host} through this proxy: unset it, or add {host} to no_proxy"
 
 
 def _async_fusion(value: str, here: Here, environment: Environment) -> Verdict:
     if "xla_tpu_enable_async_collective_fusion=true" in value:
-        return False, "products cover less of what is sent, with xla_tpu_enable_async_collective_fusion: leave it out"
-    return (False, "the TPU's compiler takes these flags") if value else None
+        return False, "xla_tpu_enable_async_collective_fusion reduces the overlap of collectives: remove it"
+    return (False, "the TPU compiler uses these flags") if value else None
 
 
-_BY_HAND = "NCCL does not choose by itself: unset it, unless you measured that it helps"
-_SEARCH = "it searches for faults, and slows tracing or steps down: unset it when they are found"
+_BY_HAND = "it overrides NCCL's own choice: unset it, unless you measured that it helps"
+_SEARCH = "a debugging option, which slows tracing or steps down: unset it after debugging"
 
 VARIABLES: tuple[Rule, ...] = (
     Rule(("JAX_PLATFORMS",), _platforms, _JAX),
@@ -167,7 +167,7 @@ VARIABLES: tuple[Rule, ...] = (
     Rule(("JAX_ENABLE_X64",), _yes("arrays have 64 bits by default, twice the memory: unset it"), _JAX),
     Rule(("JAX_DISABLE_JIT",), _yes("nothing is compiled, which is very slow: unset it"), _JAX),
     Rule(("JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS", "JAX_ENABLE_CHECKS"), _yes(_SEARCH), _JAX),
-    Rule(("JAX_DISABLE_MOST_OPTIMIZATIONS",), _yes("XLA leaves most optimizations out: unset it"), _JAX),
+    Rule(("JAX_DISABLE_MOST_OPTIMIZATIONS",), _yes("XLA skips most optimizations: unset it"), _JAX),
     Rule(("JAX_COMPILATION_CACHE_DIR",), _cache, _HOSTS),
     Rule(("NPROC",), _threads, "jaxshard/optimizer/owners/owners.py", ("cpu",)),
     Rule(COORDINATES[:1], _together, _HOSTS),
@@ -201,22 +201,22 @@ def _below(least: int, advice: str) -> Judge:
 
 
 FLAGS: tuple[Rule, ...] = (
-    Rule(("xla_force_host_platform_device_count",), _set("so many CPU devices are simulated"), _XLA, ("cpu",)),
-    Rule(("xla_dump_to",), _set("XLA writes all that it compiles there: take it out", wrong=True), _XLA),
+    Rule(("xla_force_host_platform_device_count",), _set("the number of simulated CPU devices"), _XLA, ("cpu",)),
+    Rule(("xla_dump_to",), _set("XLA dumps every compiled program there: remove it", wrong=True), _XLA),
     Rule(
         ("xla_disable_hlo_passes", "xla_disable_all_hlo_passes"),
-        *(_set("XLA leaves passes out: take it out", wrong=True), _XLA),
+        *(_set("XLA skips passes: remove it", wrong=True), _XLA),
     ),
-    Rule(("xla_backend_optimization_level",), _below(2, "programs are slow: take it out"), _XLA),
-    Rule(("xla_gpu_autotune_level",), _below(1, "kernels are not chosen by trial, and slow: take it out"), _XLA, _GPU),
+    Rule(("xla_backend_optimization_level",), _below(2, "programs are slow: remove it"), _XLA),
+    Rule(("xla_gpu_autotune_level",), _below(1, "kernels are not autotuned, and are slow: remove it"), _XLA, _GPU),
     Rule(
         ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"),
-        *(_yes("runs repeat bit by bit, and some kernels are slower", wrong=False), _XLA, _GPU),
+        *(_yes("runs are bitwise reproducible, but some kernels are slower", wrong=False), _XLA, _GPU),
     ),
     Rule(
         ("xla_gpu_enable_latency_hiding_scheduler",),
         *(
-            _yes("collectives run beside products where they can", wrong=False),
+            _yes("collectives overlap with products where possible", wrong=False),
             "docs.jax.dev, GPU performance tips",
             _GPU,
         ),

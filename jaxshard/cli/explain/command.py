@@ -39,14 +39,15 @@ from jaxshard.system.users_code import called
 from jaxshard.system.users_code import names_function as names_function
 
 _COMMAND = "jaxshard explain"
-_DESCRIPTION = """Explains a training step: where each parameter lies and why, its bytes on each device, the line that
+_DESCRIPTION = """Explains a training step: where each parameter is placed and why, its bytes on each device, the line
+that
 gathers it, and the collectives of the compiled step by line of your source.
 
-MODULE:FUNCTION is yours: a function without arguments that returns (step, params, batch, *more): the step that
+MODULE:FUNCTION is a function of yours without arguments that returns (step, params, batch, *more): the step that
 jaxshard.train_step made, and arrays or ShapeDtypeStructs as a call of it takes them. For a step of your own it returns
 (step, *arguments), placed; if the function has a parameter `devices`, it gets those of the machine. A CONFIG.toml
-stands for the reference model, as for `jaxshard train`, and takes the same options. Exit status: 0 done, 1 the compiler
-refuses the step, 2 bad input."""
+selects the reference model, as for `jaxshard train`, with the same options. Exit status: 0 done, 1 the compiler
+rejects the step, 2 bad input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if given.compile and given.no_compile:
         raise ValueError(f"--compile {given.compile} and --no-compile exclude each other: give one of them")
     if given.peak and given.no_compile:
-        raise ValueError("--peak reads the compiled step, and --no-compile compiles none: give one of them")
+        raise ValueError("--peak reads the compiled step, and --no-compile compiles nothing: give one of them")
     if given.compile:
         aot.machine(given.compile)  # so that an unknown name is reported first
     if given.json is not None:
@@ -96,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if given.what is not None:
         if not given.what.endswith(".toml") and not paths.configuration(Path(given.what)).exists():
             hint = paths.near_configuration(Path(given.what))
-            raise ValueError(f"{given.what}: there is no such file; a function is named as MODULE:FUNCTION{hint}")
+            raise ValueError(f"{given.what}: the file does not exist; write a function as MODULE:FUNCTION{hint}")
         config, in_file = toml.parsed(Path(given.what), pipes=True)
         given = words.by_tyro(arguments, Arguments, _COMMAND, _DESCRIPTION, Arguments(**vars(config)))
     model, _ = model_of_start(given, arguments, in_file)
@@ -157,7 +158,7 @@ def _of_function(what: str, given: Arguments) -> Subject | OwnStep:
         with blamed(what):
             mesh = subject.mesh
         if devices is not None and set(mesh.devices.flat) != set(devices):
-            raise ValueError(f"{what} makes a step of your own, whose mesh is not of {given.compile}: {_DEVICES}")
+            raise ValueError(f"{what} makes a step of your own on a mesh that is not of {given.compile}: {_DEVICES}")
         return subject
     if given.no_compile or (devices is None and isinstance(subject.mesh, Mesh)):
         return subject
@@ -173,7 +174,7 @@ def _compiled(
     try:
         return aot.compiled(lowered, machine)
     except jax.errors.JaxRuntimeError as error:
-        console.print(f"The compiler refuses the step: {str(error).splitlines()[0]}", soft_wrap=True)
+        console.print(f"The compiler rejects the step: {str(error).splitlines()[0]}", soft_wrap=True)
         return None
 
 
@@ -185,12 +186,12 @@ def _write(given: Arguments, what: str, found: Explanation) -> None:
 
 
 _WANTED = (
-    "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt); for a step of your "
-    "own, (step, *arguments)"
+    "it must return (step, params, batch, *more), where step = jaxshard.train_step(loss_fn, opt); or, for a step of "
+    "your own, (step, *arguments)"
 )
 _DEVICES = (
-    "let it take the machine's devices, by `def build(devices=None): mesh = jaxshard.make_mesh(devices=devices)`, and "
-    "place shapes on it (jax.ShapeDtypeStruct), as the devices are not here"
+    "let it use the machine's devices: `def build(devices=None): mesh = jaxshard.make_mesh(devices=devices)`, and "
+    "place shapes on it (jax.ShapeDtypeStruct), since the devices are not available here"
 )
 
 
@@ -220,8 +221,8 @@ def on_devices(what: str, subject: Subject, devices: Sequence[Any]) -> Subject:
     if mesh.size != len(devices):
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         raise ValueError(
-            f"{what} makes a mesh of {mesh.size} devices ({sizes}), and there are {len(devices)}: make it of all of "
-            "jax.devices(), as jaxshard.make_mesh() does, or name a machine of that size"
+            f"{what} makes a mesh of {mesh.size} devices ({sizes}), but JAX has {len(devices)}: use all of "
+            "jax.devices(), as jaxshard.make_mesh() does, or give a machine of that size"
         )
     new = jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, devices=devices, axis_types=mesh.axis_types)
     setup = dataclasses.replace(loss_of(subject.step).setup, mesh=new)

@@ -243,7 +243,7 @@ def with_compiled(found: Explanation, compiled: jax.stages.Compiled, mesh: jax.s
 
 
 def _sent(collective: Collective, known: Sequence[Sequence[Frame]], mesh: jax.sharding.Mesh) -> Sent:
-    places = list(dict.fromkeys(map(_where, known))) or [("", "a move that the compiler put in")]
+    places = list(dict.fromkeys(map(_where, known))) or [("", "a collective added by the compiler")]
     (line, part), *others = places
     return Sent(
         line=line,
@@ -272,7 +272,7 @@ def with_memory(found: Explanation, compiled: jax.stages.Compiled) -> Explanatio
     return dataclasses.replace(found, memory=memory)
 
 
-_UNKNOWN = "copies that the compiler put in"
+_UNKNOWN = "copies added by the compiler"
 
 
 def _at_peak(line: str, part: str, held: Sequence[Held]) -> AtPeak:

@@ -33,7 +33,7 @@ def show_params(console: Console, what: str, found: Explanation) -> None:
         for note in _notes(param):
             _say(console, note, _INDENT)
     totals = (size_in_words(found.totals[kind]) for kind in ("params", "grads", "state"))
-    _row(console, "all, with state that belongs to no parameter", totals)
+    _row(console, "total, including state without a parameter", totals)
     if on_host := found.totals.get("state on host", 0):
         _say(console, f"and {size_in_words(on_host)} of state in the host's memory, for each device", _INDENT)
 
@@ -68,7 +68,7 @@ def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
     _say(console, "")
     _say(console, f"Collectives of a step, compiled for {compiled_for}, by line of the source")
     if not found.sent:
-        _say(console, "none: nothing moves between devices")
+        _say(console, "none: the devices do not communicate")
         return
     _row(console, "", ("times", "payload", "sent"))
     for place, members in _by_place(found.sent).items():
@@ -77,12 +77,12 @@ def show_sent(console: Console, found: Explanation, compiled_for: str) -> None:
             times, sent = sum(each.times for each in alike), sum(each.wire_bytes for each in alike)
             _row(console, f"{_INDENT}{label}", (f"{times:,} x", size_in_words(size), size_in_words(sent)))
             if joined:
-                _say(console, f"joined by the compiler with: {', '.join(joined)}", 2 * _INDENT)
+                _say(console, f"combined by the compiler with: {', '.join(joined)}", 2 * _INDENT)
     _row(console, "sent by each device in a step", ("", "", size_in_words(sum(each.wire_bytes for each in found.sent))))
     for axes, sent in _by_axes(found.sent).items():
         _row(console, f"{_INDENT}over {axes}", ("", "", size_in_words(sent)))
     if not found.trips_known:
-        _say(console, "Some loops have no trip count that can be read: they count once, so more is sent than this.")
+        _say(console, "Some loops have an unknown trip count: they count once, so the real traffic is higher.")
     if found.told:
         _say(console, found.told, _INDENT)
 
@@ -99,15 +99,15 @@ def show_memory(console: Console, found: Explanation, compiled_for: str) -> None
         _say(console, _shapes(one), _INDENT)
     rest = memory.held[_MOST_LINES:]
     if rest:
-        _row(console, f"{len(rest)} further lines", (size_in_words(sum(one.bytes for one in rest)),))
-    _row(console, "all of these, read from the schedule", (size_in_words(memory.read),))
+        _row(console, f"{len(rest)} more lines", (size_in_words(sum(one.bytes for one in rest)),))
+    _row(console, "total, read from the schedule", (size_in_words(memory.read),))
     if memory.peak is not None:
-        _row(console, "the peak, by the compiler's own account", (size_in_words(memory.peak),))
+        _row(console, "the peak, as reported by the compiler", (size_in_words(memory.peak),))
 
 
 def _shapes(one: AtPeak) -> str:
     told = [f"{num} x {shape}" if num > 1 else shape for shape, num in one.shapes[:_MOST_SHAPES]]
-    return ", ".join(told) + (f", {len(one.shapes) - _MOST_SHAPES} further" if len(one.shapes) > _MOST_SHAPES else "")
+    return ", ".join(told) + (f", {len(one.shapes) - _MOST_SHAPES} more" if len(one.shapes) > _MOST_SHAPES else "")
 
 
 def _by_place(sent: Iterable[Sent]) -> Mapping[str, list[Sent]]:
@@ -134,7 +134,7 @@ def _alike(members: Iterable[Sent]) -> Mapping[tuple[str, int, tuple[str, ...]],
     """Collectives that share one line, by (description, bytes of each, lines joined to each)."""
     found: dict[tuple[str, int, tuple[str, ...]], list[Sent]] = {}
     for each in members:
-        beside = ", beside compute" if each.is_covered else ""
+        beside = ", overlapped with compute" if each.is_covered else ""
         label = f"{each.kind} over {each.axes or 'no axis'}, {each.dtype}{beside}"
         found.setdefault((label, each.bytes, each.joined), []).append(each)
     return found

@@ -35,10 +35,11 @@ from jaxshard.system.command import check_room, fail
 from jaxshard.system.text import printable, size_in_words
 from jaxshard.system.users_code import names_function
 
-_DESCRIPTION = """What a training step will cost each device: memory, traffic and time of all strategies side by side.
+_DESCRIPTION = """Predicts memory, traffic and time of a training step per device, for all strategies.
 
-Nothing is compiled or allocated, and no accelerator is needed; --compile asks the machine's own compiler. Model and all
-else come from CONFIG.toml and options, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing does, 2 bad
+Nothing is compiled or allocated, and no accelerator is needed; --compile runs the machine's compiler. The model and all
+options come from CONFIG.toml and the command line, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing
+does, 2 bad
 input."""
 
 _ROWS = "train.rows"
@@ -52,16 +53,16 @@ class Arguments(Config):
     config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml | MODULE:FUNCTION]")] = None
     """A TOML file with options as for `jaxshard train`, or the name of a preset; command-line options override it. Or
     your own step: a function without arguments that returns (step, params, batch, *more), as for `jaxshard explain`; of
-    the options below it takes --train.rows alone."""
+    the options below, only --train.rows applies to it."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
     v4:4x4x4, cpu:8 (simulated devices, the default)."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """The number of devices, in place of a machine ..."""
+    """The number of devices, instead of --machine; see --chip and --memory."""
     chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """... the kind of them (by default h100) ..."""
+    """The kind of the devices of --devices; by default h100."""
     memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
-    """... and the memory of each, in GB; by default the chip's."""
+    """The memory of each device, in GB; by default the chip's."""
     strategies: tuple[_Strategy, ...] = ()
     """Only these; "own" is the configuration's. By default all data-parallel ones, and the configuration's own."""
     fit: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -93,7 +94,7 @@ def command(arguments: Sequence[str]) -> int:
 def _check_files(given: Arguments) -> None:
     """Raises ValueError for files that cannot be written, before planning."""
     if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json {given.json}: name a file in a folder that is there")
+        raise ValueError(f"--json {given.json}: give a file in an existing folder")
     if given.out is not None:
         check_room("--out", given.out)
 
@@ -131,15 +132,15 @@ def parse(arguments: Sequence[str]) -> Arguments:
 def _check(given: Arguments) -> None:
     """Raises ValueError for options that exclude each other or are out of range."""
     if given.devices is not None and (given.machine or given.compile):
-        raise ValueError("--devices counts devices in place of --machine and --compile: give one of them")
+        raise ValueError("--devices replaces --machine and --compile: give only one of them")
     if given.compile and given.machine not in (None, given.compile):
-        raise ValueError(f"--compile {given.compile} and --machine {given.machine} are two machines: give one of them")
+        raise ValueError(f"--compile {given.compile} and --machine {given.machine} name two machines: give only one")
     if given.fit and (given.compile or given.strategies):
         raise ValueError("--fit tries all strategies and compiles nothing: leave out --compile and --strategies")
     if given.chip is not None:
         chip_named(given.chip)  # so that an unknown chip is reported before other errors
     if given.devices is None and given.chip is not None:
-        raise ValueError(f"--chip {given.chip} says of what kind --devices N are: give that too, or --machine")
+        raise ValueError(f"--chip {given.chip} is the kind of the devices of --devices N: give that too, or --machine")
     for name, value, most in (("--devices", given.devices, 2**31 - 1), ("--memory", given.memory, 1e9)):
         if value is not None and not 0 < value <= most:
             raise ValueError(f"{name} {value} must be above 0, and at most {most:,.0f}")

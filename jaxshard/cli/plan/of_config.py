@@ -58,7 +58,7 @@ def own(config: Config, target: Target) -> Candidate:
     except ValueError:
         given = ", ".join(f"--sharding.{axis} {size}" for axis, size in sizes.items())
         raise ValueError(
-            f"{given} do not make {target.num_devices} devices: change one (-1 stands for what the others leave), or "
+            f"{given} do not make {target.num_devices} devices: change one (-1 takes the remaining devices), or change "
             "--machine or --devices"
         ) from None
     zero = sharding.zero if sharding.strategy == "hybrid" else None
@@ -84,8 +84,8 @@ def candidates(config: Config, strategies: Sequence[str], target: Target) -> lis
     missing = [name for name in strategies if name not in named]
     if missing:
         raise ValueError(
-            f"--strategies {' '.join(missing)}: it needs several groups of devices that fast links join, and the "
-            f"{target.num_devices} x {target.chip.name} are one"
+            f"--strategies {' '.join(missing)}: it needs several groups of devices joined by fast links, and the "
+            f"{target.num_devices} x {target.chip.name} are one group"
         )
     return [named[name] for name in strategies]
 

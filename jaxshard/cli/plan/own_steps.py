@@ -99,8 +99,8 @@ class OwnStep:
         if rest or not data:
             sizes = ", ".join(f"{axis} {size}" for axis, size in setup.sizes.items())
             raise ValueError(
-                f"{self.what} makes a mesh of {sizes}, whose axes but for data do not make {target.num_devices} "
-                f"devices: name a machine with a multiple of {tensor * pipeline * replica} devices"
+                f"{self.what} makes a mesh of {sizes}, whose axes other than data do not divide {target.num_devices} "
+                f"devices: give a machine with a multiple of {tensor * pipeline * replica} devices"
             )
         return Candidate(
             config.strategy,
@@ -123,7 +123,7 @@ class OwnStep:
         named = {"hfsdp" if c.state_axes else _short(c): c for c in found} | {"own": mine}
         if missing := [name for name in names if name not in named]:
             raise ValueError(
-                f"--strategies {' '.join(missing)}: for this step and machine there are {', '.join(named)}"
+                f"--strategies {' '.join(missing)}: available for this step and machine: {', '.join(named)}"
             )
         return [named[name] for name in names]
 

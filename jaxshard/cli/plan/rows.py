@@ -54,7 +54,7 @@ def rows_of(model: Model, wanted: Sequence[Candidate], target: Target) -> tuple[
             refused.append((candidate, error))
     if not rows:
         raise refused[0][1]
-    return rows, [f"{candidate.name} cannot be: {error}" for candidate, error in refused]
+    return rows, [f"{candidate.name} is not possible: {error}" for candidate, error in refused]
 
 
 def uncounted(rows: Sequence[Row]) -> list[str]:
@@ -63,7 +63,8 @@ def uncounted(rows: Sequence[Row]) -> list[str]:
     if not names:
         return []
     return [
-        f"Unknown arithmetic: {', '.join(names)}. The least times leave it out; give a Pallas kernel its cost_estimate."
+        f"Unknown operation counts: {', '.join(names)}. The least times do not include them; give a Pallas kernel a "
+        "cost_estimate."
     ]
 
 
@@ -103,7 +104,7 @@ def too_large(model: Model, rows: Sequence[Row], target: Target) -> str:
     build = _with_enough_rows(model)
     counts = [search.fewest_devices(build, target, row.candidate) for row in rows if row.candidate.strategy != "ddp"]
     enough = min((count for count in counts if count), default=None)
-    more = f"{enough} devices would do." if enough else "More devices alone would not do."
+    more = f"{enough} devices would be enough." if enough else "More devices alone would not be enough."
     return f"{text} {more} {_cures(least)}"
 
 
@@ -120,7 +121,7 @@ def _with_enough_rows(model: Model) -> Build:
 def _cures(row: Row) -> str:
     held = row.prediction.at_rest["params"] + row.prediction.at_rest["state"]
     if held < row.target.memory_bytes:
-        return "Or fewer rows a step, or more microbatches: params and state fit."
+        return "Or use fewer rows per step, or more microbatches: params and state fit."
     return f"Params and state alone take {size_in_words(held)}."
 
 

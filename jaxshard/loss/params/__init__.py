@@ -1,1 +1,1 @@
-"""The parameters of a loss: how they are marked and used, and how they become whole there."""
+"""The parameters of a loss: how they are marked and used, and how they are gathered."""

@@ -32,7 +32,7 @@ class LeafPlan:
 
     Attributes:
       leaf: its shape, and where it lives.
-      gather: where it is gathered: "never" (it is whole at rest), at the "start" of the step, or at each "use".
+      gather: where it is gathered: "never" (it is replicated at rest), at the "start" of the step, or at each "use".
       reduce: where its gradient is reduced: "none" (no gradient), "after" the backward pass, or "at use", within it.
       scattered: the dims along which a microbatch's gradient is scattered, and the sum over microbatches is cut.
       summed: the axes over which its gradient is summed: those that split the batch, except those in its spec.
@@ -95,9 +95,13 @@ class LeafPlan:
         if self.gather == "start":
             return f"{gathered} once per step"
         if self.leaf.frozen:
-            return f"{gathered} {self._where}" if self.gather == "use" else "never moved"
+            return f"{gathered} {self._where}" if self.gather == "use" else "not gathered"
         if not self.is_moved:
-            return "never moved but for its gradient" if self.reduce == "after" else "never moved"
+            return (
+                "not gathered; its gradient is reduced after the backward pass"
+                if self.reduce == "after"
+                else "not gathered"
+            )
         if self.looks_up:
             exchanged = "its rows exchanged where the loss looks them up"
             return exchanged if self.gather == "use" else "its rows' gradients exchanged"
@@ -107,7 +111,7 @@ class LeafPlan:
 
     @property
     def _where(self) -> str:
-        where = "where unshard is" if self.reason is None else f"at its first use: {self.reason}"
+        where = "at unshard" if self.reason is None else f"at its first use: {self.reason}"
         return f"{where}; for the backward pass again" if self.regathers else where
 
 
@@ -245,9 +249,9 @@ def _check_own_axes(index: int, leaf: Leaf, jaxpr: Jaxpr, options: LossOptions) 
         if varies_smoothly(jaxpr, wrt, but_along=axis)[0]:
             kind = PartsError if axes_named(jaxpr) else ValueError
             raise kind(
-                f"specs: {leaf.path} has {leaf.spec}, and {axis!r} splits the batch, too: what the loss makes "
-                "of it must go along that axis (jaxshard.tensor.expert_parallel sends it; a penalty needs "
-                f"jax.lax.psum(x, {axis!r})). Or leave {axis!r} out of specs: the strategy cuts over it itself"
+                f"specs: {leaf.path} has {leaf.spec}, and {axis!r} splits the batch, too: the loss must exchange its "
+                "results along that axis (jaxshard.tensor.expert_parallel does; a penalty needs jax.lax.psum(x, "
+                f"{axis!r})). Or leave {axis!r} out of specs: the strategy shards over it itself"
             )
 
 
@@ -258,9 +262,9 @@ def _check_frozen(plan: LeafPlan, jaxpr: Jaxpr, options: LossOptions) -> None:
         return
     if plan.held or leaf.dtype.itemsize < 2 or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise ValueError(
-            f"frozen: {leaf.path} ({leaf.dtype}{', cut' if plan.held else ''}) cannot be in a pipeline whose "
-            'schedule has a backward pass of its own: give jaxshard.pipeline(schedule="gpipe"), or a base in '
-            "bfloat16 or float32 that ZeRO does not cut (zero=2)"
+            f"frozen: {leaf.path} ({leaf.dtype}{', sharded' if plan.held else ''}) cannot be in a pipeline whose "
+            'schedule has its own backward pass: give jaxshard.pipeline(schedule="gpipe"), or a base in '
+            "bfloat16 or float32 that ZeRO does not shard (zero=2)"
         )
 
 

@@ -38,7 +38,7 @@ def unshard(tree: T) -> T:
     Put it inside `jax.checkpoint`, so that the backward pass gathers again instead of keeping every layer.
 
     A leaf is gathered here only if *every* use of it passes through `unshard` first; any other leaf is gathered at its
-    first use, and stays whole. Results are the same either way. Outside of `value_and_grad` and `evaluate` it is the
+    first use, and stays gathered. Results are the same either way. Outside `value_and_grad` and `evaluate` it is the
     identity.
 
     Args:
@@ -57,11 +57,11 @@ def unshard(tree: T) -> T:
 def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
     """Inside a loss function, the rows of a table that `ids` name: `table[ids]`, an embedding.
 
-    If the data axes cut the table, devices exchange these rows, and in the backward pass their gradients, instead of
+    If the data axes shard the table, devices exchange these rows, and in the backward pass their gradients, instead of
     gathering the table and scattering its gradient; no device then holds more than its shard of the gradient.
     `table[ids]` does the same if that moves less than half of the bytes, as for most vocabularies; `lookup` always
-    does. A table cut along its features moves the fewest, and one cut along its rows N times as many on N devices.
-    Results never depend on it. Outside of `value_and_grad` and `evaluate` it is `table[ids]`.
+    does. A table sharded along its features sends the fewest bytes, and one sharded along its rows N times as many on N
+    devices. Results never depend on it. Outside `value_and_grad` and `evaluate` it is `table[ids]`.
 
     Args:
       table: (V, ..., D), a parameter as passed to the loss function, or cast to another dtype.
@@ -85,8 +85,8 @@ def lookup(table: jax.Array, ids: jax.typing.ArrayLike | Sequence[int]) -> jax.A
     rows = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         raise TypeError(
-            f"lookup: ids must be whole numbers, an array or a list of them, got {rows.dtype} ({type(ids).__name__}); "
-            "slices and masks are for table[...]"
+            f"lookup: ids must be integers, an array or a list of them, got {rows.dtype} ({type(ids).__name__}); for "
+            "slices and masks use table[...]"
         )
     return (checkpoint_name(table, LOOKUP_MARK) if is_traced(table) else jnp.asarray(table))[rows]
 

@@ -17,7 +17,7 @@ from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, deferred
 from jaxshard.programs.jaxprs import equations, inner_jaxpr, is_literal, open_jaxpr, scan_split
 from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, LINEAR, MOVES, REMAT, SCAN, SUMS, mark_of
 
-CUT_LAYERS = "cut on the dim that a scan runs over"
+CUT_LAYERS = "sharded on the dim that a scan iterates over"
 
 
 def why_not_lazy(
@@ -59,7 +59,7 @@ class _Search:
         if any(out is var for out in jaxpr.outvars):
             return "returned or carried through a scan"
         if self.once and num_uses(jaxpr, var) > 1:
-            return "used in several places"
+            return "used more than once"
         reasons = (self._of_use(jaxpr, eqn, position, in_loop) for eqn, position in uses_of(jaxpr, var))
         return next(filter(None, reasons), None)
 
@@ -79,7 +79,7 @@ class _Search:
         if num_consts <= position < num_consts + num_carry:
             return "carried through a scan"
         if self.once and position < num_consts:
-            return "used in every step of a scan"
+            return "used in every iteration of a scan"
         if position >= num_consts and any(-dim == eqn.invars[position].aval.ndim for dim, _ in self.dims):
             return CUT_LAYERS
         return self.why_not(inner_jaxpr(eqn), position, in_loop=True)

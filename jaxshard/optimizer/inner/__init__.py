@@ -1,1 +1,1 @@
-"""The inner optimizer: its update, called as optax calls it, and questions that the traced update answers."""
+"""The inner optimizer: its update, called as optax calls it, and analyses of its trace."""

@@ -112,8 +112,8 @@ def check_is_array(what: str, leaf: Tree) -> None:
         isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM"
     ):
         raise TypeError(
-            f"{what} is of type {type(leaf).__name__}, neither an array nor a number; keep it out of the tree, in the "
-            "function's closure or a node's static part"
+            f"{what} is of type {type(leaf).__name__}, neither an array nor a number; keep it out of the tree: close "
+            "over it, or make it static"
         )
 
 
@@ -174,9 +174,9 @@ def state_of_values(init: Callable[[Tree], Tree], params: Tree, why: str) -> Tre
         here = isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and not is_traced(x))
         if not here or not getattr(x, "is_fully_addressable", True):
             raise ValueError(
-                f"init: this optimizer's init reads the values of its params, and those of {path} are not here (it is "
-                "a shape, traced, or in part on other processes); call opt.init outside of jit, with whole arrays, or "
-                f"NumPy's. JAX said: {why}"
+                f"init: this optimizer's init reads the values of its params, and those of {path} are not available "
+                "(it is a shape, traced, or partly on other processes); call opt.init outside jit, with complete "
+                f"arrays or NumPy arrays. JAX said: {why}"
             )
         return x if is_key(x) else jnp.asarray(jax.device_get(x))
 

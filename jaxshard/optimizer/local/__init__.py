@@ -1,1 +1,1 @@
-"""The local view: `update` inside a user's own `jax.shard_map`, and what it refuses there."""
+"""The local view: `update` inside a user's own `jax.shard_map`, and what it rejects."""

@@ -89,13 +89,13 @@ def check_elementwise(
         _check_effects(program, ())
     one, two = open_jaxpr(on_shards), open_jaxpr(on_whole)
     if not len(one.outvars) == len(two.outvars) == len(results):
-        raise NotElementwise(Mixed("it returns another structure on shards"))
+        raise NotElementwise(Mixed("it returns a different structure on shards"))
     found = _Comparison(axes, on_shards is on_whole).relate(on_shards, on_whole, labels, ())
     for v, label, wanted in zip(one.outvars, found, results, strict=True):
         if isinstance(label, Mixed):
             raise NotElementwise(label)
         if shape_of(v) != wanted.shape or (label != FILL and cut_of(label) != cut_of(wanted.label)):
-            raise NotElementwise(Mixed(f"what it returns for {wanted.path} is not cut as that is"))
+            raise NotElementwise(Mixed(f"its result for {wanted.path} is not sharded like that leaf"))
 
 
 def _check_effects(program: Jaxpr, trail: Trail) -> None:
@@ -142,7 +142,7 @@ class _Comparison(NamedTuple):
             varies = sorted(self.axes & varying(values[0][i])) if known else []
             label: Label = SAME
             if varies:
-                what = f"it uses a value of shape {shape_of(v)} that varies over {varies} and was made outside of it"
+                what = f"it uses a value of shape {shape_of(v)} from outside the optimizer that varies over {varies}"
                 label = Mixed(what, trail, "varies")
             elif not known or not same(values[0][i], values[1][i]):
                 label = Mixed(f"it uses a constant of shape {shape_of(v)} taken from the shape", trail)
@@ -228,7 +228,7 @@ class _Relations:
             return FILL if same(v.val, w.val) else Mixed(f"it uses a number taken from the shape, {v.val}", trail)
         if not is_literal(v) and v in self._of and self.partners.are(v, w):
             return self._of[v]
-        return self.parted or Mixed("what it computes depends on the shape", trail)
+        return self.parted or Mixed("its computation depends on the shape", trail)
 
     def label(self, v: Var) -> Label:
         """The label of a variable of the first program, whatever its partner is."""
@@ -250,7 +250,7 @@ def _through_parts(a: Equation, b: Equation, labels: list[Label], trail: Trail) 
     if len(shapes) > 1 or not (name in POINTWISE or identity):
         return _mix(a, labels, trail, f"`{name}`")
     if any(label == SAME for label in labels):
-        return _mix(a, labels, trail, f"`{name}` with an array that is not cut alike")
+        return _mix(a, labels, trail, f"`{name}` with an array that is sharded differently")
     return [labels[first]] * len(a.outvars)
 
 
@@ -261,10 +261,10 @@ def _all_fill(labels: Sequence[Label]) -> bool:
 def _parted(a: Equation | None, b: Equation | None, env: _Relations, trail: Trail) -> Mixed:
     eqn = b if a is None else a
     if eqn is None:
-        return Mixed("what it computes depends on the shape", trail)
+        return Mixed("its computation depends on the shape", trail)
     labels = [] if a is None else [env.label(v) for v in a.invars]
     names = " or ".join(f"`{e.primitive.name}`" for e in (b, a) if e is not None)
-    return mixed(eqn, labels, (*trail, eqn), f"{names}, as the shape has it,")
+    return mixed(eqn, labels, (*trail, eqn), f"{names}, depending on the shape,")
 
 
 def _fixed_point(

@@ -46,7 +46,7 @@ def mixed(eqn: Equation, labels: Sequence[Label], trail: Trail, operation: str) 
     to = (
         f"{path}, and each device holds only a part of it here"
         if path
-        else f"an array of a part's shape, {shape_of(largest) if largest else ()}"
+        else f"an array with a shard's shape, {shape_of(largest) if largest else ()}"
     )
     return Mixed(f"it applies {operation} to {to}", trail)
 

@@ -68,22 +68,22 @@ def check_boundary(setup: Setup) -> None:
     for option in ("stochastic_rounding", "moment_dtype"):
         if getattr(setup.config, option):
             raise ValueError(
-                f"{name}: {option} rounds by an array's place in the whole leaf, which a shard does not know; call "
+                f"{name}: {option} rounds by an element's position in the full leaf, which a shard does not know; call "
                 "update outside shard_map"
             )
     if setup.config.state_memory != "device":
-        raise ValueError(f"{name}: state_memory streams whole leaves; call update outside shard_map")
+        raise ValueError(f"{name}: state_memory streams full leaves; call update outside shard_map")
     if setup.config.cuts.params:
         raise ValueError(
-            f"{name}: the params themselves are cut, so a plain shard_map cannot hold them; use "
-            "jaxshard.value_and_grad (or zero2) and call update outside shard_map"
+            f"{name}: the params are sharded, so a plain shard_map cannot hold them; use jaxshard.value_and_grad (or "
+            "zero2) and call update outside shard_map"
         )
     if missing := [axis for axis in setup.split_axes if axis not in collectives.manual_axes()]:
-        raise ValueError(f"{name}: update inside a shard_map that leaves {missing} out; make all of {axes} manual")
+        raise ValueError(f"{name}: update inside a shard_map without the axes {missing}; make all of {axes} manual")
     if not collectives.varying(lax.axis_index(_manual(setup))):
         raise ValueError(
-            f"{name}: under shard_map(check_vma=False) nothing says whether gradients were already averaged; "
-            "use check_vma=True (the default), or call update outside shard_map"
+            f"{name}: under shard_map(check_vma=False) it is unknown whether gradients were already averaged; use "
+            "check_vma=True (the default), or call update outside shard_map"
         )
     used = axes_of(setup.config.specs) & collectives.manual_axes()
     if any(setup.sizes[axis] > 1 for axis in used):
@@ -108,10 +108,10 @@ def check_inputs(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     for names, g in named_leaves(updates):
         if missing := sorted({*setup.split_axes} - collectives.varying(g)):
             raise TypeError(
-                f"{setup.config.strategy}: the gradient of {path_of(names)} does not vary over {missing}: it "
-                "was already reduced, as a sum or as a mean, which no type tells. Either cast the params before "
-                f"differentiating, jax.lax.pcast(params, {_manual(setup)}, to='varying'), and pass the "
-                "partial gradients; or average them yourself and call update outside shard_map"
+                f"{setup.config.strategy}: the gradient of {path_of(names)} does not vary over {missing}: it was "
+                "already reduced, and its type does not tell whether to a sum or a mean. Either cast the params before "
+                f"differentiating, jax.lax.pcast(params, {_manual(setup)}, to='varying'), and pass the partial "
+                "gradients; or average them yourself and call update outside shard_map"
             )
     for what, tree in (("params", params), ("extra argument", extra)):
         for names, x in named_leaves(tree):
@@ -126,7 +126,7 @@ def _check_same(setup: Setup, what: str, names: Names, x: Tree, but: Collection[
     """Raises a TypeError for an array that varies over an axis that is not in `but`."""
     if isinstance(x, jax.Array) and (wrong := sorted((collectives.varying(x) & {*setup.split_axes}) - {*but})):
         raise TypeError(
-            f"{setup.config.strategy}: {what} {path_of(names)} varies over {wrong}; pass params as they came in, not "
+            f"{setup.config.strategy}: {what} {path_of(names)} varies over {wrong}; pass the original params, not "
             "their cast, and reduce other values first (jax.lax.pmean)"
         )
 
@@ -136,8 +136,8 @@ def _whole_state(setup: Setup, state: Tree, params: Tree) -> tuple[Tree, tuple[L
     name, expected = setup.config.strategy, setup.expected_states(params)
     if not expected and setup.config.cuts.state:
         raise ValueError(
-            f"{name}: this optimizer's init reads values of its params, so nobody knows in a shard_map how its state "
-            f"is cut; {OUTSIDE}"
+            f"{name}: this optimizer's init reads values of its params, so inside a shard_map the sharding of its "
+            f"state is unknown; {OUTSIDE}"
         )
     expected = expected or [shapes_of(state)]
     layouts = [setup.with_state(params, one).state for one in expected]
@@ -231,10 +231,10 @@ def _refuse_update(setup: Setup, mixed: Mixed, place: str = "") -> NoReturn:
     place = place or blame.of_equations(mixed.trail, setup.inner)
     cures = {
         "mixes elements": f"so the result would be wrong. C{OUTSIDE[1:]}, where every optax optimizer is exact; or use "
-        "ddp; or keep such leaves whole with min_shard_size",
-        "is not known": f"which is not known to be right here. C{OUTSIDE[1:]}, where every optax optimizer is exact",
-        "varies": f"so copies of the params would part. Reduce it first (jax.lax.pmean), or {OUTSIDE}",
-        "has an effect": f"and each of {setup.num_batch_shards} devices would have it. C{OUTSIDE[1:]}, where it "
+        "ddp; or keep such leaves replicated with min_shard_size",
+        "is not known": f"which is not known to be correct here. C{OUTSIDE[1:]}, where every optax optimizer is exact",
+        "varies": f"so replicas of the params would diverge. Reduce it first (jax.lax.pmean), or {OUTSIDE}",
+        "has an effect": f"and each of {setup.num_batch_shards} devices would do it. C{OUTSIDE[1:]}, where it "
         "happens once",
     }
     reason = f"in {place}, {mixed.what}" if place else mixed.what
@@ -246,6 +246,6 @@ def _explained(setup: Setup, error: TypeError) -> str:
     place = blame.of_error(error, setup.inner)
     return (
         f"{setup.config.strategy}: {_IN_WORDS['varies']}: {f'in {place}, ' if place else ''}it uses a value that "
-        "varies and was made outside of it (a learning rate, a schedule or a value_fn made from this device's rows). "
-        f"Reduce it first (jax.lax.pmean), or {OUTSIDE}. JAX said: {error}"
+        "varies and was computed outside the optimizer (a learning rate, a schedule or a value_fn computed from this "
+        f"device's rows). Reduce it first (jax.lax.pmean), or {OUTSIDE}. JAX said: {error}"
     )

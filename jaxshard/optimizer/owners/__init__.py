@@ -1,1 +1,1 @@
-"""Matrix work of an update: each unit runs whole on one device, its owner."""
+"""Matrix work of an update: each unit runs on one device, its owner."""

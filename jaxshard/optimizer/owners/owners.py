@@ -1,7 +1,7 @@
-"""Distributes the matrix work of an update: each unit runs whole on one device, its owner.
+"""Distributes the matrix work of an update: each unit runs on one device, its owner.
 
 All devices send their shards of the operands to the owners, the owners compute, and the results go back (see
-`rounds`). The state stays cut at rest.
+`rounds`). The state stays sharded at rest.
 """
 
 import dataclasses
@@ -209,9 +209,9 @@ def _warn_if_short_of_threads(mesh: AnyMesh, members: Sequence[_Member]) -> None
     threads = max(int(cores) if cores.isdigit() else os.cpu_count() or 1, jax.local_device_count())
     if names and here > 1 and threads < 2 * here:
         warn(
-            f"update: {here} simulated devices may wait for each other forever in {' and '.join(sorted(names))}, since "
-            f"XLA for CPU has {threads} threads for these and for collectives: set NPROC={2 * here} in the environment "
-            f"before Python starts, or use at most {threads // 2} devices",
+            f"update: {here} simulated devices may hang in {' and '.join(sorted(names))}, since XLA for CPU has only "
+            f"{threads} threads for these and for collectives: set NPROC={2 * here} in the environment before Python "
+            f"starts, or use at most {threads // 2} devices",
             RuntimeWarning,
         )
 

@@ -1,4 +1,4 @@
-"""Runs each unit of several jobs whole on one device, its owner, inside `jax.shard_map`.
+"""Runs each unit of several jobs on one device, its owner, inside `jax.shard_map`.
 
 Owners work in rounds; in each, a device owns one unit. Before a round, one all-to-all brings the shards of the operands
 to the owners; after it, another sends the shards of the results back. In a full round all units run the same program;
@@ -30,7 +30,7 @@ from jaxshard.optimizer.owners.jobs import (
     widest,
 )
 
-PART = "the update: matrices go to their owners, and home"  # in a step, for `programs.source`
+PART = "the update: matrices are sent to their owners and back"  # in a step, for `programs.source`
 
 _AT_ONCE = 2**22  # the most elements of matrices that one device works on at a time
 

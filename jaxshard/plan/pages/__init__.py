@@ -1,1 +1,1 @@
-"""A plan drawn: its charts as a PNG, and a page with charts, tables and layouts."""
+"""Draws a plan: charts as a PNG, and a page with charts, tables and layouts."""

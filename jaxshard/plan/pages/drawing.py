@@ -43,12 +43,12 @@ _PAGE_COLOURS: Mapping[str, str] = MappingProxyType(
 def check(rows: Sequence[Row]) -> None:
     """Raises ValueError if there are no rows, or they have different targets."""
     if not rows:
-        raise ValueError("rows: there are none to show; give those of plan.compare or plan.fit")
+        raise ValueError("rows: it is empty; give the rows of plan.compare or plan.fit")
     for row in rows:
         if row.target != rows[0].target:
             raise ValueError(
                 f"rows: {row.candidate.name} is for {row.target.num_devices} x {row.target.chip.name}, "
-                f"{rows[0].candidate.name} for another target; give the rows of one target"
+                f"{rows[0].candidate.name} for a different target; give the rows of one target"
             )
 
 
@@ -93,7 +93,7 @@ class Chart:
         """The text at the limit."""
         if self.limit is None:
             return ""
-        return f"limit {size_in_words(self.limit)}" + ("" if self.line is not None else ", far beyond the bars")
+        return f"limit {size_in_words(self.limit)}" + ("" if self.line is not None else ", far above the bars")
 
     def reach(self, num_chars: float) -> float:
         """The scale's end, in bytes, such that each bar and its label fit in a panel `num_chars` characters wide."""

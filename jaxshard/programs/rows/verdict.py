@@ -53,9 +53,9 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.problem:
-            return f"the loss is no mean over rows: {self.problem}"
+            return f"the loss is not a mean over rows: {self.problem}"
         if self.alone:
-            return "all are on one device at once, so that any loss will do"
+            return "all rows are on one device, so any loss is correct"
         return f"not known: {self.unknown}" if self.unknown else "the loss is a mean over rows"
 
 
