@@ -100,7 +100,7 @@ WRONG = {
     "more arguments": ({"name": "dpsgd"}, "missing 3 required positional arguments: 'l2_norm_clip'"),
     "unknown argument": ({"arguments": "momentum = 1"}, "adamw has no argument 'momentum'; it has b1, b2"),
     "not valid TOML": ({"arguments": "b1 0.9"}, "write it as TOML: b1 = 0.9"),
-    "no decay": ({"name": "sgd", "weight_decay": 0.1}, "optimizer.weight_decay = 0.1: sgd has no argument weight_decay"),
+    "no decay": ({"name": "sgd", "weight_decay": 0.1}, "weight_decay = 0.1: sgd has no argument weight_decay"),
     "no betas": ({"name": "sgd", "beta2": 0.9}, "optimizer.beta2 = 0.9: sgd has no argument b2"),
     "twice": ({"beta1": 0.9, "arguments": "b1 = 0.8"}, "leave one out"),
     "the rate": ({"arguments": "learning_rate = 1"}, "adamw has no argument 'learning_rate'"),

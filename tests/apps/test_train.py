@@ -403,7 +403,7 @@ def test_bfloat16_learned_positions_gelu_and_tied_head_train(tiny, tmp_path):
         (["--data", "empty"], "data.path: 'empty' is empty (0 files)"),
         (
             ["--train.rows", "12"],
-            "train.rows = 12 is no multiple of replica 1 x data 8 x microbatches 1 = 8: 16 would be",
+            "train.rows = 12 is not a multiple of replica 1 x data 8 x microbatches 1 = 8: 16 would be",
         ),
         (["--sharding.data", "3"], "does not make 8 devices"),
         (["--sharding.devices", "9"], "sharding.devices = 9, but JAX has 8"),
