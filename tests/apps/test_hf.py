@@ -418,7 +418,10 @@ REFUSED = {
     "a number": (["--model.layers", "3"], "has a different model: model.layers = 3, there 2"),
     "a flag": (["--model.no-tied"], "model.tied = False, there True"),
     "length": (["--model.sequence-length", "8"], "model.sequence_length = 8, there 16"),
-    "tensor": (["--sharding.strategy", "tensor_parallel", "--sharding.tensor", "8"], "model.heads = 2 is not a multiple"),
+    "tensor": (
+        ["--sharding.strategy", "tensor_parallel", "--sharding.tensor", "8"],
+        "model.heads = 2 is not a multiple",
+    ),
 }
 
 
