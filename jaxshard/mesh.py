@@ -171,7 +171,7 @@ def _listed(devices: object) -> list[Any]:
 
 def _inferred(given: dict[str, int], num_devices: int) -> dict[str, int]:
     """The sizes with the one -1 replaced; raises a ValueError that shows the whole equation."""
-    equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    equation = " x ".join(f"{axis} {'(the rest)' if size == -1 else size}" for axis, size in given.items())
     for axis, size in given.items():
         if not isinstance(size, int | np.integer) or size < -1 or size == 0:
             raise ValueError(

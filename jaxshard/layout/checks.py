@@ -1,6 +1,7 @@
 """Every check of a strategy's options that needs no params."""
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ def check_inner(who: str, inner: object) -> None:
     """Raises a TypeError unless `inner` is an optax optimizer."""
     if not (issubclass(type(inner), tuple) and hasattr(inner, "init") and hasattr(inner, "update")):
         cure = "; give its .gradient_transformation()" if hasattr(inner, "gradient_transformation") else ""
+        cure = f"; call it: {inner.__name__}(...)" if isinstance(inner, FunctionType) else cure
         raise TypeError(
             f"{who}: needs an optax.GradientTransformation, got {type(inner).__name__}: {inner!r:.80}{cure}"
         )
@@ -75,7 +77,7 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             hint = nearest(name, known)
-            raise TypeError(f"{strategy}: unknown option {name!r}{hint or ';'} The options are {known}")
+            raise TypeError(f"{strategy}: unknown option {name!r}{hint or '.'} The options are {', '.join(known)}")
 
 
 def _check_zero(config: Config) -> None:

@@ -117,7 +117,7 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
                 "without rows as further arguments of the loss"
             )
         if rows[0] % (shards * m) or rows[0] == 0:
-            other = "" if options.per_row else ", or change microbatches"
+            other = ", or change microbatches" if options.differentiate else ""
             raise ValueError(
                 f"batch: {path_of(names)} has shape {np.shape(leaf)}; its first dim must be divisible by "
                 f"{shards * m} = {shards} data shards x {m} microbatches: give a multiple of {shards * m} rows{other}"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, without_boxes
+from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, unflatten, without_boxes
 from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef
 from jaxshard.loss.arguments import LossOptions, like_rows
-from jaxshard.loss.loss_report import explained, noted
+from jaxshard.loss.loss_report import explained, form_of, noted
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import axes_named, core, equations, open_jaxpr
@@ -18,6 +18,7 @@ from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.microbatches import Found, recording
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
+from jaxshard.system.users_lines import named_as
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
 
@@ -73,13 +74,15 @@ class Program:
 
         found: Found = []
 
-        def flat(leaves, batch, args, scale, parts=None):
+        def flat(params, batch, args, scale, parts=None):
             with unshard.scaled_by(scale), recording(found, parts):
-                params = without_boxes(jax.tree.unflatten(treedef, leaves))  # which would constrain shardings
+                params = without_boxes(params)  # which would constrain shardings
                 return _normal_form(options.loss_fn(params, batch, *args), options)
 
+        named_as(flat, options.loss_fn)
+
         try:
-            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(whole, batch, args, scale)
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(unflatten(treedef, whole), batch, args, scale)
         except (TypeError, ValueError) as error:
             part = "a microbatch" if options.loss_view == "global" else "a device's microbatch"
             told = explained(error, options.checked), batch, args, options.num_parts, part
@@ -93,15 +96,14 @@ class Program:
         _check_whole(jaxpr, shapes, options)
         if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:
             raise TypeError(
-                "loss_fn: the weight depends on the params, and weighted=True ignores its gradient. If that is "
-                "intended, return jax.lax.stop_gradient(weight); if not, divide by the weights of all devices "
-                "yourself, and leave weighted out: jax.lax.psum(loss_sum, axes) / jax.lax.psum(weight, axes), axes "
-                f"being {options.setup.split_axes!r}"
+                "loss_fn: the weight depends on the params, and weighted=True ignores its gradient; return loss_sum / "
+                "weight without weighted=True, or, if it is to be ignored, jax.lax.stop_gradient(weight)"
             )
 
         def of_rows(num_rows: int, gone: Names, parts: int | None) -> Jaxpr:
             batch_of_rows = jax.tree.map(lambda x: x.update(shape=(num_rows, *x.shape[1:])), batch)
-            params = [_joined(x, each, gone, options) for x, each in zip(whole, cut, strict=True)]
+            leaves = [_joined(x, each, gone, options) for x, each in zip(whole, cut, strict=True)]
+            params = unflatten(treedef, leaves)
             run = functools.partial(flat, parts=parts)
             return jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)(
                 params, batch_of_rows, args, scale
@@ -191,8 +193,7 @@ def _joined(x: Tree, cut: Mapping[str, int], gone: Names, options: LossOptions) 
 
 def _num_compared(options: LossOptions) -> int:
     """The number of devices that the rows are split over, in a proof; of two, aux shows where it has rows."""
-    shards = options.setup.num_batch_shards
-    return 2 if options.loss_view == "global" or shards == 1 else shards
+    return 2 if options.loss_view == "global" else max(options.setup.num_batch_shards, 2)
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -200,12 +201,12 @@ def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array,
     aux = ()
     if options.has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(f"loss_fn: has_aux=True needs (loss, aux), got {type(out).__name__}")
+            raise TypeError(f"loss_fn: has_aux=True needs (loss, aux), got {form_of(out)}")
         out, aux = out
     weight = jnp.ones(())
     if options.weighted:
         if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {type(out).__name__}")
+            raise TypeError(f"loss_fn: weighted=True needs (loss_sum, weight), got {form_of(out)}")
         out, weight = out
         weight = jnp.asarray(weight, jnp.result_type(float))
         if weight.shape:

@@ -178,3 +178,8 @@ def _about_constraints(text: str) -> str:
         "the constraint, or call the step outside nn.logical_axis_rules; shard params with specs= (auto_axes='tensor' "
         f"leaves an axis to XLA; then only constraints over that axis work). JAX said: {text.splitlines()[0]}"
     )
+
+
+def form_of(out: Tree) -> str:
+    """What a loss returned, for an error: "one array", or the type."""
+    return "one array" if hasattr(out, "aval") else type(out).__name__

@@ -172,6 +172,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         """
         return states.synchronize(self._setup, tree)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"{name} cannot be set: an optax optimizer does not change. Make the learning rate a schedule, or part of "
+            'the state: optax.inject_hyperparams(optax.adamw)(3e-4), then state.hyperparams["learning_rate"] = ...'
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedOptimizer) and self._setup == other._setup
 

@@ -1,5 +1,6 @@
 """Params and state at rest: places params, makes the state, synchronizes copies, checks a state."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -193,6 +194,29 @@ def _check_codes(who: str, state: Tree, expected: Sequence[Tree]) -> None:
 def nearest(state: Tree, expected: Sequence[Tree]) -> Tree:
     """The expected state with this state's structure, or else the first."""
     return next((one for one in expected if structure(one) == structure(state)), expected[0])
+
+
+def in_order(setup: Setup, **given: Tree) -> Tree:
+    """The state among params, state and batch, with arrays for its Python numbers.
+
+    Raises:
+      TypeError: the three were given in another order: one that is not the state is the state of another one.
+    """
+    if not _is_state_of(setup, given["state"], given["params"]):
+        for (params, one), (state, other) in itertools.permutations(given.items(), 2):
+            if jax.tree.leaves(other) and _is_state_of(setup, other, one):
+                raise TypeError(
+                    f"train_step: the arguments are swapped: got the params as {params} and the state as {state}; "
+                    "write step(params, state, batch)"
+                )
+    return with_arrays(setup, given["state"], given["params"])
+
+
+def _is_state_of(setup: Setup, state: Tree, params: Tree) -> bool:
+    try:
+        return any(structure(state) == structure(one) for one in setup.expected_states(params))
+    except Exception:  # of any type: most often a TypeError, for leaves that cannot be params
+        return False
 
 
 def with_arrays(setup: Setup, state: State, params: Tree) -> State:

@@ -20,7 +20,7 @@ from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.optimizer import ShardedOptimizer, described, setup_of
 from jaxshard.optimizer.sharding import Setup
-from jaxshard.optimizer.state import check_state, with_arrays, within_reach
+from jaxshard.optimizer.state import check_state, in_order, within_reach
 from jaxshard.optimizer.update import advance
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import Value
@@ -167,7 +167,7 @@ class TrainStep:
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         known: Program | None = self._returned.program_for(params, state)
         if known is None:
-            state = with_arrays(self._setup, state, params)
+            state = in_order(self._setup, params=params, state=state, batch=batch)
         check_batch(batch, self._loss.options)
         program = known or self._program(params, state)
         check_arguments(args, batch, self._loss.options)
@@ -210,7 +210,7 @@ class TrainStep:
 
     def trace(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> jax.stages.Traced:
         """The traced step, like a jitted function's `trace`; takes arrays or their shapes, also on an abstract mesh."""
-        state = with_arrays(self._setup, state, params)
+        state = in_order(self._setup, params=params, state=state, batch=batch)
         check_batch(batch, self._loss.options)
         program = self._program(params, state)
         check_arguments(args, batch, self._loss.options)

@@ -4,6 +4,7 @@ A top-level package of jaxshard that uses the rest as users do sets `IS_A_USER =
 user's.
 """
 
+import functools
 import inspect
 import os
 import sys
@@ -12,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from types import ModuleType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -93,3 +94,10 @@ def _cell(file: str) -> str:
     if name_of is None:
         return ""
     return " ".join(name_of(file) or name_of(os.path.basename(file)) or ())
+
+
+def named_as(fn: Any, users: Any) -> None:
+    """Lets JAX's errors give `fn` the name and the line of the user's function; its arguments keep their names."""
+    users = users.func if isinstance(users, functools.partial) else users
+    if hasattr(users, "__code__"):
+        fn.__signature__, fn.__name__, fn.__wrapped__ = inspect.signature(fn), users.__name__, users

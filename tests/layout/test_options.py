@@ -47,9 +47,7 @@ def test_an_unknown_option_names_the_nearest(given, nearest):
 
 
 def test_an_option_like_no_other_names_all():
-    with pytest.raises(
-        TypeError, match=r"unknown option 'q'; The options are \['auto_axes', .*'stochastic_rounding'\]"
-    ):
+    with pytest.raises(TypeError, match=r"unknown option 'q'. The options are auto_axes, .*stochastic_rounding"):
         jaxshard.zero2(optax.sgd(0.1), MESH, q=1)
     with pytest.raises(TypeError, match="unknown option 'zero'"):
         jaxshard.zero2(optax.sgd(0.1), MESH, zero=3)

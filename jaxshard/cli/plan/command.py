@@ -124,6 +124,11 @@ def parse(arguments: Sequence[str]) -> Arguments:
     optimizer, notes = fitting_warmup(given, warmup in in_file or words.is_given(arguments, warmup))
     given = dataclasses.replace(given, model=model, optimizer=optimizer)
     check(given)
+    compares = not (given.strategies or given.compile or given.fit)
+    if compares and (why := of_config.why_left_out(given, target_of(given))):
+        if any(words.is_given(arguments, f"sharding.{axis}") for axis in ("data", "tensor", "pipeline", "replica")):
+            raise ValueError(why)
+        notes = [*notes, f"{given.config}'s own mesh is left out: {why}"]
     for note in [*told, *notes]:
         print(f"jaxshard plan: {printable(note)}", file=sys.stderr)
     return given

@@ -75,9 +75,21 @@ def own(config: Config, target: Target) -> Candidate:
     )
 
 
+def why_left_out(config: Config, target: Target) -> str:
+    """Why a comparison leaves the configuration's own strategy out; "" if it does not."""
+    try:
+        own(config, target)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def candidates(config: Config, strategies: Sequence[str], target: Target) -> list[Candidate]:
     """The strategies of --strategies; by default all data-parallel ones, and the configuration's own."""
-    all_data, mine = choices.side_by_side(target, config.sharding.microbatches), own(config, target)
+    all_data = choices.side_by_side(target, config.sharding.microbatches)
+    if not strategies and why_left_out(config, target):
+        return all_data
+    mine = own(config, target)
     if not strategies:
         return all_data if mine in all_data else [*all_data, mine]
     named = {"hfsdp" if c.state_axes else c.strategy: c for c in all_data} | {"own": mine}

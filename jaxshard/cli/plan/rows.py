@@ -121,7 +121,7 @@ def _with_enough_rows(model: Model) -> Build:
 def _cures(row: Row) -> str:
     held = row.prediction.at_rest["params"] + row.prediction.at_rest["state"]
     if held < row.target.memory_bytes:
-        return "Or use fewer rows per step, or more microbatches: params and state fit."
+        return "Or use fewer rows per step, or more microbatches (--fit tries 1, 4 and 16): params and state fit."
     return f"Params and state alone take {size_in_words(held)}."
 
 
