@@ -1,11 +1,11 @@
-"""Runs one page's Python blocks, then each page's in a copy of its names: `pasted.py PAGE --expected FILE`.
+"""Runs every page's Python blocks after those of every other page: `python -W error tests/docs/pasted.py [PAGE...]`.
 
 So does a user who pastes blocks of several pages into one notebook: no page may use a name that another page has left,
-or a folder that another page has written. FILE has what each page prints alone (without FILE, PAGE runs alone); it must
-print the same after PAGE. Prints what is wrong as JSON.
+or a folder that another page has written. Each page first runs alone. Then all pages run in copies of the names that
+each page has left (or only those PAGEs), in its folder; they must keep their promises and print the same as alone.
+Prints {page: {the page after it: what is wrong}} as JSON.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,13 +13,13 @@ import pathlib
 import re
 import sys
 import tempfile
-import time
 
 import pages
 
 WITH_BLOCKS = [name for name, path in pages.PAGES.items() if pages.blocks_of(path)]
-# `jaxshard.initialize` raises once JAX has devices, as it must.
-MAY_RAISE = {"docs/multihost.md": "must be called before any JAX calls that might initialise the XLA backend"}
+FIRST = "docs/multihost.md"  # `jaxshard.initialize` comes before all that asks JAX for devices, else it raises this:
+TOO_LATE = "must be called before any JAX calls that might initialise the XLA backend"
+MOST_PROGRAMS = 1000  # that are kept, of about 500
 
 
 class Pasted:
@@ -37,7 +37,7 @@ class Pasted:
         print(printed.getvalue(), end="")
 
 
-def paste(page, names, promises):
+def paste(page, names, promises=True):
     """Runs a page's blocks in `names`, and returns what they print."""
     shown = []
     blocks = [Pasted(block, names, shown) for block in pages.blocks_of(pages.PAGES[page])]
@@ -59,32 +59,35 @@ def difference(page, names, expected):
         printed = paste(page, dict(names), promises=expected is not None)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        return None if page in MAY_RAISE and MAY_RAISE[page] in what else what
+        return None if page == FIRST and TOO_LATE in what else what
     finally:
         for path in files() - before:
             path.unlink()
     return None if expected in (None, printed) else f"prints {printed!r}, not {expected!r}"
 
 
-def differences(first, expected):
-    """{page: what is wrong with it after the page `first`}; a page pasted twice finds its own files."""
-    names = {"__name__": "__main__"}
-    paste(first, names, promises=False)
-    found = {}
-    for page in WITH_BLOCKS:
-        started = time.monotonic()
-        found[page] = difference(page, names, None if page == first else expected[page])
-        print(f"{page} after {first}: {found[page] or 'ok'}, {time.monotonic() - started:.1f} s", file=sys.stderr)
-    return {page: what for page, what in found.items() if what}
+def differences(after, folder):
+    """{page: {the page after it: what is wrong}}. A page that is pasted twice finds its own files."""
+    sys.path.insert(0, str(pages.ROOT / "tests"))
+    from compiled_once import keep_programs
+
+    printed, names, found = {}, {}, {}
+    for page in sorted(WITH_BLOCKS, key=FIRST.__ne__):
+        (folder / page).mkdir(parents=True)
+        names[page] = {"__name__": "__main__"}
+        with contextlib.chdir(folder / page):
+            printed[page] = paste(page, names[page])
+        if page == FIRST:
+            keep_programs(MOST_PROGRAMS)  # which starts JAX
+    for first in after:
+        with contextlib.chdir(folder / first):
+            each = {page: difference(page, names[first], printed[page] if page != first else None) for page in names}
+        found[first] = {page: what for page, what in each.items() if what}
+        print(f"after {first}: {found[first] or 'all run'}", file=sys.stderr)
+    return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("page", choices=WITH_BLOCKS)
-    parser.add_argument("--expected", type=pathlib.Path)
-    given = parser.parse_args()
-    expected = json.loads(given.expected.read_text()) if given.expected else None
     pages.simulate()
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        alone = expected is None
-        print(json.dumps(paste(given.page, {}, promises=True) if alone else differences(given.page, expected)))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(differences(sys.argv[1:] or WITH_BLOCKS, pathlib.Path(folder))))
