@@ -17,14 +17,15 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/01_shard_your_optimizer.ipynb)
 #
-# You train with JAX and optax on several devices, and run out of memory. With AdamW in float32, each device that
-# keeps a whole copy of everything holds 16 bytes per parameter: the parameter, its gradient and two moments.
+# You train with JAX and optax on several devices, and run out of memory. With AdamW in float32 and everything
+# replicated, each device stores 16 bytes per parameter: the parameter, its gradient and two moments.
 #
 # This notebook changes one line, `optimizer = jaxshard.zero2(optimizer, mesh)`, and the call of the training step. It
-# then measures what changed: not the loss, only where the bytes are. What the text claims of it, the code asserts.
+# then measures the result: the loss stays the same, the memory per device shrinks. The code asserts what the text
+# claims.
 #
-# Eight devices are simulated on the CPU, so it runs anywhere in about a minute. With real devices, leave out the two
-# lines of `jax.config.update`; nothing else changes.
+# Eight devices are simulated on the CPU, so the notebook runs anywhere in about a minute. With real devices, leave out
+# the two lines of `jax.config.update`; nothing else changes.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
@@ -49,8 +50,8 @@ assert N == 8
 # %% [markdown]
 # ## A model, a loss, a training step
 #
-# A small transformer that predicts the next byte of Python's own help texts. The layers are stacked and run by
-# `lax.scan`, each under `jax.checkpoint`, as one does when memory is short. There is nothing of jaxshard in it.
+# A small transformer predicts the next byte of Python's own help texts. Its layers are stacked and run by `lax.scan`,
+# each under `jax.checkpoint`, as is usual when memory is short. It does not use jaxshard.
 
 # %%
 WIDTH, LAYERS, HEADS, LENGTH = 128, 4, 4, 32
@@ -113,7 +114,7 @@ def batch_at(step, rows=16):
 print(f"{num_params:,} parameters, {len(text):,} bytes of text")
 
 # %% [markdown]
-# The training step on one device, as optax teaches it:
+# The training step on one device, as in optax's documentation:
 
 # %%
 STEPS = 40
@@ -137,14 +138,14 @@ def train_plain(row_order=1):
 
 
 plain_losses = train_plain()
-control_losses = train_plain(row_order=-1)  # the same rows, last first: how much does rounding alone change?
+control_losses = train_plain(row_order=-1)  # the same rows in reverse order: the effect of rounding alone
 
 # %% [markdown]
 # ## One line
 #
 # `jaxshard.zero2` wraps the optimizer. `jaxshard.train_step` is the step above for a mesh: it takes the same
-# `loss_fn`, written for one device. `place` copies the parameters to the mesh, and `init` makes the state sharded from
-# the start.
+# `loss_fn`, written for one device. `place` copies the parameters to the mesh, and `init` creates the state
+# already sharded.
 
 # %%
 mesh = jaxshard.make_mesh()  # all devices on the axis "data"
@@ -158,14 +159,15 @@ for i in range(STEPS):
     sharded_losses.append(float(metrics["loss"]))
 
 # %% [markdown]
-# The curves lie on each other. What is left is rounding, as when one device sees the same rows in another order.
+# The curves agree. The remaining difference is rounding: it is as small as the one between two orders of the same rows
+# on one device.
 
 # %%
 difference = np.abs(np.subtract(plain_losses, sharded_losses)).max()
 control = np.abs(np.subtract(plain_losses, control_losses)).max()
 print(f"loss: {plain_losses[0]:.3f} -> {plain_losses[-1]:.3f}")
 print(f"largest difference of the losses: {difference:.1e}")
-print(f"the same for rows in another order on one device: {control:.1e}")
+print(f"the same for rows in a different order on one device: {control:.1e}")
 assert plain_losses[-1] < plain_losses[0] - 1
 assert difference < 1e-4
 
@@ -178,8 +180,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The state is the pytree that `optax.adamw` makes, with the same shapes; only the shardings differ. So nothing that
-# you have written for it has to change.
+# The state is the pytree that `optax.adamw` makes, with the same shapes; only the shardings differ. Your code for it
+# does not change.
 
 # %%
 plain_state = jax.eval_shape(optimizer.init, initial)
@@ -195,9 +197,8 @@ assert mu.addressable_shards[0].data.size * N == mu.size
 # %% [markdown]
 # ## Memory per device
 #
-# Now all four strategies, in a step written out by hand: `jaxshard.value_and_grad` in place of `jax.value_and_grad`,
-# the rest as in optax. It is what to use when you have a training step of your own; here it lets us look at the
-# gradients too.
+# Now all four strategies, in a step written by hand: `jaxshard.value_and_grad` replaces `jax.value_and_grad`, the rest
+# is as in optax. Use this form if you have your own training step; here it also returns the gradients.
 
 
 # %%
@@ -224,7 +225,7 @@ for name, opt in strategies.items():
     on_each = [{kind: bytes_on(d, tree) for kind, tree in trees[name].items()} for d in mesh.devices.flat]
     held[name] = on_each[0]
     assert all(on_device == held[name] for on_device in on_each)  # every device holds the same number of bytes
-    assert held[name] == opt.layout(initial).bytes_per_device  # and just what the layout foretells
+    assert held[name] == opt.layout(initial).bytes_per_device  # and exactly what the layout predicts
 
 print(f"{'bytes per device':<18}" + "".join(f"{kind:>12}" for kind in held["ddp"]) + f"{'all':>12}")
 for name, kinds in held.items():
@@ -257,15 +258,15 @@ for name, bytes_per_param in {"ddp": 16, "zero1": 4 + 12 / N, "zero2": 4 + 12 / 
     assert abs(sum(held[name].values()) / num_params / bytes_per_param - 1) < 0.01
 
 # %% [markdown]
-# `zero1` and `zero2` look the same here, as both hand 1/8 of the gradients to the optimizer. They differ on the way
-# there: `zero1` sums whole gradients over the microbatches, `zero2` sums eighths. The section "Layer by layer"
-# measures that.
+# `zero1` and `zero2` look the same here, because in both the optimizer gets 1/8 of the gradients. They differ before
+# that: over the microbatches, `zero1` sums full gradients, and `zero2` sums 1/8 of them. The section "Layer by layer"
+# measures this.
 #
-# ## Which device holds what
+# ## Shards on each device
 #
-# Each box is an array (of stacked layers, each layer); the filled part is what the device in that column holds. A
-# filled box is a whole copy. `gain` is small and stays whole: cutting leaves under `min_shard_size` elements saves
-# nothing.
+# Each box is an array (for stacked layers, each layer); the filled part is the shard on the device of that column.
+# A completely filled box is a replicated array. `gain` is small and stays replicated: sharding leaves below
+# `min_shard_size` elements saves nothing.
 
 
 # %%
@@ -276,7 +277,7 @@ def draw_holdings(axes, tree, title):
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             column = list(mesh.devices.flat).index(device)
             starts, stops, _ = zip(*(s.indices(size) for s, size in zip(index, x.shape, strict=True)), strict=True)
-            assert stops[:-2] == x.shape[:-2]  # the box shows the last two dims, so no other may be cut
+            assert stops[:-2] == x.shape[:-2]  # the box shows the last two dims, so no other may be sharded
             (y, left), (bottom, right) = (np.divide(edge[-2:], x.shape[-2:]) * 0.84 for edge in (starts, stops))
             axes.add_patch(plt.Rectangle((column, row), 0.84, 0.84, facecolor="#eeeeee"))
             axes.add_patch(plt.Rectangle((column + left, row + y), right - left, bottom - y, color=colours[column]))
@@ -294,7 +295,7 @@ draw_holdings(panels[2], trees["zero3"]["params"], "parameters, zero3")
 plt.show()
 
 # %% [markdown]
-# The shards of a cut leaf are disjoint and together make the whole:
+# The shards of a leaf are disjoint, and together they are the full array:
 
 # %%
 for x in jax.tree.leaves(trees["zero3"]["params"]):
@@ -306,7 +307,7 @@ for x in jax.tree.leaves(trees["zero3"]["params"]):
     assert (times_held == (N if x.sharding.is_fully_replicated else 1)).all()
 
 # %% [markdown]
-# `opt.layout` says it in words, for shapes alone, before any device is asked:
+# `opt.layout` lists the same from shapes alone, before any array is allocated:
 
 # %%
 print(strategies["zero3"].layout(jax.eval_shape(lambda: initial)))
@@ -315,9 +316,9 @@ print(strategies["zero3"].layout(jax.eval_shape(lambda: initial)))
 # ## What the step sends
 #
 # `inspect.report` reads the compiled program. Data parallel training all-reduces gradients of $\Psi$ elements, and on
-# a ring of $N$ devices each sends $2\frac{N-1}{N}\Psi$. ZeRO does the two halves of it apart: gradients are
-# reduce-scattered, and after the update parameters (`zero3`: before it) are gathered. So with one microbatch all four
-# send the same.
+# a ring of $N$ devices each sends $2\frac{N-1}{N}\Psi$. ZeRO separates its two halves: gradients are
+# reduce-scattered, and parameters are gathered after the update (`zero3`: before the forward pass). So with one
+# microbatch all four strategies send the same.
 
 # %%
 formula = 2 * (N - 1) / N * 4 * num_params
@@ -347,10 +348,10 @@ plt.show()
 # %% [markdown]
 # ## Layer by layer
 #
-# At rest `zero3` holds 1/8, but during the step the loss above gathers all parameters at its start, as it does not
-# say where it needs them. `jaxshard.unshard` says so, at the start of a layer. Then one layer after the other is
-# gathered, in the backward pass too (`jax.checkpoint` has it gathered again), and its gradients are scattered at once.
-# The embeddings, which are used without `unshard`, still come whole at the start.
+# Between steps `zero3` stores 1/8. But the loss above does not mark where it needs its parameters, so the step gathers
+# all of them at its start. `jaxshard.unshard`, at the start of a layer, marks this. Then one layer after the other is
+# gathered, again in the backward pass (because of `jax.checkpoint`), and its gradients are reduce-scattered at once.
+# The embeddings, which are used without `unshard`, are still gathered at the start.
 
 
 # %%
@@ -362,7 +363,7 @@ unsharding_loss = functools.partial(loss_fn, layer=layer_by_layer)
 np.testing.assert_array_equal(unsharding_loss(initial, batch_at(0)), loss_fn(initial, batch_at(0)))  # alone: identity
 
 # %% [markdown]
-# What the compiler's `memory_analysis()` says of a step of two microbatches:
+# The compiler's `memory_analysis()` of a step of two microbatches:
 
 # %%
 MICROBATCHES = 2
@@ -389,14 +390,14 @@ axes.set(xlabel="MB on each device", title="During the step, by memory_analysis(
 plt.show()
 
 # %% [markdown]
-# With `unshard`, all scratch memory together is smaller than the whole gradients would be: they never exist.
+# With `unshard`, all scratch memory together is smaller than the full gradients, which never exist.
 #
-# The price is on the wire. `zero2` scatters gradients for every microbatch, and gathers once; `zero3` gathers for
-# every microbatch too, with `unshard` each layer twice.
+# The price is traffic. `zero2` reduce-scatters gradients in every microbatch, and gathers once. `zero3` also gathers in
+# every microbatch; with `unshard`, each layer twice.
 
 # %%
 whole_bytes = 4 * num_params
-print(f"whole gradients: {whole_bytes:,} bytes")
+print(f"full gradients: {whole_bytes:,} bytes")
 layers_bytes = 4 * sum(x.size for x in jax.tree.leaves(initial["layers"]))
 for name in ("zero2 + unshard", "zero3 + unshard"):
     assert reports[name].temp_bytes < whole_bytes < reports["zero1"].temp_bytes
@@ -418,8 +419,8 @@ for name, formula_bytes in expected.items():
 # ## Exact, for any optimizer
 #
 # Some optimizers need more than one element at a time: clipping needs the norm of *all* gradients, LAMB the norm of
-# each whole parameter. Applied to one device's shard they would run without an error, and be wrong. These are the norms
-# that eight devices would clip by if each saw its own part only:
+# each full parameter. On one device's shard they would run without an error and give wrong results. If each of eight
+# devices saw only its own shard, they would clip by these norms:
 
 # %%
 grads = trees["zero2"]["grads"]
@@ -433,12 +434,12 @@ def norm_on(device):
 per_device = [norm_on(device) for device in mesh.devices.flat]
 true_norm = float(optax.tree.norm(jax.device_get(grads)))
 print("of its shards, on each device:", *(f"{n:.2f}" for n in per_device))
-print(f"of the whole gradient: {true_norm:.2f}")
+print(f"of the full gradient: {true_norm:.2f}")
 assert max(per_device) < true_norm
 
 # %% [markdown]
-# jaxshard runs the optimizer on whole, logical arrays, and XLA divides the work. Clipping and LAMB know nothing of
-# devices, and are exact. Float64 leaves rounding no room to hide an error:
+# jaxshard runs the optimizer on full logical arrays, and XLA partitions the work. Clipping and LAMB do not depend on
+# the devices, and are exact. In float64, rounding cannot hide an error:
 
 # %%
 chain = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2))
@@ -480,13 +481,13 @@ assert largest < 1e-12
 # ## Where to go next
 #
 # * **Which strategy?** `zero1` if parameters and gradients fit on each device, `zero2` if parameters do; `zero3` (the
-#   same as `fsdp`) with `unshard` if they do not; `hsdp` to shard over the devices of one host and copy over hosts,
-#   with `make_mesh(replica=...)`.
+#   same as `fsdp`) with `unshard` if they do not; `hsdp` to shard over the devices of one host and replicate over
+#   hosts, with `make_mesh(replica=...)`.
 # * **Larger batches**: `train_step(..., microbatches=m)`. **Padded or packed rows**: `weighted=True`, the exact mean
 #   over all tokens. **bfloat16 parameters**: `master_dtype=jnp.float32`.
 # * **Held-out loss**: `jaxshard.evaluate(loss_fn, opt)`. **Several hosts**: `jaxshard.initialize()` first, and
 #   `jaxshard.shard_batch(rows, opt)` for each host's rows.
-# * **Your own model**: `print(step.layout(params, batch))` lists every leaf: where it is cut, where it is gathered, and
-#   why if not.
-# * **A whole training run**: `jaxshard train` in a terminal trains a larger model of this kind; `jaxshard train --help`
-#   shows what can be set.
+# * **Your own model**: `print(step.layout(params, batch))` lists every leaf: how it is sharded, where it is gathered,
+#   and the reasons.
+# * **A complete training run**: `jaxshard train` in a terminal trains a larger model of this kind; `jaxshard train
+#   --help` lists its options.

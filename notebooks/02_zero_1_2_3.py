@@ -17,11 +17,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/02_zero_1_2_3.ipynb)
 #
-# You learn what `ddp`, `zero1`, `zero2` and `zero3` keep on each device, when in a step they send what, and what more
-# microbatches cost. Every figure is read from arrays, from the traced loop or from the compiled step, and stands beside
-# its formula. It takes about a minute, on 8 simulated devices.
+# You learn what `ddp`, `zero1`, `zero2` and `zero3` store on each device, what they send at which time in a step, and
+# what additional microbatches cost. Every figure is read from arrays, the traced loop or the compiled step, and
+# compared with its formula. The notebook takes about a minute, on 8 simulated devices.
 #
-# N is the number of devices, $\Psi$ the number of all parameters, m the number of microbatches.
+# N is the number of devices, $\Psi$ the number of parameters, m the number of microbatches.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
@@ -46,7 +46,7 @@ NAVY, ORANGE, TEAL, YELLOW, PURPLE = "#1b3a57", "#e4572e", "#7fb7be", "#f2b134",
 # ## A model with its layers in a loop
 #
 # Six residual blocks, stacked, between an input and an output matrix. Each block begins with `jaxshard.unshard` and is
-# recomputed in the backward pass: the form in which all strategies can do their best.
+# recomputed in the backward pass: every strategy works best in this form.
 
 # %%
 WIDTH, LAYERS = 128, 6
@@ -78,11 +78,11 @@ PSI = sum(x.size for x in jax.tree.leaves(initial))
 print(f"{PSI:,} parameters, {4 * PSI:,} bytes")
 
 # %% [markdown]
-# ## What each keeps
+# ## Memory of each strategy
 #
-# Parameters and state are arrays, so their shards on one device can be counted. The sums of gradients live only inside
-# the step: they are what its loop carries from one microbatch to the next. This carry is in the traced program, inside
-# `shard_map`, where shapes are those of one device.
+# Parameters and state are arrays, so the code counts their shards on one device. The sums of gradients exist only
+# inside the step: its loop carries them from one microbatch to the next. The code reads this carry from the traced
+# program, inside `shard_map`, where shapes are those of one device.
 
 # %%
 MICROBATCHES = 4
@@ -150,7 +150,7 @@ axes.set_title("On each device: formulas (lines), counted (dots)")
 plt.show()
 
 # %% [markdown]
-# ## What each sends, and when
+# ## Traffic of each strategy
 #
 # Now the whole training steps, compiled with one microbatch and with four. A fifth strategy joins: `zero3` with
 # `regather="step"`, which gathers all parameters once and keeps them for the step.
@@ -176,8 +176,8 @@ print(reports["zero3", MICROBATCHES])
 
 # %% [markdown]
 # Each collective carries JAX's path to the operation that it came from (`op_name`): `jvp` for the forward pass,
-# `transpose` for the backward pass, neither for what runs once per step. And it says how often it runs (`trips`). That
-# is enough to place it in the step.
+# `transpose` for the backward pass, neither for what runs once per step. It also has the number of its executions
+# (`trips`). Both together give its place in the step.
 
 
 # %%
@@ -200,10 +200,10 @@ for name in strategies:
         print(f"  {phase:<11}{c.kind:<15}{c.bytes:>10,} bytes, {c.trips:>2} times")
 
 # %% [markdown]
-# Drawn over the step, a bar is what a device sends at that place. `zero1` is silent until the last microbatch is
-# through, then sends everything. `zero2` scatters the gradients of each layer as soon as the backward pass has them.
-# `zero3` also gathers each layer before its use, forward and again backward, and so has nothing to gather
-# at the end.
+# A bar is what a device sends at that time in the step. `zero1` sends nothing until the last microbatch ends, then
+# everything. `zero2` reduce-scatters the gradients of each layer as soon as the backward pass has computed them.
+# `zero3` also gathers each layer before its use, in the forward and in the backward pass, so it gathers nothing at the
+# end.
 
 # %%
 PER_PASS = 1 + LAYERS  # places of a pass: the matrices outside of the layers, and each layer
@@ -267,14 +267,14 @@ fig.legend(handles, KINDS, loc="outside upper center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## The formulas of the wire
+# ## Traffic formulas
 #
-# On a ring, to gather $\Psi$ elements or to reduce-scatter them costs each device $\frac{N-1}{N}\Psi$, an all-reduce
-# twice that. In units of this:
+# On a ring, each device sends $\frac{N-1}{N}\Psi$ elements to gather or reduce-scatter $\Psi$ elements, and twice as
+# many for an all-reduce. In units of $\frac{N-1}{N}\Psi$:
 #
 # * `ddp` and `zero1` sum gradients locally, so m does not matter: 2.
 # * `zero2` scatters in each microbatch, and gathers new parameters once: m + 1.
-# * `zero3` gathers twice and scatters once in each microbatch: 3 m. The two matrices outside of the layers are not
+# * `zero3` gathers twice and scatters once in each microbatch: 3 m. The two matrices outside the layers are not
 #   recomputed, so they are gathered once per microbatch.
 # * `regather="step"` gathers once, and scatters in each microbatch: 1 + m.
 
@@ -296,8 +296,8 @@ for name, formula in wire.items():
         assert abs(got / want - 1) < 0.001
 
 # %% [markdown]
-# What `zero2` pays for more microbatches buys memory: its sums are 1/N, those of `zero1` are whole. The compiler's
-# scratch memory shows it.
+# For more traffic, `zero2` saves memory: its sums are sharded 1/N, those of `zero1` are replicated. The compiler's
+# scratch memory shows this.
 
 # %%
 scratch = {name: reports[name, MICROBATCHES].temp_bytes for name in strategies}
@@ -307,13 +307,13 @@ print(f"saved: {saved:,} bytes; (N-1)/N of the gradients: {unit:,.0f} bytes")
 assert saved > unit
 
 # %% [markdown]
-# It saves even more than the sums: `zero1` also has the whole gradients of the microbatch that it adds.
+# It saves more than the sums: `zero1` also stores the full gradients of the current microbatch.
 #
-# ## `unshard`, and the depth of the model
+# ## `unshard` and the depth of the model
 #
-# `zero3` keeps 1/N between steps. Within a step, what counts is how much is whole *at once*. A loss that never says
-# where it needs its parameters gets all of them at the start, and holds them. With `unshard` one block is whole at a
-# time, however many there are. The same model with 2, 6 and 12 blocks:
+# `zero3` stores 1/N between steps. Within a step, memory depends on how much is gathered *at the same time*. For a loss
+# without `unshard`, all parameters are gathered at the start and stay. With `unshard`, one block is gathered at a time,
+# whatever their number. The same model with 2, 6 and 12 blocks:
 
 
 # %%
@@ -346,7 +346,7 @@ _, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
 for way, (_, _, colour) in ways.items():
     axes.plot(depths, np.divide(scratch_of[way], 1e6), "o-", color=colour, linewidth=2.5, markersize=8, label=way)
 whole = [4 * sum(x.size for x in jax.tree.leaves(model(depth))) / 1e6 for depth in depths]
-axes.plot(depths, whole, color="black", linestyle=":", label="all parameters, whole")
+axes.plot(depths, whole, color="black", linestyle=":", label="all parameters, gathered")
 axes.set(xlabel="blocks", ylabel="MB of scratch memory", xticks=depths, ylim=(0, None))
 axes.set_title(f"During a step of {MICROBATCHES} microbatches, on each device")
 axes.legend(frameon=False)
@@ -357,13 +357,13 @@ assert growth['zero3, regather="step"'] > 0.9 * block_bytes
 assert growth["zero3, unshard"] < 0.5 * block_bytes
 
 # %% [markdown]
-# What still grows with `unshard` is 1/N of the gradients' sums and the input of each block, which `jax.checkpoint`
+# With `unshard`, two parts still grow: 1/N of the gradients' sums, and the input of each block, which `jax.checkpoint`
 # keeps.
 #
-# ## All of it in one picture
+# ## Memory against traffic
 #
-# To the left is little traffic, below is little memory. Each strategy that holds less sends more, except
-# `regather="step"`: during the step it is like `zero2`. What it saves is the parameters' memory between steps.
+# Left means less traffic, lower means less memory. Each strategy that stores less sends more, except
+# `regather="step"`: during the step it is like `zero2`, and it saves the parameters' memory between steps.
 
 # %%
 _, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
@@ -384,7 +384,7 @@ assert alike[0].wire_bytes == alike[1].wire_bytes
 assert alike[0].temp_bytes == alike[1].temp_bytes
 
 # %% [markdown]
-# The five steps are the same training. Their gradients, summed over the microbatches, are those of one device:
+# All five steps train the same model. Their gradients, summed over the microbatches, equal those of one device:
 
 # %%
 want = jax.grad(plain_loss)(jax.tree.map(jnp.asarray, initial), batch)
@@ -396,11 +396,12 @@ for name, opt in strategies.items():
     assert difference < 1e-5
 
 # %% [markdown]
-# ## Which one?
+# ## Choose a strategy
 #
 # * The parameters fit on each device: `zero1` with several microbatches, or `zero2` if the sums of gradients do not fit
 #   beside them. With one microbatch the two are the same step.
 # * They do not fit: `zero3` with `unshard`.
-# * They fit during a step, but between steps something else needs their memory: `zero3` with `regather="step"`.
+# * They fit during a step, but their memory is needed for something else between steps: `zero3` with
+#   `regather="step"`.
 # * The links between some devices are slow: `hsdp` keeps the gathers within a host.
 # * `jaxshard plan --fit` ranks all of them for a machine that you do not have yet.

@@ -17,9 +17,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/03_three_d.ipynb)
 #
-# You cut a small transformer over two pipeline stages, two tensor devices and two data devices, with ZeRO-2 inside, and
-# see that it trains as on one device. You see where each part lies, in which order the stages work, and how many bytes
-# go along each axis. It takes about a minute, on 8 simulated devices.
+# You shard a small transformer over two pipeline stages, two tensor devices and two data devices, with ZeRO-2, and see
+# that it trains as on one device. You see where each part is stored, in which order the stages work, and how many bytes
+# each axis sends. The notebook takes about a minute, on 8 simulated devices.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
@@ -45,10 +45,9 @@ NAVY, ORANGE, TEAL, YELLOW = "#1b3a57", "#e4572e", "#7fb7be", "#f2b134"
 # %% [markdown]
 # ## The model, for one device
 #
-# A layer is attention and an MLP. Where a matrix product would be `x @ w`, it says `column_parallel(x, w)` or
-# `row_parallel(x, w)`: the same product, of which each tensor device computes its columns, or its rows. They come in
-# pairs, with one sum over devices at the end of each. Without a mesh they are plain products, so this is also the model
-# for one device.
+# A layer is attention and an MLP. It uses `column_parallel(x, w)` or `row_parallel(x, w)` in place of `x @ w`: each
+# tensor device then multiplies by its columns, or its rows, of `w`. They are used in pairs, with one sum over devices
+# at the end of each pair. Without a mesh they are plain products, so this is also the model for one device.
 
 # %%
 WIDTH, LAYERS, HEADS, LENGTH, VOCABULARY = 64, 8, 4, 32, 256
@@ -103,7 +102,7 @@ print(f"{sum(x.size for x in jax.tree.leaves(initial)):,} parameters, {LAYERS} l
 #
 # `jaxshard.pipeline` takes three functions: what the first stage does before its layers, what each stage does with its
 # layers, and what the last stage does after its own. `shared` parameters are needed by the first and the last; here the
-# embedding is also the head. Its rows are cut over the tensor axis.
+# embedding is also the head. Its rows are sharded over the tensor axis.
 
 # %%
 MICROBATCHES = 4
@@ -132,13 +131,13 @@ def make_loss(schedule, virtual=1):
 
 
 # %% [markdown]
-# ## The mesh and the cuts
+# ## The mesh and the specs
 #
-# `specs` say how the tensor and pipeline axes cut each parameter, by rules on its path. What is left is ZeRO's: with
-# `zero=2` the optimizer's state and the gradients are cut over the data axis too.
+# `specs` are rules on a parameter's path: they shard it over the tensor and pipeline axes. ZeRO shards over the data
+# axis: with `zero=2`, the optimizer's state and the gradients.
 
 # %%
-mesh = jaxshard.make_mesh(pipeline=2, tensor=2)  # and data 2: the devices that are left
+mesh = jaxshard.make_mesh(pipeline=2, tensor=2)  # and data 2: the remaining devices
 specs = [
     ("layers/(q|k|v|up)", P("pipeline", None, "tensor")),  # (layers, in, out): columns
     ("layers/(out|down)", P("pipeline", "tensor")),  # rows
@@ -153,8 +152,8 @@ print(opt.layout(initial).bytes_per_device)
 
 # %% [markdown]
 # `up` is a stack of eight matrices. In the picture each device has a column, each layer a box, and the filled part is
-# what the device holds. The pipeline axis takes layers, the tensor axis columns; the data axis takes rows, of Adam's
-# moments alone.
+# stored on the device. The pipeline axis shards the layers, the tensor axis the columns, and the data axis the rows, of
+# Adam's moments only.
 
 
 # %%
@@ -188,16 +187,16 @@ assert params["layers"]["up"].addressable_shards[0].data.size * 4 == params["lay
 assert mu.addressable_shards[0].data.size * 8 == mu.size  # and x 2 data
 
 # %% [markdown]
-# ## In which order the stages work
+# ## Order of the stages
 #
-# The batch goes through the stages in microbatches, and a stage waits until its first one comes. The library keeps its
-# timetable. This is ours, of 2 stages:
+# The batch passes through the stages in microbatches, and a stage waits for its first one. The library has a timetable
+# for each schedule. This one is for 2 stages:
 
 # %%
 print(chart(Plan(num_stages=2, num_microbatches=MICROBATCHES), "1f1b"))
 
 # %% [markdown]
-# The schedules are easier to tell apart with 4 stages and 8 microbatches. Here is each box of the timetable, with its
+# The schedules differ more clearly with 4 stages and 8 microbatches. Each box of the timetable has the number of its
 # microbatch; a backward pass is drawn twice as long as a forward pass. All devices work in lockstep, tick by tick.
 # With two virtual stages on each device (`interleaved`) a box is half as long, and lighter boxes are the second half of
 # the device's layers.
@@ -243,10 +242,10 @@ panels[-1].set_xlabel("time   (blue: forward, red: backward)")
 plt.show()
 
 # %% [markdown]
-# `1f1b` loses as much time as `gpipe`. What it saves is memory: a stage lets go of a microbatch's input as soon as its
-# backward pass is done. So the number of inputs kept is the same however many microbatches there are. `interleaved`
-# loses less time, and keeps the inputs of more but shorter stages. The figures are counted from the timetable, for 4
-# stages. The program has room for `Plan.num_kept`, 2 v S - 1, which is enough for every stage.
+# `1f1b` loses as much time as `gpipe`, and saves memory: a stage frees a microbatch's input as soon as its backward
+# pass is done. So the number of stored inputs does not depend on the number of microbatches. `interleaved` loses less
+# time, and stores the inputs of more but shorter stages. The figures are counted from the timetable, for 4 stages. The
+# program reserves memory for `Plan.num_kept` = 2 v S - 1 inputs, which is enough for every stage.
 
 
 # %%
@@ -278,8 +277,8 @@ assert all(kept(Plan(4, number, 2), "interleaved") <= Plan(4, number, 2).num_kep
 # ## The same training
 #
 # Three steps on one device, in plain JAX and optax, and three under each schedule. The optimizer clips by the norm of
-# *all* gradients, which lie in eighths on eight devices, and does not know of the devices. `interleaved` wants its
-# layers as (2, layers / 2, ...), a reshape, cut on the second dim.
+# *all* gradients, although they are sharded over eight devices. `interleaved` needs its layers reshaped to
+# (2, layers / 2, ...), and sharded on the second dim.
 
 
 # %%
@@ -324,16 +323,16 @@ for schedule, virtual in SCHEDULES.items():
     assert difference < 1e-11
 
 # %% [markdown]
-# ## What goes along each axis
+# ## Traffic of each axis
 #
 # Each axis has its own traffic, and its own formula. A is the bytes of one activation, a microbatch's rows on one data
 # device; a step has $t = vM + S - 1$ ticks in each direction.
 #
 # * pipeline: in each tick one A to the next stage, $2tA$, and an all-reduce of the shared parameters' gradients.
 # * tensor: all-reduces of A. In each tick, and each layer of the stage, two forward, two backward, and two more since
-#   the backward pass computes the stage again. Besides, one for each embedding, and one for each head.
-# * data: gradients are scattered and new parameters gathered, half of the device's parameters each, as the axis has
-#   size 2.
+#   the backward pass computes the stage again. Also one for each embedding, and one for each head.
+# * data: gradients are reduce-scattered and new parameters gathered, half of the device's parameters each, since the
+#   axis has size 2.
 
 # %%
 ITEM = 8  # bytes of a float64
@@ -363,8 +362,8 @@ for schedule, virtual in SCHEDULES.items():
     assert abs(sent["data"] / want_sent["data"] - 1) < 0.02
 
 # %% [markdown]
-# Nobody needs what the last tick of the last loop passes on. Where that loop has one tick, XLA leaves the passing out:
-# one A less than the formula.
+# No stage needs what the last tick of the last loop sends. If that loop has one tick, XLA removes this transfer: one A
+# less than the formula.
 
 # %%
 _, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -382,12 +381,13 @@ for r in reports.values():
     assert r.wire_bytes_by_axes(mesh)["tensor"] > 0.7 * r.wire_bytes
 
 # %% [markdown]
-# The tensor axis sends by far the most: put it where links are fastest, within a host. The pipeline axis sends little,
-# and may span hosts. `make_mesh` orders its axes so.
+# The tensor axis sends by far the most: place it where links are fastest, within a host. The pipeline axis sends
+# little, and may span hosts. `make_mesh` orders the axes in this way.
 #
 # ## Where to go next
 #
-# * **Longer sequences**: `sequence=1` in the blocks cuts norms and residuals along the sequence, for the same bytes.
+# * **Longer sequences**: `sequence=1` in the blocks shards norms and residuals along the sequence; the traffic is the
+#   same.
 # * **ZeRO-3 inside**: `zero=3`, and `jaxshard.unshard(blocks)` in the stage to gather in each tick, not once per step.
 # * **A model without blocks**: `auto_axes="tensor"` leaves the tensor axis to XLA.
 # * **Sizes**: `jaxshard plan CONFIG --machine h100:8x8 --fit` ranks meshes and schedules by memory and time.

@@ -17,13 +17,14 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/04_any_optimizer.ipynb)
 #
-# You see what goes wrong when LAMB, Muon or gradient clipping run on each device's shard, as they often do elsewhere,
-# and that the same optimizers are exact under `jaxshard.zero2`, among them two written here. You also count what Muon
-# sends. It takes about a minute, on 8 simulated devices.
+# You see which errors LAMB, Muon and gradient clipping make when they run on each device's shard, as in many other
+# libraries, and that the same optimizers, and two that are written here, are exact under `jaxshard.zero2`. You also
+# measure Muon's traffic. The notebook takes about a minute, on 8 simulated devices.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
 import os
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ from jaxshard import inspect
 os.environ.setdefault("NPROC", "16")  # XLA's threads, enough for 8 devices that wait for each other
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first computation; leave all three out on real devices
-jax.config.update("jax_enable_x64", True)  # so that rounding hides no error
+jax.config.update("jax_enable_x64", True)  # so that rounding cannot hide an error
 N = jax.device_count()
 assert N == 8
 plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 90})
@@ -74,12 +75,12 @@ def loss_fn(params, batch):
 # %% [markdown]
 # ## The optimizers
 #
-# Five come from optax. Only AdamW treats each element by itself. Clipping needs the norm of all gradients, LAMB the
-# norm of each parameter, Adafactor means over rows and columns, Muon whole matrices.
+# Five come from optax. Only AdamW works on each element alone. Clipping needs the norm of all gradients, LAMB the norm
+# of each parameter, Adafactor means over rows and columns, Muon full matrices.
 #
-# SOAP is not in optax, so here it is, for matrices: Adam in the eigenbasis of Shampoo's two factors, which one QR step
-# per update follows. The last one is made up: momentum with centred columns, as large as the parameter. Neither knows
-# of devices.
+# SOAP is not in optax, so it is written here, for matrices: Adam in the eigenbasis of Shampoo's two factors, which one
+# QR step per update tracks. The last one is invented: momentum with centred columns, scaled to the parameter's norm.
+# Neither contains code for several devices.
 
 
 # %%
@@ -100,10 +101,10 @@ def soap(rate):
             mu, nu, left, right, a, b = kept
             mu = 0.9 * mu + 0.1 * g
             nu = 0.95 * nu + 0.05 * (a.T @ g @ b) ** 2
-            turned = (a.T @ mu @ b) / (jnp.sqrt(nu) + 1e-8)
+            rotated = (a.T @ mu @ b) / (jnp.sqrt(nu) + 1e-8)
             left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
             bases = jnp.linalg.qr(left @ a)[0], jnp.linalg.qr(right @ b)[0]
-            return -rate * a @ turned @ b.T, (mu, nu, left, right, *bases)
+            return -rate * a @ rotated @ b.T, (mu, nu, left, right, *bases)
 
         found = jax.tree.map(leaf, grads, state.leaves)
         updates, leaves = (jax.tree.map(lambda _, x, i=i: x[i], grads, found) for i in range(2))
@@ -137,8 +138,8 @@ optimizers = {
 # %% [markdown]
 # ## By hand, shard by shard
 #
-# The usual way to shard an optimizer: each device has a part of the parameters, gradients and state, and calls `update`
-# on its parts. Here it is in eight lines, with gradients that are right. Nothing in it fails.
+# The usual way to shard an optimizer: each device stores a shard of the parameters, gradients and state, and calls
+# `update` on its shards. Here it is in a few lines, with correct gradients. It raises no error.
 
 
 # %%
@@ -147,9 +148,10 @@ def by_hand(tx, num_devices):
     mesh = jaxshard.make_mesh(devices=jax.devices()[:num_devices])
     part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_devices, x.shape[1]), x.dtype), initial)
     specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), jax.eval_shape(tx.init, part))
-    cut = {"mesh": mesh, "check_vma": False}  # else JAX's types would ask questions
-    init = jax.shard_map(tx.init, in_specs=P("data"), out_specs=specs, **cut)
-    update = jax.shard_map(tx.update, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs), **cut)
+    options = {"mesh": mesh, "check_vma": False}  # JAX's types would reject some of the updates
+    init = jax.shard_map(tx.init, in_specs=P("data"), out_specs=specs, **options)
+    shards = (P("data"), specs, P("data"))
+    update = jax.shard_map(tx.update, in_specs=shards, out_specs=shards[:2], **options)
     return init, update
 
 
@@ -167,13 +169,13 @@ def train(init, update):
 
 
 def difference(got, want):
-    """The distance between two results, as a share of the way from the start: the largest of the parameters'."""
+    """The distance between two results, relative to the distance from the start: the largest of the parameters'."""
     leaves = zip(*map(jax.tree.leaves, (got, want, initial)), strict=True)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b - start)) for a, b, start in leaves)
 
 
 # %% [markdown]
-# After five steps, how far are the parameters from those of one device? 1 would be as far as they have moved.
+# The distance of the parameters from those of one device, after five steps. 1 is the distance that they have moved.
 
 # %%
 one_device = {name: train(tx.init, tx.update) for name, tx in optimizers.items()}
@@ -187,22 +189,22 @@ assert wrong["clipped SGD"][-1] > 1
 assert wrong["Muon"][-1] > 1
 
 # %% [markdown]
-# Only AdamW is right. The others train, but each number of devices trains another model. With clipping and Muon on
-# eight devices the difference is larger than the way that the parameters went: a learning rate that was found on two is
-# not the one for eight.
+# Only AdamW is correct. The others train, but each number of devices trains a different model. With clipping and Muon
+# on eight devices, the difference is larger than the distance that the parameters moved. A learning rate found on two
+# devices does not suit eight.
 #
-# Muon shows how it comes about. It makes of a gradient the nearest orthogonal matrix, whose singular values are all
-# about 1. From shards it makes eight small orthogonal matrices, and these together are not orthogonal: directions that
-# the shards share are taken up to $\sqrt 8$ times, others hardly at all.
+# Muon shows the cause. It replaces a gradient by the nearest orthogonal matrix, whose singular values are all about 1.
+# From shards it makes eight small orthogonal matrices, which together are not orthogonal: directions that the shards
+# share are scaled by up to $\sqrt 8$, others nearly vanish.
 
 # %%
 numbers = optax.contrib.MuonDimensionNumbers(0, 1)
 direction = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers, ns_steps=10)
 gradient = np.asarray(jax.grad(loss_fn)(initial, batches[0])["hidden"])
-whole = direction.update(gradient, direction.init(gradient))[0]
+full = direction.update(gradient, direction.init(gradient))[0]
 shards = [direction.update(g, direction.init(g))[0] for g in np.split(gradient, N)]
 
-singular = {"whole": np.linalg.svd(whole)[1], "shard by shard": np.linalg.svd(np.concatenate(shards))[1]}
+singular = {"full": np.linalg.svd(full)[1], "shard by shard": np.linalg.svd(np.concatenate(shards))[1]}
 _, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
 for (name, values), colour in zip(singular.items(), (NAVY, ORANGE), strict=True):
     axes.plot(np.arange(1, WIDTH + 1), values, ".-", color=colour, linewidth=2, markersize=7, label=name)
@@ -213,14 +215,14 @@ axes.set(ylim=(0, 3.1), xlabel="number of the singular value", title="What Muon 
 axes.legend(frameon=False)
 plt.show()
 
-assert singular["whole"].max() < 1.3
-assert singular["shard by shard"].max() > 1.3 * singular["whole"].max()
+assert singular["full"].max() < 1.3
+assert singular["shard by shard"].max() > 1.3 * singular["full"].max()
 
 # %% [markdown]
-# ## jaxshard refuses it
+# ## In `shard_map`, jaxshard raises an error
 #
-# Inside your own `shard_map`, `opt.update` sees shards too. It reads the traced update, and accepts only what works
-# element by element. AdamW passes; LAMB does not, and the message names the operation.
+# Inside your own `shard_map`, `opt.update` gets shards too. It reads the traced update, and accepts only updates that
+# work element by element. AdamW is accepted; LAMB is not, and the message names the operation.
 
 # %%
 mesh = jaxshard.make_mesh()
@@ -228,7 +230,7 @@ mesh = jaxshard.make_mesh()
 
 def local_step(opt):
     def step(params, state, batch):
-        partial = jax.lax.pcast(params, "data", to="varying")  # so that gradients are this device's own
+        partial = jax.lax.pcast(params, "data", to="varying")  # makes the gradients this device's own
         updates, state = opt.update(jax.grad(loss_fn)(partial, batch), state, params)
         return optax.apply_updates(params, updates), state
 
@@ -249,10 +251,10 @@ print(refused["LAMB"])
 assert refused.keys() == optimizers.keys() - {"AdamW"}
 
 # %% [markdown]
-# ## jaxshard in the global view
+# ## Outside `shard_map`, every optimizer is exact
 #
-# Outside of `shard_map` nothing is refused. The optimizer is given whole, logical arrays, and each device has 1/8 of
-# them: XLA adds the sums over devices that a norm needs, and whole matrices go to the device that updates them.
+# Outside `shard_map` every optimizer works. It gets full logical arrays, of which each device stores 1/8: XLA adds the
+# sums over devices that a norm needs, and jaxshard sends each full matrix to the device that updates it.
 
 
 # %%
@@ -285,16 +287,16 @@ for row, name in enumerate(optimizers):
 axes.set_xscale("log")
 axes.set(xlim=(1e-17, 10), yticks=range(len(optimizers)), yticklabels=optimizers)
 axes.axvline(1, color="#999999", linestyle=":", zorder=0)
-axes.set(xlabel="distance from one device, as a share of the way", title="Parameters after five steps")
+axes.set(xlabel="distance from one device / distance moved", title="Parameters after five steps")
 axes.invert_yaxis()
 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# ## Who updates a matrix
+# ## Owners of matrices
 #
-# Muon's work cannot be cut, so jaxshard shares it out by matrices: each has an owner. With stacked layers the state
-# lies at its owners from the start. To see it, take a stack of eight matrices.
+# Muon's work on one matrix cannot be sharded, so jaxshard distributes the matrices: each has an owner, one device. With
+# stacked layers, owners store the state of their layers from the start. This is a stack of eight matrices:
 
 # %%
 WIDE, LAYERS = 512, 8
@@ -335,11 +337,11 @@ print("AdamW's first moment of up:", draw_momentum(panels[0], adamw, "AdamW's fi
 muons = draw_momentum(panels[1], muon, "Muon's momentum of up")
 print("Muon's momentum of up:", muons)
 plt.show()
-assert muons[0] == "data"  # whole layers
+assert muons[0] == "data"  # full layers
 
 # %% [markdown]
-# With separate layers the state stays cut inside the matrices. In each update one all-to-all brings a matrix's parts to
-# its owner, another takes the results home. The layout tells:
+# With separate layers, each matrix's state stays sharded. In each update, one all-to-all sends a matrix's shards to its
+# owner, and another returns the results. The layout lists the owners:
 
 # %%
 layers = {f"layer {i}": {"up": stack["up"][i]} for i in range(LAYERS)}
@@ -348,10 +350,10 @@ for row in jaxshard.zero2(muon, mesh).layout(layers).rows():
         print(" | ".join(str(cell) for cell in row))
 
 # %% [markdown]
-# ## What Muon sends
+# ## Muon's traffic
 #
-# Counted in the compiled step, with AdamW beside it, and beside both the same update left to XLA: `jax.jit` with the
-# same cuts of parameters, gradients and state, given as shardings.
+# Counted in the compiled step, for Muon and AdamW. For comparison, XLA partitions the same updates: `jax.jit` with the
+# same shardings of parameters, gradients and state.
 
 # %%
 rows = np.ones((8, WIDE), np.float32)
@@ -389,7 +391,9 @@ def sent_by_xla(tx, loss, params):
     places = at.params, at.state
     of_rows = jax.NamedSharding(mesh, P("data"))
     jitted = jax.jit(step, in_shardings=(*places, of_rows), out_shardings=places)
-    return inspect.report(jitted.lower(params, jax.eval_shape(tx.init, params), rows).compile())
+    compiled = jitted.lower(params, jax.eval_shape(tx.init, params), rows).compile()
+    with warnings.catch_warnings(action="ignore"):  # `report` warns of traffic over twice ZeRO-3's; the figures show it
+        return inspect.report(compiled)
 
 
 # %%
@@ -432,13 +436,13 @@ assert wire["left to XLA", "Muon", "separate"] > 3 * base["separate"]
 assert work["left to XLA"] > 1.5 * work["jaxshard"]
 
 # %% [markdown]
-# Left to itself, XLA cuts each product of a separate matrix over the devices, and sums parts of it in each of Muon's
-# iterations: more bytes, and more arithmetic too. With AdamW it sends 1.5 times the bytes on CPUs, where it sums whole
-# gradients and then takes the part that it needs.
+# For separate matrices, XLA alone partitions each product over the devices, and sums partial products in each of Muon's
+# iterations: more bytes, and more arithmetic. With AdamW it sends 1.5 times the bytes on CPUs, where it all-reduces
+# gradients and then slices them.
 #
 # ## Where to go next
 #
 # * **Muon for matrices, AdamW for the rest**: `optax.partition`, as in `examples/muon_and_adamw.py`.
 # * **Which optimizers are tested?** All of optax and optax.contrib, in every strategy: `docs/matrix.md`.
-# * **Your own**: write it for whole arrays, wrap it, and compare five steps with `jaxshard.ddp`, as above.
-# * **SOAP's traffic**: stack a number of layers that N divides, so that its factors stay where they are.
+# * **Your own**: write it for full arrays, wrap it, and compare five steps with one device's, as above.
+# * **SOAP's traffic**: stack a number of layers that N divides; its factors then stay on their devices.

@@ -17,11 +17,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/05_plan_for_a_pod.ipynb)
 #
-# You want to train a model of 8 billion parameters on 512 chips, and have a laptop. This notebook tells what each
-# strategy would cost there, in memory, traffic and time, before you rent anything. Then it asks the TPU's own compiler
-# about a step for 512 chips, and sets its figures beside the plan's.
+# You want to train a model of 8 billion parameters on 512 chips, and have a laptop. This notebook predicts each
+# strategy's memory, traffic and time there, before you rent anything. Then the TPU's own compiler compiles a step for
+# 512 chips, and its figures are compared with the plan's.
 #
-# It takes about a minute, most of it in that compiler. No array is made, and no accelerator is needed.
+# The notebook takes about a minute, most of it in that compiler. It allocates no array and needs no accelerator.
 
 # %%
 # On Colab: %pip install --quiet "jaxshard[aot-tpu]" matplotlib
@@ -48,7 +48,7 @@ N = 512
 #
 # The shapes are those of Llama 3 8B: RMS norms, rotary positions, queries that share keys and values, a gated MLP. The
 # layers are stacked and scanned, each recomputed in the backward pass. `unshard` marks where a layer needs its
-# parameters whole.
+# full parameters.
 
 # %%
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 32, 4096, 14_336, 32, 8, 128_256
@@ -144,7 +144,7 @@ assert abs((held["params"] + held["state"]) * N / (14 * num_params) - 1) < 0.01
 #
 # `plan.compare` traces a step of each strategy, reads the traced program, and adds up what one device holds, sends and
 # computes. The machines are 64 nodes of 8 H100, and a TPU v5p of 8 x 8 x 8 chips. Nodes are joined by a network that is
-# 9 times slower than the links inside; on them `hsdp` is compared too, which cuts over the GPUs of a node and copies
+# 9 times slower than the links inside. There, `hsdp` is compared too: it shards over the GPUs of a node and replicates
 # over nodes.
 
 # %%
@@ -165,11 +165,11 @@ for name, compared in rows.items():
 assert [row.candidate.name for row in rows["h100"] + rows["v5p"] if not row.fits] == ["ddp", "ddp"]
 
 # %% [markdown]
-# ## Where memory goes
+# ## Memory by part
 #
-# jaxshard draws these figures. Under `zero1` and `zero2` each device has 1/512 of the state, and whole parameters
-# remain. Under `zero3` they are gone too, and what is left is the work of two rows, whose logits alone take 4.2 GB in
-# float32.
+# jaxshard draws these figures. Under `zero1` and `zero2` each device stores 1/512 of the state, and all parameters.
+# Under `zero3` it stores 1/512 of the parameters too. Most of the rest are activations of two rows, whose logits alone
+# take 4.2 GB in float32.
 
 
 # %%
@@ -186,10 +186,10 @@ show_plan("h100")
 show_plan("v5p")
 
 # %% [markdown]
-# ## Where time goes
+# ## Time by part
 #
-# The least time of a step is a roofline: matrix products at the chip's peak, all else at the speed of its memory, and
-# what is sent at the speed of its links, with nothing overlapped. It ranks strategies; a real step takes longer.
+# The predicted time of a step is a roofline: matrix products at the chip's peak, all else at the speed of its memory,
+# and traffic at the speed of its links, with nothing overlapped. It ranks strategies; a real step takes longer.
 
 # %%
 TIMES = {"products": "#1b3a57", "memory": "#7fb7be", "links": "#e4572e", "waits": "#f2b134"}
@@ -222,8 +222,8 @@ panels[1].set_xlabel("seconds per step, at the least")
 plt.show()
 
 # %% [markdown]
-# On H100 what decides is where bytes travel, not how many there are. `hsdp` sends about as much as `zero3`, but nearly
-# all of it inside a node. On v5p the links hardly matter.
+# On H100, the path of the bytes decides, not their number. `hsdp` sends about as much as `zero3`, but nearly all of it
+# inside a node. On v5p the links hardly matter.
 
 # %%
 h100, v5p = ({row.candidate.strategy: row for row in reversed(rows[name])} for name in ("h100", "v5p"))
@@ -237,8 +237,8 @@ assert h100["hsdp"].seconds.links < 0.3 * h100["zero3"].seconds.links
 assert max(row.seconds.links / row.seconds.total for row in rows["v5p"]) < 0.15
 
 # %% [markdown]
-# `memory` takes long on both. A good part of it is attention by plain operations, which write a weight for each pair of
-# positions. So let us plan rows of other lengths, with as many tokens in each step:
+# `memory` takes long on both. A large part of it is attention by plain operations, which write a weight for each pair
+# of positions. So plan rows of different lengths, with the same number of tokens in each step:
 
 # %%
 lengths, by_length = (1024, 2048, 4096, 8192), []
@@ -260,10 +260,10 @@ print("of the least time, memory takes", ", ".join(f"{part:.0%} at {length}" for
 assert share[8192] > 1.5 * share[1024]
 
 # %% [markdown]
-# The longer the rows, the more a kernel gains that keeps these weights on the chip. The reference model of `jaxshard
+# The longer the rows, the more a kernel saves that keeps these weights on the chip. The reference model of `jaxshard
 # train` has one, and `jaxshard plan --model.sequence-length 8192` shows what it saves.
 #
-# ## How many rows fit
+# ## The largest batch
 #
 # `plan.AnyRows` predicts any number of rows from one trace, and `plan.largest_batch` finds the most that fit.
 
@@ -287,10 +287,10 @@ axes.legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# ## Let it search
+# ## Search
 #
-# `plan.fit` ranks candidates: here each strategy with one microbatch and with two. `why` says what the best one gains,
-# and what the next ones would cost.
+# `plan.fit` ranks candidates: here each strategy with one microbatch and with two. `why` explains what the best one
+# gains, and what the next ones cost.
 
 # %%
 found = {}
@@ -323,11 +323,11 @@ plt.show()
 # Each mark is a candidate that fits, and m is its number of microbatches. With one microbatch `zero1` and `zero2` are
 # the same.
 #
-# ## Ask the compiler
+# ## Compile for the pod
 #
-# A plan is a forecast. libtpu, the compiler of TPUs, runs on ordinary Linux machines, and compiles for pods that are
-# not there. On a torus the data axis is best made of two axes of the mesh, each along sides of the torus. Otherwise XLA
-# turns scatters into all-reduces, which send twice as much.
+# A plan is a prediction. libtpu, the compiler of TPUs, runs on ordinary Linux machines, and compiles for pods that you
+# do not have. On a torus, make the data axis of two mesh axes, each along sides of the torus. Otherwise XLA replaces
+# reduce-scatters by all-reduces, which send twice as much.
 
 # %%
 machine = aot.machine("v5p:8x8x8")
@@ -360,9 +360,9 @@ else:
     print(compiled)
 
 # %% [markdown]
-# What rests on each device, its peak and what it sends, predicted and compiled, on a logarithmic scale. What rests is
-# equal to the byte. The plan knows no more than the traced program, so the peak may be off by a fifth, and what is sent
-# by a tenth.
+# The memory that each device stores between steps, its peak, and the bytes it sends, predicted and compiled, on a
+# logarithmic scale. The stored bytes are equal. The plan knows only the traced program, so the peak may be off by a
+# fifth, and the traffic by a tenth.
 
 # %%
 if compiled is not None:
@@ -391,7 +391,7 @@ if compiled is not None:
     assert 0.9 < foretold.wire_bytes / compiled.wire_bytes < 1.1
 
 # %% [markdown]
-# And nothing was allocated: JAX knows of no array in this process.
+# Nothing was allocated: JAX lists no array in this process.
 
 # %%
 assert not jax.live_arrays()
@@ -401,6 +401,6 @@ assert not jax.live_arrays()
 #
 # * **Without Python**: `jaxshard plan --machine v5p:8x8x8` plans the reference model, whose sizes are options;
 #   `--fit` searches tensor and pipeline axes as well, and `--compile v5p:8x8x8` is the last section in one command.
-# * **How good are such plans?** "Plans against compilers" has 78 cases beside the compilers' figures, for TPU and GPU.
-# * **Too large for any strategy?** `plan.fewest_devices` says how many chips would do.
-# * **On real devices**: the same `zero3` on `jaxshard.make_mesh()`, and nothing else changes.
+# * **How accurate are such plans?** The page "Plan accuracy" compares them with the compilers of TPUs and GPUs.
+# * **Too large for any strategy?** `plan.fewest_devices` returns the number of chips that suffice.
+# * **On real devices**: use the same `zero3` on `jaxshard.make_mesh()`; nothing else changes.

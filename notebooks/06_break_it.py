@@ -13,15 +13,15 @@
 # ---
 
 # %% [markdown]
-# # Break it
+# # Break a training run
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/06_break_it.ipynb)
 #
-# Long runs meet everything: preemption, crashes, disks and memory that flip a bit, a batch that makes a gradient NaN.
-# This notebook does each of these to a small training run. You see what jaxshard notices, what it says, and that the
-# run goes on with the bits it would have had.
+# Long runs meet preemption, crashes, bit flips on disks and in memory, and batches that make a gradient NaN. This
+# notebook causes each of these in a small training run. You see what jaxshard detects, its messages, and that the run
+# continues with the same bits as an undisturbed one.
 #
-# It takes about a minute, on eight devices that are simulated on the CPU.
+# The notebook takes about a minute, on 8 simulated devices.
 
 # %%
 # On Colab: %pip install --quiet "jaxshard[checkpoint]" matplotlib
@@ -64,9 +64,9 @@ def error_of(kind, function, *args):
 # %% [markdown]
 # ## A training run that survives
 #
-# What is to be killed must be a process of its own, so here is a whole training script. For its survival, `Preemption`
-# turns SIGTERM into an end between two steps, `Checkpointer` keeps checkpoints in a folder, `restore` continues
-# from the newest, and `save` writes one every 20 steps, and one at the end.
+# The run that is killed needs its own process, so this is a complete training script. With `Preemption`, SIGTERM ends
+# the run between two steps. `Checkpointer` stores checkpoints in a folder, `restore` continues from the newest, and
+# `save` writes one every 20 steps, and one at the end.
 
 # %%
 SCRIPT = """
@@ -104,8 +104,8 @@ def main(folder, last):
 """
 
 # %% [markdown]
-# The script lies in a temporary folder, so that this notebook and other processes can import it. `run` starts it in a
-# process, reads the losses that it prints, and sends a signal once it has taken some steps.
+# The script is stored in a temporary folder, so that this notebook and other processes can import it. `run` starts it
+# in a process, reads the losses that it prints, and sends a signal after some steps.
 
 # %%
 place = tempfile.TemporaryDirectory()
@@ -134,7 +134,7 @@ def run(name, last=10**9, number=None, after=75):
 # %% [markdown]
 # ## Preempted
 #
-# SIGTERM is what a scheduler sends before it takes a machine away. The run has no end of its own here.
+# A scheduler sends SIGTERM before it takes a machine away. The run saves its step and ends.
 
 # %%
 status, preempted = run("broken", number=signal.SIGTERM)
@@ -147,9 +147,8 @@ assert saved[-1] == max(preempted)  # not a step is lost
 # %% [markdown]
 # ## Killed
 #
-# Nothing can be done about SIGKILL: the process is gone between two of its instructions, perhaps while it writes a
-# checkpoint. A step counts as saved only when all of it is written, so what is there is whole. Only the steps since are
-# lost.
+# A process cannot react to SIGKILL: it ends at any instruction, perhaps while it writes a checkpoint. A checkpoint gets
+# its name only when all of it is written, so every checkpoint is complete. Only later steps are lost.
 
 # %%
 status, killed = run("broken", number=signal.SIGKILL)
@@ -164,7 +163,7 @@ assert 0 <= max(killed) - saved[-1] <= 40  # a save waits until the one before i
 # %% [markdown]
 # ## Resumed, bit for bit
 #
-# The same command goes on to the end. Beside it, a run that nobody disturbed.
+# The same command resumes and runs to the end. A second, undisturbed run is for comparison.
 
 # %%
 last = max(killed) + 40
@@ -202,11 +201,11 @@ axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.65))
 plt.show()
 
 # %% [markdown]
-# ## Resumed elsewhere
+# ## Resumed on other devices
 #
-# The machines that come back are rarely those that went. A checkpoint restores under any strategy, on any number of
-# devices, and into plain optax: with the same bits, laid out as the template says. The steps that follow sum in another
-# order on another mesh, so from there on rounding differs.
+# A restarted run often gets different machines. A checkpoint restores under any strategy, on any number of devices, and
+# into plain optax, with the same bits, sharded as the template. On a different mesh, later steps sum in a different
+# order, so rounding then differs.
 
 
 # %%
@@ -238,8 +237,8 @@ for strategy, count in (("zero2", 8), ("ddp", 1), ("zero1", 2), ("zero3", 4), ("
 # %% [markdown]
 # ## A bit flips in a file
 #
-# Disks and networks do that, and the file stays readable. So let us look in the newest checkpoint's files for the bytes
-# of a parameter, and flip one bit of one of its numbers.
+# Disks and networks can flip bits, and the file stays readable. This code finds the bytes of a parameter in the newest
+# checkpoint's files, and flips one bit of one of its numbers.
 
 # %%
 template = {"params": training.initial, "state": training.optimizer.init(training.initial)}
@@ -276,18 +275,18 @@ axes.axis("off")
 plt.show()
 
 # %% [markdown]
-# The digest of each array is checked when it is loaded. Asked for this very step, `restore` raises an error that names
-# the leaf. Asked for the newest, it warns, and takes the newest step without an error.
+# `restore` checks the digest of each array. If you ask for the damaged step, it raises an error that names the leaf. If
+# you ask for the newest, it warns, and restores the newest intact step.
 
 # %%
 with Checkpointer(folder / "broken") as checkpoints:
     error = error_of(CorruptCheckpointError, checkpoints.restore, template, last)
     print("error:", error)
     assert (error.step, error.leaf) == (last, "params/middle")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step, older = checkpoints.restore(template)
-    print("warning:", told[0].message)
+    print("warning:", caught[0].message)
     print("restored: step", step)
     assert step == checkpoints.latest_valid() == max(saved for saved in checkpoints.steps() if saved != last)
     assert digests(older) == {path: leaf["digest"] for path, leaf in checkpoints.info(step)["leaves"].items()}
@@ -295,9 +294,9 @@ with Checkpointer(folder / "broken") as checkpoints:
 # %% [markdown]
 # ## A bit flips in memory
 #
-# Under data parallelism each device has a copy of the parameters, and all copies should be the same. If one is not,
-# nothing fails: that device's gradients are a little wrong from then on, and all devices take part in them. Here a bit
-# flips in the copy of device 5.
+# Under data parallelism each device stores a replica of the parameters, and all replicas should be equal. If one is
+# not, nothing fails: that device's gradients are slightly wrong from then on, and every update uses them. Here a bit
+# flips in the replica on device 5.
 
 # %%
 opt = jaxshard.ddp(training.optimizer, jaxshard.make_mesh())
@@ -305,10 +304,10 @@ healthy = opt.place(older["params"])
 
 
 def flipped(x, device, bit):
-    """The array, but for one bit of the first number of one device's copy."""
-    copies = [np.array(shard.data) for shard in x.addressable_shards]
-    copies[device].reshape(-1).view(np.uint32)[0] ^= 1 << bit
-    placed = [jax.device_put(copy, shard.device) for copy, shard in zip(copies, x.addressable_shards, strict=True)]
+    """The array, with one bit flipped in the first number of one device's replica."""
+    replicas = [np.array(shard.data) for shard in x.addressable_shards]
+    replicas[device].reshape(-1).view(np.uint32)[0] ^= 1 << bit
+    placed = [jax.device_put(data, shard.device) for data, shard in zip(replicas, x.addressable_shards, strict=True)]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
 
 
@@ -319,28 +318,28 @@ assert list(error.digests) == ["middle"]
 assert " on device 5 of process 0 " in str(error)
 
 # %% [markdown]
-# `digests` costs one pass over the arrays. The trainer asks for it every so many steps (`train.check_every`), and each
-# save does too, so a mixture of two states is never written. `synchronize` makes all copies equal to that of the first
-# device. If that is the broken one, restore a checkpoint instead.
+# `digests` costs one pass over the arrays. The trainer calls it every `train.check_every` steps. Each save calls it
+# too, so a mixture of two states is never written. `synchronize` makes all replicas equal to the one on the first
+# device. If that one is damaged, restore a checkpoint instead.
 
 # %%
 with Checkpointer(folder / "mixed") as checkpoints:
     error_of(ReplicaError, checkpoints.save, 1, {"params": broken})
     assert checkpoints.steps() == []
 
-mended = opt.synchronize(broken)
-assert digests(mended) == digests(healthy)
+repaired = opt.synchronize(broken)
+assert digests(repaired) == digests(healthy)
 
 fig, panels = plt.subplots(1, 3, figsize=(10, 2.2), layout="constrained", sharey=True)
 for axes, title, params in zip(
-    panels, ("before", "a bit has flipped", "mended"), (healthy, broken, mended), strict=True
+    panels, ("before", "a bit has flipped", "repaired"), (healthy, broken, repaired), strict=True
 ):
     found = replica_digests(params)
     for row, digest in enumerate(found.values()):
         usual = np.median(digest)
         for device, each in enumerate(digest.flat):
             axes.add_patch(plt.Rectangle((device, row), 0.9, 0.85, color=BLUE if each == usual else RED))
-    axes.set(xlim=(-0.1, 8), ylim=(3, -0.1), title=title, xlabel="copy on device")
+    axes.set(xlim=(-0.1, 8), ylim=(3, -0.1), title=title, xlabel="replica on device")
     axes.set_xticks(np.arange(8) + 0.45, range(8))
     axes.set_yticks(np.arange(3) + 0.43, found)
     axes.tick_params(length=0)
@@ -352,8 +351,8 @@ plt.show()
 # ## A gradient that is not a number
 #
 # One bad row is enough: its NaN reaches the gradient, the moments and all parameters, and they stay NaN. jaxshard
-# looks at loss and gradients on the devices. If anything is not finite, no device changes anything, and the step counts
-# as skipped.
+# checks loss and gradients on the devices. If any value is not finite, no device changes its params or state, and the
+# step counts as skipped.
 
 # %%
 STEPS, BAD = 60, 25
@@ -397,17 +396,17 @@ for i in range(STEPS):
     plain, state, loss = plain_step(plain, state, batch_at(i))
     plain_losses.append(float(loss))
 
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     bits, found = train(range(STEPS))
-print("warning:", told[0].message)
+print("warning:", caught[0].message)
 print("steps skipped:", [i for i, skipped in enumerate(found["skipped"]) if skipped])
 
 without_it, _ = train(i for i in range(STEPS) if i != BAD)
 assert [i for i, skipped in enumerate(found["skipped"]) if skipped] == [BAD]
-assert bits == without_it  # as if the bad batch had never come
+assert bits == without_it  # as without the bad batch
 assert all(np.isnan(plain_losses[BAD:]))
-assert len(told) == 1
+assert len(caught) == 1
 
 # %%
 _, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -420,8 +419,8 @@ axes.legend(frameon=False, loc="upper right")
 plt.show()
 
 # %% [markdown]
-# A run that skips each step does not train. After `max_skips` in a row, 20 if you do not say, there is an error. Params
-# and state are as the last good step left them, to be saved or looked at.
+# A run that skips every step does not train. After `max_skips` skips in a row (default 20), the step raises an error.
+# Params and state are those of the last good step, so you can save or inspect them.
 
 # %%
 opt = jaxshard.zero2(training.optimizer, jaxshard.make_mesh())
@@ -445,8 +444,8 @@ place.cleanup()
 # %% [markdown]
 # ## Where to go next
 #
-# * **Hangs**: `jaxshard.guards.Watchdog` ends a process that takes no step for too long, with the stacks of all its
-#   threads. With several processes, one that dies ends the others within seconds, so that all can be started again.
-# * **The whole list**: the page on faults has more than 60 that were tried, each with the answer and the test.
-# * **Without code**: `jaxshard train` does all of this by itself, and `jaxshard ckpt verify DIR` reads a folder's
-#   checkpoints and names the leaf that is not what was saved.
+# * **Hangs**: `jaxshard.guards.Watchdog` ends a process that takes no step for too long, and prints the stacks of all
+#   its threads. With several processes, if one dies, the others end too, so that all can be restarted.
+# * **All faults**: the page "Tested faults" lists more than 80, each with its result.
+# * **Without code**: `jaxshard train` does all of this, and `jaxshard ckpt verify DIR` reads a folder's checkpoints and
+#   names each damaged leaf.

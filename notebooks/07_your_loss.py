@@ -18,13 +18,13 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxshard/jaxshard/blob/main/notebooks/07_your_loss.ipynb)
 #
 # With data parallelism each device computes the loss of its own rows, and the results are averaged. For some losses
-# that is not the loss of the whole batch, and nothing fails. Where jaxshard finds that, the loss sees all rows, and XLA
-# partitions it: that is right for any loss, and may send more.
+# this average is not the loss of the full batch, and no error appears. If jaxshard cannot prove that it is, the loss
+# sees all rows and XLA partitions it: this is correct for any loss, and may send more.
 #
-# Here are five losses for which averaging goes wrong: what jaxshard says of each, how the wrong numbers would look
-# (`loss_view="local"`), and the line or two that make averaging right.
+# This notebook has five losses for which averaging is wrong: jaxshard's message for each, the wrong numbers
+# (`loss_view="local"`), and the one or two lines that make averaging correct.
 #
-# It takes about a minute, on eight devices that are simulated on the CPU.
+# The notebook takes about a minute, on 8 simulated devices.
 
 # %%
 # On Colab: %pip install --quiet jaxshard matplotlib
@@ -47,7 +47,7 @@ plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.rig
 BLUE, RED, GREY = "#1b3a57", "#e4572e", "#bbbbbb"
 
 # %% [markdown]
-# ## Rows, and a loss that is right
+# ## A batch, and a correct loss
 #
 # The batch has 64 rows of four kinds, in the order in which a file might have them. So the eight devices see different
 # rows: two devices have kind 0 only, two have kind 1, and so on.
@@ -74,9 +74,9 @@ def mean_loss(params, batch):
 
 
 # %% [markdown]
-# jaxshard follows the rows through the traced loss, before anything is compiled. The last line of the layout says what
-# it found. `jaxshard.check` computes loss and gradients with the rows on other devices and in other orders, and
-# compares. We note how far the worst gradient is from that of one device.
+# jaxshard follows the rows through the traced loss, before anything is compiled. The last line of the layout has the
+# result. `jaxshard.check` computes loss and gradients with the rows on different devices and in different orders, and
+# compares. The code records the largest difference of a gradient from that of one device.
 
 # %%
 ERRORS = {}
@@ -92,7 +92,7 @@ def averaged(loss_fn, *args, batch=batch, opt=opt, **options):
 
 
 def assert_right(loss_fn, batch=batch):
-    """By default, on eight devices, the loss is that of one device, as it stands."""
+    """By default, the unchanged loss on eight devices equals that on one."""
     value, _ = jaxshard.value_and_grad(loss_fn, opt)(params, batch)
     one = loss_fn(params, batch)
     print(f"by default: {value:.4f} on eight devices, {one:.4f} on one")
@@ -113,8 +113,8 @@ assert report.ok
 # %% [markdown]
 # ## BatchNorm
 #
-# BatchNorm subtracts the mean of the rows, and each device would take that of its own. The verdict names the lines, and
-# has the cure.
+# BatchNorm subtracts the mean of the rows, and each device would use the mean of its own rows. The message names the
+# lines and the fix.
 
 
 # %%
@@ -138,30 +138,30 @@ assert "jax.lax.pmean" in text
 assert not report.ok
 
 # %% [markdown]
-# The cure averages the mean and the mean square over the devices. In flax it is `BatchNorm(axis_name="data")`.
+# The fix averages the mean and the mean square over the devices. In flax it is `BatchNorm(axis_name="data")`.
 
 
 # %%
-def normalized_together(h):
+def synchronized(h):
     mean, square = jax.lax.pmean((h.mean(0), (h**2).mean(0)), "data")
     return (h - mean) / jnp.sqrt(square - mean**2 + 1e-5)
 
 
-def cured_batchnorm_loss(params, batch):
-    return batchnorm_loss(params, batch, normalized=normalized_together)
+def fixed_batchnorm_loss(params, batch):
+    return batchnorm_loss(params, batch, normalized=synchronized)
 
 
-_, _, text = averaged(cured_batchnorm_loss)
+_, _, text = averaged(fixed_batchnorm_loss)
 assert text == ""
-assert checked("BatchNorm, cured", cured_batchnorm_loss).ok
+assert checked("BatchNorm, fixed", fixed_batchnorm_loss).ok
 
 # %% [markdown]
-# What comes out of the norm, of one feature. Where each device normalizes alone, the kinds cannot be told apart any
-# more: what made them differ has been subtracted.
+# One feature of the norm's output. If each device normalizes alone, the kinds are no longer distinguishable: their
+# difference has been subtracted.
 
 # %%
 outputs = {"one device": np.asarray(normalized(batch["x"] @ params["w"]))}
-for title, function in (("8 devices, each alone", normalized), ("8 devices, cured", normalized_together)):
+for title, function in (("8 devices, each alone", normalized), ("8 devices, fixed", synchronized)):
     alone = jaxshard.predict(lambda p, b, function=function: function(b["x"] @ p["w"]), opt, loss_view="local")
     outputs[title] = np.asarray(alone(params, batch))
 
@@ -179,13 +179,13 @@ plt.show()
 spread = {title: float(output[:, feature].reshape(KINDS, -1).mean(1).std()) for title, output in outputs.items()}
 print("spread of the kinds' means:", ", ".join(f"{title} {size:.2f}" for title, size in spread.items()))
 assert spread["8 devices, each alone"] < 1e-5 < 0.5 < spread["one device"]
-np.testing.assert_allclose(outputs["8 devices, cured"], outputs["one device"], atol=1e-4)
+np.testing.assert_allclose(outputs["8 devices, fixed"], outputs["one device"], atol=1e-4)
 
 # %% [markdown]
 # ## Contrastive losses
 #
-# InfoNCE asks which of all rows is a row's partner. A device that sees 8 rows asks among 8, which is a far easier
-# question: a model that knows nothing has a loss of log 8, not of log 64.
+# InfoNCE classifies which of all rows is a row's partner. A device that sees only 8 rows classifies among 8, which is
+# far easier: an untrained model has a loss of log 8, not of log 64.
 
 
 # %%
@@ -209,29 +209,29 @@ assert "jax.lax.all_gather" in text
 assert wrong < right - 1
 
 # %% [markdown]
-# The cure gathers one side. Each device then compares its 8 rows with all 64, and a row's partner is at its place among
-# all rows.
+# The fix gathers one side. Each device then compares its 8 rows with all 64, and a row's partner has the row's index in
+# the full batch.
 
 
 # %%
-def cured_infonce(params, batch):
+def fixed_infonce(params, batch):
     one, two = embedded(batch["x"], params["w"]), embedded(jnp.cos(batch["x"]), params["w"])
     similar = one @ jax.lax.all_gather(two, "data", tiled=True).T / 0.1
     return cross_entropy(similar, jax.lax.axis_index("data") * len(one) + jnp.arange(len(one))).mean()
 
 
-value, _, text = averaged(cured_infonce)
+value, _, text = averaged(fixed_infonce)
 print(f"the loss: {value:.3f} on eight devices")
 assert text == ""
 assert abs(value / right - 1) < 1e-5
-assert checked("InfoNCE, cured", cured_infonce).ok
+assert checked("InfoNCE, fixed", fixed_infonce).ok
 
 # %%
 similar = np.asarray(embedded(batch["x"], params["w"]) @ embedded(np.cos(batch["x"]), params["w"]).T)
 same_device = np.kron(np.eye(N), np.ones((ROWS // N, ROWS // N))) > 0
 fig, panels = plt.subplots(1, 2, figsize=(8, 3.9), layout="constrained", sharey=True)
 for axes, seen, title, colour in zip(
-    panels, (same_device, np.full_like(same_device, True)), ("each device alone", "cured"), (RED, BLUE), strict=True
+    panels, (same_device, np.full_like(same_device, True)), ("each device alone", "fixed"), (RED, BLUE), strict=True
 ):
     image = axes.imshow(np.where(seen, similar, np.nan), cmap="RdBu_r", vmin=-0.8, vmax=0.8)
     axes.hlines(np.arange(0, ROWS + 1, ROWS // N) - 0.5, -0.5, ROWS - 0.5, color=GREY, linewidth=0.6)
@@ -243,7 +243,7 @@ plt.show()
 # %% [markdown]
 # ## A sum
 #
-# The average of the devices' sums is the batch's sum divided by the number of devices. AdamW hides that, since it
+# The average of the devices' sums is the batch's sum divided by the number of devices. AdamW hides this, because it
 # divides by the gradient's size; clipping and SGD do not.
 
 
@@ -279,9 +279,9 @@ np.testing.assert_allclose(norms["the mean, times 64"], norms["the sum"][0], rto
 # %% [markdown]
 # ## Padding
 #
-# Rows of different lengths are padded, and the mean is over real tokens. Each device has another number of these, so
-# the mean of the devices' means gives tokens of short rows more weight. The rows here are sorted by length, as
-# loaders like to do.
+# Rows of different lengths are padded, and the mean is over real tokens. Devices have different numbers of these, so
+# the mean of the devices' means gives tokens of short rows more weight. The rows here are sorted by length, as many
+# loaders do.
 
 # %%
 LENGTH = 24
@@ -307,23 +307,23 @@ assert not checked("padding", padded_loss, padded).ok
 assert "weighted=True" in text
 
 # %% [markdown]
-# The cure leaves the division to jaxshard: with `weighted=True` the loss returns both sums, and they are added up over
-# all devices, and microbatches, before one is divided by the other.
+# The fix leaves the division to jaxshard: with `weighted=True` the loss returns both sums. jaxshard adds them over all
+# devices and microbatches, then divides.
 
 
 # %%
-def cured_padded_loss(params, batch):
+def fixed_padded_loss(params, batch):
     return token_losses(params, batch).sum(), batch["mask"].sum()
 
 
-value, _, text = averaged(cured_padded_loss, batch=padded, weighted=True)
+value, _, text = averaged(fixed_padded_loss, batch=padded, weighted=True)
 assert text == ""
-assert checked("padding, cured", cured_padded_loss, padded, weighted=True).ok
+assert checked("padding, fixed", fixed_padded_loss, padded, weighted=True).ok
 
 own = padded["mask"].reshape(N, -1).sum(1)  # real tokens of each device
 weights = {
     "each device alone": padded["mask"] / (N * np.repeat(own, ROWS // N)[:, None]),
-    "cured": padded["mask"] / padded["mask"].sum(),
+    "fixed": padded["mask"] / padded["mask"].sum(),
 }
 losses = np.asarray(token_losses(params, padded))
 for each, measured in zip(weights.values(), (wrong, value), strict=True):
@@ -343,8 +343,8 @@ plt.show()
 # %% [markdown]
 # ## Random numbers
 #
-# A key that the loss closes over is a constant of the program. Devices that average drop the same places then, each in
-# its rows, and at every step.
+# A key that the loss closes over is a constant of the program. In the local view, every device then drops the same
+# positions in its rows, at every step.
 
 # %%
 key = jax.random.key(0)
@@ -353,14 +353,14 @@ key = jax.random.key(0)
 def dropout_loss(params, batch, key=key):
     hidden = jnp.tanh(batch["x"] @ params["w"])
     kept = 2 * hidden * jax.random.bernoulli(key, 0.5, hidden.shape)
-    return cross_entropy(kept @ params["head"], batch["kind"]).mean(), kept  # which shows the mask
+    return cross_entropy(kept @ params["head"], batch["kind"]).mean(), kept  # this shows the mask
 
 
 _, _, text = averaged(lambda params, batch: dropout_loss(params, batch)[0])
 assert "Pass the key as a further argument" in text
 
 # %% [markdown]
-# The cure hands the key over as an argument, another one at each step. jaxshard folds the device's index into it.
+# The fix passes a new key at each step, as an argument. jaxshard folds the device's index into it.
 
 # %%
 drawn = jaxshard.predict(lambda params, batch: dropout_loss(params, batch)[1], opt, loss_view="local")
@@ -381,14 +381,15 @@ plt.show()
 parts = {title: mask.reshape(N, -1) for title, mask in masks.items()}
 assert (parts["closed over, any step"] == parts["closed over, any step"][0]).all()
 for step in (0, 1):
-    assert len(np.unique(parts[f"an argument, step {step}"], axis=0)) == N  # every device has a mask of its own
+    assert len(np.unique(parts[f"an argument, step {step}"], axis=0)) == N  # every device has its own mask
 assert (masks["an argument, step 0"] != masks["an argument, step 1"]).any()
 
 # %% [markdown]
-# ## Rules of your own
+# ## Custom derivatives
 #
-# A rule of your own for a gradient may do anything. `limited` changes nothing on the way forward, and limits the norm
-# of what comes back. jaxshard traces the rule too: it is not known to be one for each row, so the loss sees all rows.
+# A custom derivative may do anything. `limited` is the identity in the forward pass, and limits the norm of its
+# gradient in the backward pass. jaxshard traces the rule too: it cannot prove that each row's gradient depends on this
+# row only, so the loss sees all rows.
 
 
 # %%
@@ -419,8 +420,8 @@ one = jax.grad(limited_loss)(params, batch)
 np.testing.assert_allclose(jax.device_get(grads["w"]), one["w"], rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# In the local view each device would limit what it sees of its own rows. The numbers show it, so ask for the check once
-# with each loss that you run by `loss_view="local"`.
+# In the local view each device would limit the norm of its own rows' gradient. `jaxshard.check` detects this: call it
+# once for each loss that you run with `loss_view="local"`.
 
 # %%
 report = checked("custom gradient", limited_loss)
@@ -429,15 +430,15 @@ assert not report.ok
 assert "custom derivatives" in report.causes[0]
 
 # %% [markdown]
-# ## All of them
+# ## Errors before and after the fixes
 #
-# How far the worst gradient was from that of one device, before and after the cure. What is left is rounding.
+# The largest difference of a gradient from that of one device, before and after the fix. The rest is rounding.
 
 # %%
-ERRORS["sum, cured"] = ERRORS["mean over rows"]  # the mean of the same rows
+ERRORS["sum, fixed"] = ERRORS["mean over rows"]  # the mean of the same rows
 names = ("BatchNorm", "InfoNCE", "sum", "padding")
 _, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
-for shift, suffix, colour, label in ((-0.19, "", RED, "as one writes it"), (0.19, ", cured", BLUE, "cured")):
+for shift, suffix, colour, label in ((-0.19, "", RED, "as one writes it"), (0.19, ", fixed", BLUE, "fixed")):
     values = [ERRORS[name + suffix] for name in names]
     axes.barh(np.arange(len(names)) + shift, values, 0.36, color=colour, label=label)
     for y, value in enumerate(values):
@@ -452,13 +453,13 @@ axes.set(
 axes.invert_yaxis()
 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
-assert all(ERRORS[name] > 0.01 and ERRORS[f"{name}, cured"] < 1e-4 for name in names)
+assert all(ERRORS[name] > 0.01 and ERRORS[f"{name}, fixed"] < 1e-4 for name in names)
 
 # %% [markdown]
 # ## Where to go next
 #
-# * **Your loss is not here**: it is right as it stands. The guide to losses says what to write for the local view.
-# * **Batch statistics and other state**: return them as `aux`, and hand them to the next step as a further argument.
-#   The example with BatchNorm trains such a net.
-# * **In a test of your own**: `jaxshard.check(..., raises=True)` raises where a loss is wrong.
-# * **You mean it**: a BatchNorm with statistics of each device is a choice, too. Say `loss_view="local"`.
+# * **Any other loss**: it is correct unchanged. The page "Your loss" lists equivalent forms for the local view.
+# * **Batch statistics and other state**: return them as `aux`, and pass them to the next step as an extra argument, as
+#   in the example with BatchNorm.
+# * **In your own test**: `jaxshard.check(..., raises=True)` raises an error if averaging a loss is wrong.
+# * **On purpose**: if BatchNorm shall use the statistics of each device, pass `loss_view="local"`.

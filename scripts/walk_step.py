@@ -3,11 +3,12 @@
     python scripts/walk_step.py
 
 "First" is `place`, `init` and the step that compiles; "later" is a step that runs what was compiled. Counted are calls
-of Python functions, by the file that they stand in. docs/architecture.md has the list.
+of Python functions, by the file that contains them. docs/architecture.md has the list.
 """
 
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable
 
 import jax
@@ -60,4 +61,5 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     for name, modules in zip(("first", "later"), walk(), strict=True):
-        print(f"{name}: {len(modules)} modules: {' '.join(modules)}")
+        text = f"{name}: {len(modules)} modules: {' '.join(modules)}"
+        print(textwrap.fill(text, 90, subsequent_indent="  ", break_on_hyphens=False))

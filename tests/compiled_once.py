@@ -23,13 +23,13 @@ _MOST = 40 if AS_USERS_COMPILE else 200
 _FASTER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}  # half the time; jax 0.10
 
 
-def keep_programs() -> None:
-    """From now on, compiles each program once in this process; JAX still reports every compilation."""
+def keep_programs(most: int = _MOST) -> None:
+    """From now on, compiles each of `most` programs once in this process; JAX still reports every compilation."""
     _faster()  # asked now, since asking compiles
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import compiler
 
-        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load)
+        compiler.backend_compile_and_load = _kept(compiler.backend_compile_and_load, most)
 
 
 def compile_fast(yes: bool) -> None:
@@ -62,7 +62,7 @@ def _faster() -> dict[str, bool | int]:
     return {}
 
 
-def _kept(compile_program):
+def _kept(compile_program, most):
     programs: dict[bytes, Any] = {}  # the most recently used is last
 
     def compile_once(backend, module, devices, options, host_callbacks):
@@ -79,7 +79,7 @@ def _kept(compile_program):
         if program is None:
             program = compile_program(backend, module, devices, options, host_callbacks)
         programs[key] = program
-        if len(programs) > _MOST:
+        if len(programs) > most:
             programs.pop(next(iter(programs)))
         return program
 

@@ -1,12 +1,13 @@
 """Runs one page's Python blocks, in order and in one namespace, by sybil: `python -W error pages.py PAGE.md`.
 
-Each page runs in its own process, since its first block may choose the number of simulated devices. `BEFORE` defines
-names that a page leaves to its reader; `AFTER` asserts the page's promises.
+Each page runs in its own process, since its first block may choose the number of simulated devices; `WITHOUT_DEVICES`
+do not. `AFTER` asserts the page's promises.
 """
 
 import io
 import os
 import pathlib
+import signal
 import sys
 from contextlib import redirect_stdout
 
@@ -40,22 +41,11 @@ def simulate():
     jax.config.update("jax_num_cpu_devices", 8)
 
 
-def before_readme(names):
-    """The first block uses names that the second one imports."""
-    simulate()
-    import optax
-
-    import jaxshard
-
-    names.update(jaxshard=jaxshard, optax=optax, mesh=jaxshard.mesh.abstract_mesh(8))
-
-
 def readme(blocks, names):
     """The program has at most ten lines, learns on 8 devices, and prints the layout."""
     del names
-    one_line, ten_lines = blocks
+    (ten_lines,) = blocks
     assert len([line for line in ten_lines.parsed.splitlines() if line.strip()]) <= 10
-    run(one_line)
     printed = run(ten_lines)
     loss = float(printed.splitlines()[0])
     assert loss < 0.5, loss
@@ -63,45 +53,29 @@ def readme(blocks, names):
     assert "P('data',)" in printed
 
 
-def before_front_page(names):
-    simulate()
-    del names
-
-
 def front_page(blocks, names):
     """The README's ten lines."""
     del names
     (ten_lines,) = blocks
-    assert ten_lines.parsed == blocks_of(PAGES["README.md"])[1].parsed
+    assert ten_lines.parsed == blocks_of(PAGES["README.md"])[0].parsed
     assert float(run(ten_lines).splitlines()[0]) < 0.5
-
-
-def before_survive(names):
-    """The page continues the first page's training, with rows from `next_batch`."""
-    first = blocks_of(PAGES["docs/first_steps.md"])[0]
-    first.evaluate()
-    found = first.namespace
-
-    def next_batch(i):
-        if i == names["signal_at"]:
-            os.kill(os.getpid(), 15)
-        return found["jaxshard"].shard_batch(found["batch"], found["opt"])
-
-    names.update({name: found[name] for name in ("params", "state", "step", "opt")})
-    names.update(next_batch=next_batch, signal_at=249)
 
 
 def survive(blocks, names):
     """SIGTERM in step 250 makes the run save it; started again, it resumes there and runs to the end."""
-    import jax
-    import numpy as np
+    training, kept_run, copies = blocks
+    run(training)
+    next_batch = names["next_batch"]
 
-    kept_run, copies = blocks
+    def batch_and_signal(i):
+        if i == 249:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return next_batch(i)
+
+    names["next_batch"] = batch_and_signal
     run(kept_run)
     assert names["i"] == 250, names["i"]
-    fresh = jax.tree.map(np.zeros_like, names["params"])
-    names.update(params=names["opt"].place(fresh), signal_at=None)
-    names.update(state=names["opt"].init(names["params"]))
+    run(training)
     run(kept_run)
     assert names["i"] == 1000, names["i"]
     run(copies)
@@ -118,33 +92,11 @@ def plan(blocks, names):
     assert "is the fastest that fits" in printed
 
 
-def before_checkpoints(names):
-    simulate()
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import jaxshard
-
-    opt = jaxshard.zero1(optax.adam(1e-3), jaxshard.make_mesh(), min_shard_size=1)
-    params = opt.place({"w": jnp.ones((8, 16))})
-    state = opt.init(params)
-    template = {"params": params, "state": state, "step": 0}
-    names.update(step=700, params=params, state=state, template=template, jax=jax, opt=opt)
-
-
 def checkpoints(blocks, names):
     for block in blocks:
         run(block)
     assert names["step"] == names["tree"]["step"] == 700
     assert names["tree"]["params"]["w"].sharding == names["params"]["w"].sharding
-
-
-def before_multihost(names):
-    simulate()
-    import jaxshard
-
-    names.update(jaxshard=jaxshard)
 
 
 def multihost(blocks, names):
@@ -153,22 +105,12 @@ def multihost(blocks, names):
     assert names["mesh"].size == 8
 
 
-def before_memory(names):
-    simulate()
-    del names
-
-
 def memory(blocks, names):
     for block in blocks:
         run(block)
     base = names["placed"]["base"]["w"]
     assert base.dtype == "int8"
     assert base.addressable_shards[0].data.size == base.size // 8
-
-
-def before_doctor(names):
-    simulate()
-    del names
 
 
 def doctor(blocks, names):
@@ -203,14 +145,13 @@ def other(blocks, names):
         run(block)
 
 
-BEFORE = {
-    "README.md": before_readme,
-    "docs/index.md": before_front_page,
-    "docs/checkpoints.md": before_checkpoints,
-    "docs/multihost.md": before_multihost,
-    "docs/memory.md": before_memory,
-    "docs/doctor.md": before_doctor,
-    "docs/survive.md": before_survive,
+WITHOUT_DEVICES = {
+    "README.md",
+    "docs/index.md",
+    "docs/checkpoints.md",
+    "docs/survive.md",
+    "docs/multihost.md",
+    "docs/doctor.md",
 }
 AFTER = {
     "README.md": readme,
@@ -231,5 +172,6 @@ if __name__ == "__main__":
     found = blocks_of(PAGES[name])
     assert found, f"{name} has no Python block"
     space = found[0].namespace
-    BEFORE.get(name, lambda _: None)(space)
+    if name in WITHOUT_DEVICES:
+        simulate()
     AFTER.get(name, other)(found, space)

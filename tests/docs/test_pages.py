@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from compiled_once import fast_environment
-from pages import AFTER, BEFORE, PAGES, ROOT, blocks_of
+from pages import AFTER, PAGES, ROOT, WITHOUT_DEVICES, blocks_of
 
 from jaxshard.apps.config.config import Config
 from jaxshard.pipelining.timetable import Plan, chart
@@ -31,7 +31,7 @@ def test_page_runs(name, tmp_path):
 
 
 def test_pages_with_promises_have_blocks():
-    assert set(AFTER) | set(BEFORE) <= set(WITH_BLOCKS)
+    assert set(AFTER) | WITHOUT_DEVICES <= set(WITH_BLOCKS)
 
 
 def test_every_python_block_is_found():
