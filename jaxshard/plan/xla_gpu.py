@@ -15,7 +15,9 @@
 XLA would also delay products and start loops early; `platforms.backward` orders our programs to prevent that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from jax.lax import ConvDimensionNumbers
 
 from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.program import Block, Op, Value
@@ -130,10 +132,13 @@ def _pad(op: Op, padded: dict[Value, Value]) -> list[Op]:
 
 def _slice(op: Op) -> list[Op]:
     """The operation that slices the gradient of a convolution's input; none if the padding was even."""
-    numbers, (out,) = op.params["dimension_numbers"], op.outs
+    numbers: ConvDimensionNumbers = op.params["dimension_numbers"]
+    pads: Sequence[tuple[int, int]] = op.params["padding"]
+    strides: Sequence[int] = op.params["lhs_dilation"]
     dims = zip(numbers.out_spec[2:], numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    (out,) = op.outs
     shape = list(out.shape)
-    for (i, j, k), (before, _), stride in zip(dims, op.params["padding"], op.params["lhs_dilation"], strict=True):
+    for (i, j, k), (before, _), stride in zip(dims, pads, strides, strict=True):
         size = op.ins[1].shape[k]
         low = size - 1 - before
         least = size + stride * (op.ins[0].shape[j] - 1) - out.shape[i] - low  # of the padding at the end
