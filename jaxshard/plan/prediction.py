@@ -210,7 +210,7 @@ def block_of(traced: Jaxpr, specs: Sequence[P], setup: Setup) -> tuple[program.B
     if platform == "tpu":
         block = xla_tpu.as_on_tpu(block, setup.mesh.size, torus_dims(setup.mesh))
     if platform == "gpu":
-        block = xla_gpu.with_turned_kernels(block)
+        block = xla_gpu.as_for_cudnn(block)
     return block, platform
 
 

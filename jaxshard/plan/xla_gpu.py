@@ -8,15 +8,20 @@
 * An iteration copies its slice of a scanned array if a product or several kernels read it.
 * cuDNN needs a convolution's kernel in a different dim order than JAX. XLA transposes each kernel before its first
   convolution, and keeps the copy for the backward pass.
+* cuDNN needs equal padding on both sides, and no zeros between the input's elements. For another convolution, such as a
+  transposed one, XLA writes a padded copy of the input, which the kernel's gradient reads too. The gradient of the
+  input is a larger array, of which a slice is copied.
 
 XLA would also delay products and start loops early; `platforms.backward` orders our programs to prevent that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from jax.lax import ConvDimensionNumbers
 
 from jaxshard.plan.fusion import Fusion
 from jaxshard.plan.program import Block, Op, Value
-from jaxshard.programs.primitives import CONVERT, CONVOLUTION, FUSED, GATHERS, REDUCTIONS, REV
+from jaxshard.programs.primitives import CONVERT, CONVOLUTION, FUSED, GATHERS, PAD, REDUCTIONS, REV
 
 _LONGEST_ROW = 2**13  # elements that one thread block keeps
 
@@ -81,22 +86,67 @@ def copied_slices(fusion: Fusion, num_given: int) -> list[Value]:
     return [s for s, ops in by if len(ops) > 1 or any(op.name not in FUSED | REDUCTIONS for op in ops)]
 
 
-def with_turned_kernels(block: Block) -> Block:
-    """The block with a transposed copy of each convolution kernel, which the convolutions read instead."""
+def as_for_cudnn(block: Block) -> Block:
+    """The block with the copies that convolutions need: of kernels, transposed, and of inputs and gradients, padded."""
     transposed: dict[Value, Value] = {}
+    padded: dict[Value, Value] = {}  # input -> its copy
     made: dict[Value, Op] = {}
     ops: list[Op] = []
     for op in block.ops:
-        op.blocks = tuple(with_turned_kernels(inner) for inner in op.blocks)
-        kernel = _kernel(op, made)
+        op.blocks = tuple(as_for_cudnn(inner) for inner in op.blocks)
+        kernel, after = _kernel(op, made), list[Op]()
         if kernel is not None:
             if kernel not in transposed:
                 transposed[kernel] = Value(kernel.shape, kernel.dtype, kernel.spec, kernel.parts)
                 ops.append(Op("turned_copy", [kernel], [transposed[kernel]]))
+            is_forward = op.ins[1].root is kernel or any(stride > 1 for stride in op.params["window_strides"])
             op.ins = [op.ins[0], transposed[kernel], *op.ins[2:]]
+            ops += _pad(op, padded) if is_forward else []
+            after = [] if is_forward else _slice(op)
+        elif op.name == CONVOLUTION and op.ins[0].root in padded:
+            op.ins = [padded[op.ins[0].root], *op.ins[1:]]
         made |= dict.fromkeys(op.outs, op)
-        ops.append(op)
+        ops += [op, *after]
     return Block(block.ins, ops, block.outs)
+
+
+def _pad(op: Op, padded: dict[Value, Value]) -> list[Op]:
+    """The operation that pads a convolution's input, which the convolution reads instead; none if cuDNN pads it.
+
+    Args:
+      padded: inputs and their padded copies that the gradients of kernels read; it is added to.
+    """
+    x, config = op.ins[0], [(0, 0, 0)] * len(op.ins[0].shape)
+    dims, pads = op.params["dimension_numbers"].lhs_spec[2:], op.params["padding"]
+    for dim, (low, high), step in zip(dims, pads, op.params["lhs_dilation"], strict=True):
+        config[dim] = (low, high, step - 1)
+    if all(low == high >= 0 and not between for low, high, between in config):
+        return []
+    shape = [low + size + max(size - 1, 0) * gap + high for size, (low, high, gap) in zip(x.shape, config, strict=True)]
+    found = Value(shape, x.dtype, x.spec, x.parts)
+    op.ins = [found, *op.ins[1:]]
+    if all(min(low, high) == between == 0 for low, high, between in config):
+        padded[x.root] = found
+    return [Op(PAD, [x], [found], {"padding_config": config})]
+
+
+def _slice(op: Op) -> list[Op]:
+    """The operation that slices the gradient of a convolution's input; none if the padding was even."""
+    numbers: ConvDimensionNumbers = op.params["dimension_numbers"]
+    pads: Sequence[tuple[int, int]] = op.params["padding"]
+    strides: Sequence[int] = op.params["lhs_dilation"]
+    dims = zip(numbers.out_spec[2:], numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    (out,) = op.outs
+    shape = list(out.shape)
+    for (i, j, k), (before, _), stride in zip(dims, pads, strides, strict=True):
+        size = op.ins[1].shape[k]
+        low = size - 1 - before
+        least = size + stride * (op.ins[0].shape[j] - 1) - out.shape[i] - low  # of the padding at the end
+        shape[i] += max(least - low, low - (least + stride - 1), 0)
+    if tuple(shape) == out.shape:
+        return []
+    op.outs = [Value(shape, out.dtype, out.spec, out.parts)]
+    return [Op("sliced_copy", op.outs, [out])]
 
 
 def _kernel(op: Op, made: Mapping[Value, Op]) -> Value | None:

@@ -77,7 +77,7 @@ def _only_products(block: Block, fine: frozenset[Value]) -> set[Value]:
     read: set[Value] = set()
     found: set[Value] = set()
     for op in reversed(block.ops):
-        made = [out for out in op.outs if _is_single(out) and out in (read | fine) and out not in bad]
+        made = [out for out in op.outs if _is_single(out) and (out in read or out in fine) and out not in bad]
         inner: set[Value] = set()
         if op.name == SCAN:
             body, carries = op.blocks[0], op.split[1]

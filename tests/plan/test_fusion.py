@@ -162,3 +162,48 @@ def test_a_sum_in_a_loop_is_a_reduce_scatter_if_the_stack_is_cut_afterwards(carr
     (moved,) = (m for op in loop.blocks[0].ops for m in op.moved)
     assert (moved.kind, moved.bytes) == (kind, 16 * 24 * 4)
     assert found.outs[0].bytes == 3 * 16 * 24 * 4 // 8
+
+
+def convolution(size, stride, *, transposed=False):
+    """Name, input's shape and result's shape of a convolution of 8 x 8 images and its gradients, as XLA for GPU has
+    them, and of the copies of arrays that it makes for them."""
+    run = jax.lax.conv_transpose if transposed else jax.lax.conv_general_dilated
+
+    def loss(x, kernel):
+        y = run(jnp.tanh(x), kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.sum(jnp.sin(y))
+
+    gradients = jax.grad(loss, (0, 1))
+    ops = xla_gpu.as_for_cudnn(block(gradients, (2, 8, 8, 16), (size, size, 16, 32))).ops
+    kept = [op for op in ops if op.name in ("pad", "sliced_copy", "conv_general_dilated")]
+    return [(op.name.split("_")[0], op.ins[0].shape, op.outs[0].shape) for op in kept]
+
+
+def test_unevenly_padded_inputs_and_gradients_of_convolutions_are_copied():
+    """A 3 x 3 convolution of stride 2 on 128 x 128 images has arrays of 129 x 129 in the program compiled for H100."""
+    small, large, result = (2, 8, 8, 16), (2, 9, 9, 16), (2, 4, 4, 32)
+    assert convolution(3, 2) == [
+        ("pad", small, large),
+        ("conv", large, result),
+        ("conv", large, (3, 3, 16, 32)),
+        ("conv", result, large),
+        ("sliced", large, small),
+    ]
+
+
+@pytest.mark.parametrize(("size", "stride"), [(4, 2), (3, 1), (1, 1)])
+def test_evenly_padded_convolutions_copy_only_kernels(size, stride):
+    result = (2, 8 // stride, 8 // stride, 32)
+    gradients = [("conv", (2, 8, 8, 16), (size, size, 16, 32)), ("conv", result, (2, 8, 8, 16))]
+    assert convolution(size, stride) == [("conv", (2, 8, 8, 16), result), *gradients]
+
+
+def test_a_transposed_convolution_reads_a_copy_with_zeros_between_the_elements():
+    """One of 64 x 64 images (4 x 4, stride 2) reads 131 x 131 as compiled for H100; its gradients do not."""
+    spread, result = (2, 19, 19, 16), (2, 16, 16, 32)
+    assert convolution(4, 2, transposed=True) == [
+        ("pad", (2, 8, 8, 16), spread),
+        ("conv", spread, result),
+        ("conv", (2, 8, 8, 16), (4, 4, 16, 32)),
+        ("conv", result, (2, 8, 8, 16)),
+    ]

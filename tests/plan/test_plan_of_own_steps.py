@@ -20,6 +20,7 @@ from jaxshard.cli.plan.command import command
 from jaxshard.mesh import abstract_mesh
 
 MODULE = """
+    import warnings
     import jax, jax.numpy as jnp, numpy as np, optax, jaxshard
     from jax.sharding import PartitionSpec as P
 
@@ -52,6 +53,15 @@ MODULE = """
         opt = jaxshard.hybrid(optax.adam(1e-3), jaxshard.make_mesh(tensor=2), specs, zero=3)
         p = {"up": jnp.zeros((256, 512)), "down": jnp.zeros((512, 128))}
         return jaxshard.train_step(split, opt), p, batch()
+
+    def keeps_gathered():
+        def warns_of_rows(p, b):
+            if len(b["x"]) > 64:
+                warnings.warn("many rows")
+            return jnp.mean(jnp.tanh(jnp.tanh(b["x"] @ p["a"]) @ p["b"]) @ p["c"])
+
+        p = {"a": jnp.zeros((256, 4096)), "b": jnp.zeros((4096, 2048)), "c": jnp.zeros((2048, 2048))}
+        return jaxshard.train_step(warns_of_rows, jaxshard.zero3(optax.adam(1e-3))), p, batch()
 
     def for_64_rows():
         def fixed(p, b):
@@ -131,6 +141,15 @@ def test_model_axes_stay(planned):
 def test_a_loss_for_one_number_of_rows_has_no_largest_batch(planned):
     _, rows, *_ = planned("for_64_rows", "--machine", "h100:8")
     assert all(row["largest_batch"] is None for row in rows.values())
+
+
+def test_a_warning_is_about_the_users_rows_and_names_its_strategies(planned):
+    _, rows, _, err = planned("keeps_gathered", "--machine", "h100:8")
+    assert rows["zero3"]["largest_batch"] > 64
+    assert "many rows" not in err
+    assert "jaxshard plan: zero3: each device keeps up to" in err
+    *_, err = planned("keeps_gathered", "--machine", "h100:8", "--strategies", "own")
+    assert "jaxshard plan: each device keeps up to" in err
 
 
 def test_rows_and_fit(planned):

@@ -112,7 +112,7 @@ def refuse_options(words: Sequence[str], kind: type, what: str, but: Sequence[st
     """Raises a ValueError for an option of the reference model, other than those in `but`: `what` makes its own."""
     for name in (*options_of(kind), "data"):
         if is_given(words, name) and name not in but:
-            raise ValueError(f"--{name.replace('_', '-')} is the reference model's: {what} makes its own")
+            raise ValueError(f"--{name.replace('_', '-')} is for the reference model: {what} makes its own")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -150,10 +151,11 @@ class OwnStep:
         built = self.build(candidate, candidate.mesh(target))
         with blamed(self.what):
             prediction = predict(*built)
-        try:
-            largest = search.largest_batch(search.AnyRows(*built), target)
-        except Exception:  # of any type: it is the user's code, perhaps written for one number of rows
-            largest = None
+        with warnings.catch_warnings(action="ignore"):  # they are about other numbers of rows
+            try:
+                largest = search.largest_batch(search.AnyRows(*built), target)
+            except Exception:  # of any type: it is the user's code, perhaps written for one number of rows
+                largest = None
         return Row(candidate, prediction, target, largest)
 
     def build(self, candidate: Candidate, mesh: AnyMesh) -> Built:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from jaxshard.plan.choices import Candidate, Target
 from jaxshard.plan.search import Build, Built, Row
 from jaxshard.step.step import loss_of
 from jaxshard.system.text import seconds_in_words, size_in_words
+from jaxshard.system.users_lines import warn
 
 
 class Model(Protocol):
@@ -40,18 +42,24 @@ class Model(Protocol):
 
 
 def rows_of(model: Model, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:
-    """A row for each candidate, and why others are impossible.
+    """A row for each candidate, and why others are impossible; a warning names the candidates that it is about.
 
     Raises:
       ValueError: no candidate is possible.
     """
     rows: list[Row] = []
     refused: list[tuple[Candidate, ValueError]] = []
+    warned: dict[str, list[str]] = {}
     for candidate in wanted:
-        try:
-            rows.append(model.row(candidate, target))
-        except ValueError as error:
-            refused.append((candidate, error))
+        with warnings.catch_warnings(record=True, action="always") as found:
+            try:
+                rows.append(model.row(candidate, target))
+            except ValueError as error:
+                refused.append((candidate, error))
+        for text in dict.fromkeys(str(one.message) for one in found):
+            warned.setdefault(text, []).append(candidate.name)
+    for text, names in warned.items():
+        warn(text if len(names) == len(wanted) else f"{', '.join(names)}: {text}")
     if not rows:
         raise refused[0][1]
     return rows, [f"{candidate.name} is not possible: {error}" for candidate, error in refused]
