@@ -76,8 +76,7 @@ class Program:
 
         def flat(params, batch, args, scale, parts=None):
             with unshard.scaled_by(scale), recording(found, parts):
-                params = without_boxes(params)  # which would constrain shardings
-                return _normal_form(options.loss_fn(params, batch, *args), options)
+                return _normal_form(options.loss_fn(without_boxes(params), batch, *args), options)
 
         named_as(flat, options.loss_fn)
 
