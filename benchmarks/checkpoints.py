@@ -67,7 +67,7 @@ class Training:
         self.params, self.state = opt.place(start), opt.init(start)
         tokens = np.random.default_rng(0).integers(0, 256, (8, options.length + 1)).astype(np.int32)
         self.batch = jaxshard.shard_batch({"tokens": tokens}, opt)
-        self.step = jaxshard.train_step(model.loss, opt)
+        self.step = jaxshard.train_step(model.loss, opt, donate=True)
 
     @property
     def tree(self):

@@ -56,7 +56,7 @@ def main() -> None:
         for strategy in given.strategies.split(","):
             for tx in given.optimizers.split(","):
                 opt = getattr(jaxshard, strategy)(optimizer(tx), mesh)
-                step = jaxshard.train_step(lambda p, b, model=model: models.loss(model, p, b), opt)
+                step = jaxshard.train_step(lambda p, b, model=model: models.loss(model, p, b), opt, donate=True)
                 start = time.time()
                 found = jaxshard.aot.report(step.lower(params, opt.init(params), batch), machine)
                 peak, wire = found.peak_bytes / 1e6, found.wire_bytes / 1e6

@@ -91,7 +91,7 @@ def built(strategy: str, mesh: Mesh, rows: int) -> tuple[Any, ...]:
         opt.shardings(shapes).params,
     )
     batch = {"tokens": jax.ShapeDtypeStruct((rows, MODEL.sequence_length + 1), np.int32)}
-    return jaxshard.train_step(model.loss, opt), params, batch
+    return jaxshard.train_step(model.loss, opt, donate=True), params, batch
 
 
 def point(strategy: str, scaling: str, machine: jaxshard.aot.Machine, rows: int) -> Point:

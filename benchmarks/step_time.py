@@ -62,7 +62,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, 256, (options.rows, model.config.sequence_length + 1))
     batch = jaxshard.shard_batch({"tokens": tokens.astype(np.int32)}, opt)
 
-    ours = jaxshard.train_step(model.loss, opt)
+    ours = jaxshard.train_step(model.loss, opt, donate=True)
     theirs = idiomatic_step(model.loss, tx, shardings, mesh)
     runs = {name: (step, opt.place(start), opt.init(start)) for name, step in (("ours", ours), ("theirs", theirs))}
     times: dict[str, list[float]] = {"ours": [], "theirs": []}

@@ -6,11 +6,12 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
 from jaxshard.base.types import Tree, is_whole
 from jaxshard.layout.checks import check_flag
-from jaxshard.mesh import check_context
+from jaxshard.mesh import check_context, platform_of
 from jaxshard.optimizer.sharding import Setup
 
 
@@ -34,7 +35,7 @@ class LossOptions:
     differentiate: bool = True
     per_row: bool = False  # all of aux has the batch's rows (`predict`)
     loss_view: View = "auto"
-    donates: bool = True  # whether the step around it takes over params and state
+    donate: bool | None = True  # whether the step around it takes over params and state; None: see `donates`
 
     @property
     def facts(self) -> dict[str, object]:
@@ -42,6 +43,16 @@ class LossOptions:
         name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
         options = ("microbatches", "weighted", "has_aux", "loss_view")
         return {"loss": name, **{option: getattr(self, option) for option in options}}
+
+    @property
+    def donates(self) -> bool:
+        """Whether the step around it takes over params and state.
+
+        By default not on CPU devices, where JAX crashes the process if a donated array is used in another `jit`.
+        """
+        if self.donate is not None:
+            return self.donate
+        return isinstance(self.setup.mesh, AbstractMesh) or platform_of(self.setup.mesh) != "cpu"
 
     @property
     def is_meant(self) -> bool:

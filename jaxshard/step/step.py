@@ -55,7 +55,7 @@ def train_step(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
-    donate: bool = True,
+    donate: bool | None = None,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
     compiler_options: Mapping[str, Value] | None = None,
@@ -65,7 +65,8 @@ def train_step(
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are
-      deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid.
+        deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid. None: yes, but not on CPU devices,
+        where JAX crashes the process if a donated array is used in another `jit`.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is
@@ -99,13 +100,13 @@ def train_step(
         raise ValueError(
             "train_step: loss scaling skips steps that overflow, but max_skips=None forbids skipping; leave one out"
         )
-    check_flag("train_step", "donate", donate)
+    check_flag("train_step", "donate", donate is None or donate)
     options = LossOptions(
-        loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donates=donate
+        loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donate=donate
     )
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
-    return TrainStep(LossFunction(options), donate, extra, max_skips, given)
+    return TrainStep(LossFunction(options), extra, max_skips, given)
 
 
 class TrainStep:
@@ -114,16 +115,9 @@ class TrainStep:
     `with train_step(...) as step:` closes it at the end.
     """
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        donate: bool,
-        extra: ExtraFn | None,
-        max_skips: int | None,
-        given: dict[str, Value],
-    ):
+    def __init__(self, loss: LossFunction, extra: ExtraFn | None, max_skips: int | None, given: dict[str, Value]):
         self._loss, self._setup, self._given = loss, loss.setup, given
-        self.donate, self._extra, self._max_skips = donate, extra, max_skips
+        self._extra, self._max_skips = extra, max_skips
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
@@ -149,6 +143,11 @@ class TrainStep:
             self.close()
         else:
             self._interrupts.release()
+
+    @property
+    def donate(self) -> bool:
+        """Whether a step takes over the memory of params and state."""
+        return self._loss.options.donates
 
     def close(self) -> None:
         """Waits for the last step, and warns if it was skipped; otherwise the end of the program does.
@@ -297,4 +296,4 @@ def with_setup(step: TrainStep, setup: Setup, microbatches: int | None = None) -
     """The same step under another strategy or mesh; None: with as many microbatches."""
     options = step._loss.options
     options = dataclasses.replace(options, setup=setup, microbatches=microbatches or options.microbatches)
-    return TrainStep(LossFunction(options), step.donate, step._extra, step._max_skips, step._given)
+    return TrainStep(LossFunction(options), step._extra, step._max_skips, step._given)

@@ -156,7 +156,9 @@ def ours(name: str, task: Task, max_skips: int | None = 20, loss_view: Any = "au
     def loss(params: Tree, batch: Tree) -> jax.Array:
         return models.loss(task.model, params, batch)
 
-    run = jaxshard.train_step(loss, opt, microbatches=task.microbatches, max_skips=max_skips, loss_view=loss_view)
+    run = jaxshard.train_step(
+        loss, opt, microbatches=task.microbatches, loss_view=loss_view, donate=True, max_skips=max_skips
+    )
     by_rows = jax.sharding.NamedSharding(task.mesh, jax.sharding.PartitionSpec("data"))
     return Step(
         lower=lambda: run.lower(params, state, batch),

@@ -46,6 +46,7 @@ def make_step(config: Config, model: LanguageModel, opt: ShardedOptimizer) -> Tr
         opt,
         microbatches=sharding.microbatches,
         loss_view=sharding.loss_view,
+        donate=True,
         max_skips=config.train.max_skips,
     )
 
