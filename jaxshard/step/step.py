@@ -247,7 +247,6 @@ class TrainStep:
             check_may_be_skipped(settled.binding)
         compilers.check_known("train_step", setup.mesh, self._given)
         before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
-        batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         trees = (setup.trained(params), settled.state)
         run = jax.jit(
             self._step,
@@ -256,7 +255,7 @@ class TrainStep:
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
-        return Program(run, wanted, before, batch, Names(of_params, of_state))
+        return Program(run, wanted, before, NamedSharding(setup.mesh, P(setup.batch_axes)), Names(of_params, of_state))
 
     @collector_at_rest()
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:
