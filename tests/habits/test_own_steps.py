@@ -149,7 +149,7 @@ def test_new_params_that_another_loss_takes_whole_come_back_at_rest(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("jit", [jax.jit, lambda run: run])
 def test_steps_under_vmap_are_those_of_each_seed(strategy, jit, count_compilations):
-    """Also without `jit`, where a step whose operations ran one by one would take minutes."""
+    """Also without `jit`, where the step is one program, too."""
     opt = wrapped(strategy, optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)))
     step = jaxshard.train_step(loss_fn, opt)
     seeds = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
