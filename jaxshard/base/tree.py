@@ -183,6 +183,11 @@ def is_traced(*trees: Tree) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
+def is_staged() -> bool:
+    """Whether operations are recorded, as under `jit`, and not run one by one, as under `vmap` or `grad` alone."""
+    return is_traced(jnp.add(0.0, 0.0))
+
+
 def is_key(x: Tree) -> bool:
     """Whether this is an array of typed PRNG keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

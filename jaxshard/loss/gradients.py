@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of
+from jaxshard.base.tree import check_alive, is_staged, is_traced, named_leaves, path_of
 from jaxshard.base.types import T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
@@ -79,7 +79,8 @@ class LossFunction:
         """As `_traced`; raises a TypeError with the cure if it is differentiated in forward mode."""
         args = global_view.lying_anywhere(args, self.setup.mesh)
         try:
-            return self._traced(params, batch, *args)
+            # Operation by operation, as under `vmap` alone, a shard_map is slow.
+            return (self._traced if is_staged() else self._jitted)(params, batch, *args)
         except TypeError as error:
             if not any(words in str(error) for words in ("custom_vjp function", "'Unhashable'")):
                 raise

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_traced, named_leaves, path_of, shape_of, shapes_of
+from jaxshard.base.tree import check_alive, is_staged, is_traced, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.layout.checks import check_flag
@@ -122,6 +122,7 @@ class TrainStep:
         self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
         self._verdicts = Verdicts(max_skips, self._setup.config.loss_scale)
+        self._transformed = jax.jit(self._step, compiler_options=self.compiler_options)  # as in `LossFunction`
 
     def __repr__(self) -> str:
         return "\n".join(f"{name:<12}  {value}" for name, value in self._facts())
@@ -172,7 +173,7 @@ class TrainStep:
         check_arguments(args, batch, self._loss.options)
         unknown = {"params": params, "state": state} if known is None else {}
         if is_traced(unknown, batch, args):
-            return self._step(params, state, batch, *args)
+            return (self._step if is_staged() else self._transformed)(params, state, batch, *args)
         check_has_devices("train_step", self._setup.mesh)
         for what, tree in {**unknown, "batch": batch, "argument": args}.items():
             check_alive(f"train_step: {what}", tree)
@@ -245,7 +246,6 @@ class TrainStep:
             check_may_be_skipped(settled.binding)
         compilers.check_known("train_step", setup.mesh, self._given)
         before, after = (setup.state_shardings(setup.with_state(params, tree)) for tree in (shapes, settled.state))
-        batch = NamedSharding(setup.mesh, P(setup.batch_axes))
         trees = (setup.trained(params), settled.state)
         run = jax.jit(
             self._step,
@@ -254,7 +254,7 @@ class TrainStep:
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
-        return Program(run, wanted, before, batch, Names(of_params, of_state))
+        return Program(run, wanted, before, NamedSharding(setup.mesh, P(setup.batch_axes)), Names(of_params, of_state))
 
     @collector_at_rest()
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:

@@ -14,7 +14,8 @@ from jaxshard.apps.config.config import Config
 from jaxshard.pipelining.timetable import Plan, chart
 
 RUNNER = ROOT / "tests" / "docs" / "pages.py"
-WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name != "docs/recipes.md"]  # tests/habits
+RECIPES = {"docs/recipes.md", "docs/recipes_algorithms.md"}  # which tests/habits runs
+WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name not in RECIPES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "configs|examples|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
 NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./]+)`")

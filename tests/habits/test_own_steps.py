@@ -33,9 +33,9 @@ def one_device(tx, batches=BATCHES, **extra):
     return params
 
 
-def wrapped(strategy, tx):
+def wrapped(strategy, tx, **options):
     mesh = jaxshard.make_mesh(replica=2 if strategy == "hsdp" else 1, devices=jax.devices()[:4])
-    return getattr(jaxshard, strategy)(tx, mesh, min_shard_size=1)
+    return getattr(jaxshard, strategy)(tx, mesh, min_shard_size=1, **options)
 
 
 def by_scan(one_step, params, state, batches):
@@ -147,15 +147,59 @@ def test_new_params_that_another_loss_takes_whole_come_back_at_rest(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_under_vmap_are_those_of_each_seed(strategy):
-    opt = wrapped(strategy, optax.adamw(0.1))
+@pytest.mark.parametrize("jit", [jax.jit, lambda run: run])
+def test_steps_under_vmap_are_those_of_each_seed(strategy, jit, count_compilations):
+    """Also without `jit`, where the step is one program, too."""
+    opt = wrapped(strategy, optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)))
     step = jaxshard.train_step(loss_fn, opt)
     seeds = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
-    run = jax.jit(jax.vmap(lambda params, x: step(params, opt.init(params), x)[0], (0, None)))
-    got = run(seeds, BATCHES[0])
+    state = jax.jit(jax.vmap(opt.init))(seeds)
+    run = jit(jax.vmap(lambda params, state, x: step(params, state, x)[:2], (0, 0, None)))
+    got, after = run(seeds, state, BATCHES[0])
     for i in range(2):
         params = jax.tree.map(lambda x, i=i: x[i], seeds)
         close(jax.tree.map(lambda x, i=i: x[i], got), step(opt.place(params), opt.init(params), BATCHES[0])[0])
+    got, after = run(got, after, BATCHES[1])
+    assert count_compilations(run, got, after, BATCHES[2])[0] == 0
+
+
+def test_gradients_under_vmap_alone_are_those_of_each_seed(count_compilations):
+    grads_of = jaxshard.value_and_grad(loss_fn, wrapped("zero2", optax.adamw(0.1)))
+    seeds = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    run = jax.vmap(grads_of, (0, None))
+    run(seeds, BATCHES[1])
+    count, got = count_compilations(run, seeds, BATCHES[0])
+    assert count == 0
+    close(got, jax.vmap(jax.value_and_grad(loss_fn), (0, None))(seeds, BATCHES[0]))
+
+
+def to_target(params, x, target):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - jnp.tanh(x @ target["w"]) @ target["v"] - 1) ** 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_target_keeps_the_layout_of_the_params(strategy):
+    """As a further argument and as a frozen part of the params: the same numbers."""
+    tx, ema = optax.adamw(0.1), optax.ema(0.9)
+    opt = wrapped(strategy, tx)
+    follow = jax.jit(lambda params, target: optax.incremental_update(params, target, 0.5))
+    params = opt.place(PARAMS)
+    target, state, average = jax.tree.map(jnp.copy, params), opt.init(params), ema.init(params)
+    step = jaxshard.train_step(to_target, opt)
+    for x in BATCHES:
+        params, state, _ = step(params, state, x, target)
+        target, average = follow(params, target), jax.jit(ema.update)(params, average)[1]
+    for tree in (target, average.ema):
+        assert_at_rest(opt, tree)
+
+    opt = wrapped(strategy, tx, frozen=["^target/"])
+    both = opt.place({"net": PARAMS, "target": PARAMS})
+    state, step = opt.init(both), jaxshard.train_step(lambda both, x: to_target(both["net"], x, both["target"]), opt)
+    for x in BATCHES:
+        both, state, _ = step(both, state, x)
+        both["target"] = follow(both["net"], both["target"])
+    assert_at_rest(opt, both)
+    close(both, {"net": params, "target": target})
 
 
 @pytest.mark.parametrize("offset", [0, 4])

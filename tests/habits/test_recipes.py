@@ -8,10 +8,14 @@ import numpy as np
 import one_device
 import pytest
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-BEGIN, *_ = BLOCK.findall(PAGE)
-RECIPES = {title: BLOCK.findall(text)[0] for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M)}
+BEGIN, RECIPES, MORE = {}, {}, {}  # by title: the page's first block, the recipe, and the blocks after it
+for page in ("recipes.md", "recipes_algorithms.md"):
+    text = (DOCS / page).read_text()
+    for title, section in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", text, re.M):
+        RECIPES[title], *MORE[title] = BLOCK.findall(section)
+        BEGIN[title] = BLOCK.search(text)[1]
 RESULTS = {
     "flax.nnx, with nnx.Optimizer": "nnx.state(model), nnx.state(optimizer)",
     "flax.nnx, with BatchNorm, experts and train_step": "params, state, nnx.filter_state(rest, nnx.BatchStat)",
@@ -21,6 +25,8 @@ RESULTS = {
     "equinox, with BatchNorm and train_step": "params, state, norms",
     "haiku": "params, state, norms",
     "Several networks: GAN, actor and critic": "generator, discriminator, states",
+    "DQN with a target network, or an average of the params": "params, state, target, average",
+    "DCGAN with BatchNorm, in equinox": "g, d, g_state, d_state, g_norms, d_norms",
 }
 
 
@@ -31,10 +37,10 @@ def for_one_device(code):
     return re.sub(r"^( *).*  # was: (.*)$", r"\1\2", code, flags=re.M)
 
 
-def results_of(title, code):
+def results_of(title, *blocks):
     space = {"one_device": one_device}
-    exec(compile(BEGIN, "the first block", "exec"), space)
-    exec(compile(code, title, "exec"), space)
+    for code in (BEGIN[title], *blocks):
+        exec(compile(code, title, "exec"), space)
     found = jax.tree.leaves(eval(RESULTS.get(title, "params, state"), space))
     return [
         np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in found
@@ -51,6 +57,13 @@ def test_recipe(title):
 @pytest.mark.parametrize("title", RECIPES)
 def test_recipe_under(title, strategy):
     compare(title, [strategy])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("title", [title for title, blocks in MORE.items() if blocks])
+def test_the_blocks_after_a_recipe_run(title, strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results_of(title, RECIPES[title].replace("jaxshard.zero2", f"jaxshard.{strategy}"), *MORE[title])
 
 
 WITH_MASKS = [title for title, code in RECIPES.items() if "Dropout(" in code and "jaxshard.train_step(" in code]
