@@ -79,7 +79,6 @@ class LossFunction:
         """As `_traced`; raises a TypeError with the cure if it is differentiated in forward mode."""
         args = global_view.lying_anywhere(args, self.setup.mesh)
         try:
-            # Operation by operation, as under `vmap` alone, a shard_map is slow.
             return (self._traced if is_staged() else self._jitted)(params, batch, *args)
         except TypeError as error:
             if not any(words in str(error) for words in ("custom_vjp function", "'Unhashable'")):
