@@ -69,6 +69,13 @@ MODULE = """
 
         return jaxshard.train_step(fixed, jaxshard.zero1(optax.sgd(1e-3)), loss_view="local"), params(), batch()
 
+    def loops_until_still():
+        def settle(p, b):
+            h = jax.lax.while_loop(lambda h: jnp.abs(h).max() > 1, lambda h: jnp.tanh(h @ p["out"]), b["y"])
+            return jnp.mean(jax.lax.stop_gradient(h) @ p["out"])
+
+        return jaxshard.train_step(settle, jaxshard.zero1(optax.sgd(1e-3))), {"out": jnp.zeros((128, 128))}, batch()
+
     def bad():
         return 3
 
@@ -189,6 +196,12 @@ def test_what_is_wrong_is_named(planned, function, options, said):
     assert status == 2
     assert len(err.strip().splitlines()) == 1
     assert re.search(said, err), err
+
+
+def test_a_while_loop_counts_once_and_that_is_said(planned):
+    _, _, out, _ = planned("loops_until_still", "--machine", "h100:8", "--strategies", "own")
+    assert "A while loop counts as one iteration" in out
+    assert "while loop" not in planned("build", "--machine", "h100:8", "--strategies", "own")[2]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])

@@ -66,14 +66,21 @@ def rows_of(model: Model, wanted: Sequence[Candidate], target: Target) -> tuple[
 
 
 def uncounted(rows: Sequence[Row]) -> list[str]:
-    """A note about kernels whose arithmetic is unknown."""
+    """Notes about kernels whose arithmetic is unknown, and about while loops, whose number of iterations is."""
     names = dict.fromkeys(name for row in rows for name in row.prediction.costs.uncounted)
-    if not names:
-        return []
-    return [
-        f"Unknown operation counts: {', '.join(names)}. The least times do not include them; give a Pallas kernel a "
-        "cost_estimate."
-    ]
+    notes = [] if all(row.prediction.costs.trips_known for row in rows) else [_LOOPS]
+    if names:
+        notes.append(
+            f"Unknown operation counts: {', '.join(names)}. The least times do not include them; give a Pallas kernel "
+            "a cost_estimate."
+        )
+    return notes
+
+
+_LOOPS = (
+    "A while loop counts as one iteration, as its number is unknown: times and traffic are higher if it runs more. Use "
+    "lax.scan or fori_loop with a fixed number to plan all iterations."
+)
 
 
 def verdict(rows: Sequence[Row]) -> str:
