@@ -729,3 +729,13 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_planned(capsys
         status, _, err = run_plan(capsys, *TINY, "--machine", "h100:2x8", option, str(path))
         assert status == 2
         assert f"{option} {path}: " in err
+
+
+def test_a_configuration_for_another_number_of_devices_is_left_out_of_the_comparison(capsys):
+    status, out, err = run_plan(capsys, "hsdp", *TINY, "--machine", "h100:1")
+    assert (status, "hsdp" in out) == (0, False)
+    assert "hsdp's own mesh is left out" in err
+    assert "--sharding.replica 2 do not make 1 devices" in err
+    status, out, err = run_plan(capsys, "hsdp", *TINY, "--machine", "h100:1", "--sharding.replica", "3")
+    assert (status, out) == (2, "")
+    assert "--sharding.replica 3 do not make 1 devices" in err

@@ -1,10 +1,12 @@
 """What a newcomer does in the first hour: mistakes that have a name, defaults, and results shown in a notebook."""
 
 import html.parser
+import itertools
 import os
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +150,7 @@ def test_results_show_their_tables():
     assert "bytes per device" in layout._repr_html_()
     facts = dict(row for row in Cells(step._repr_html_()).rows if len(row) == 2)
     assert facts | {"programs": "0"} == facts
-    assert (facts["microbatches"], facts["donate"]) == ("2", "True")
+    assert (facts["microbatches"], facts["donate"]) == ("2", "False")
     assert "zero2(" in repr(step)
     step(opt.place(params()), opt.init(params()), ROWS)
     assert "programs      1" in repr(step)
@@ -160,3 +162,47 @@ def test_a_report_shows_its_table():
     assert repr(report) == str(report)
     assert len(Cells(report._repr_html_()).rows) == 1 + len(report.differences)
     assert "The loss is a mean over rows" in report._repr_html_()
+
+
+@pytest.mark.parametrize("order", [p for p in itertools.permutations("psb") if p != ("p", "s", "b")], ids="".join)
+def test_swapped_arguments_of_a_step_are_named(order):
+    opt = jaxshard.zero2(TX)
+    given = {"p": opt.place(params()), "s": opt.init(params()), "b": ROWS}
+    with pytest.raises(TypeError, match=r"train_step: the arguments are swapped.*write step\(params, state, batch\)"):
+        jaxshard.train_step(loss, opt)(*(given[name] for name in order))
+
+
+def test_by_default_a_step_donates_but_not_on_cpu():
+    abstract = jaxshard.zero2(TX, abstract_mesh(8, platform="tpu", device_kind="v5e"))
+    opt = jaxshard.zero2(TX)
+    assert jaxshard.train_step(loss, abstract).donate
+    step = jaxshard.train_step(loss, opt)
+    assert not step.donate
+    assert jaxshard.train_step(loss, opt, donate=True).donate
+    p, s = opt.place(params()), opt.init(params())
+    first, again = (step(p, s, ROWS)[0] for _ in range(2))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((p, s)))
+    chex.assert_trees_all_equal(first, again)
+
+
+def test_errors_while_the_loss_is_traced_name_the_users_function_and_arguments():
+    def decides(p, batch):
+        return loss(p, batch) if loss(p, batch) > 0 else 0.0
+
+    opt = jaxshard.zero2(TX)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jaxshard.train_step(decides, opt)(opt.place(params()), opt.init(params()), ROWS)
+    assert f"the function decides at {__file__}" in str(error.value)
+    assert "params['w']" in str(error.value)
+    assert "leaves" not in str(error.value)
+
+
+def test_an_optimizers_attributes_cannot_be_set():
+    opt = jaxshard.zero2(TX)
+    with pytest.raises(AttributeError, match=r"learning_rate cannot be set.*inject_hyperparams"):
+        opt.learning_rate = 1e-4
+
+
+def test_an_optimizer_that_was_not_called_is_named():
+    with pytest.raises(TypeError, match=r"got function: .*call it: adamw\(...\)"):
+        jaxshard.zero2(optax.adamw)
