@@ -24,7 +24,7 @@ from jaxshard.loss.params.lookup import Lookup, exchanged, in_global_view, is_cu
 from jaxshard.loss.params.unshard import AtFirstUse, Sharded, Value, deferred
 from jaxshard.loss.per_device import DeviceLoss, Index, LossPlan
 from jaxshard.programs.jaxprs import axes_of_equation, equations, open_jaxpr
-from jaxshard.programs.primitives import CONSTRAINT, UNPARTITIONED
+from jaxshard.programs.primitives import CASTS, CONSTRAINT, UNPARTITIONED
 from jaxshard.programs.questions import variables_that_depend
 from jaxshard.programs.rerun import followed
 from jaxshard.programs.rows.verdict import RowsWarning
@@ -228,8 +228,8 @@ def why_global(plan: LossPlan) -> str:
     Also "" for a loss that XLA cannot partition, or that names axes of the mesh: its author has the local view in mind.
     """
     verdict, program = plan.program.verdict, plan.program.jaxpr
-    if verdict.alone or plan.options.setup.config.rows == "mixed" or written_for_parts(program):
-        return ""
+    if verdict.alone or plan.options.setup.config.rows == "mixed" or written_for_parts(program, but=CASTS):
+        return ""  # JAX itself casts types over axes; if the user did, the loss cannot be traced in the global view
     if verdict.in_microbatches:  # which are the same in the global view
         return ""
     own = f'{verdict.unknown}. If it is a mean over rows, pass loss_view="local".'
@@ -251,10 +251,13 @@ def has_pipeline(plan: LossPlan) -> bool:
     return uses.defers(plan.program.jaxpr)
 
 
-def written_for_parts(jaxpr: Jaxpr) -> str:
-    """Why a traced loss has to run on each device's rows, with the user's line; "" if it need not."""
+def written_for_parts(jaxpr: Jaxpr, but: frozenset[str] = frozenset()) -> str:
+    """Why a traced loss has to run on each device's rows, with the user's line; "" if it need not.
+
+    Operations in `but` may name axes.
+    """
     for eqn in equations(jaxpr):
-        axes = axes_of_equation(eqn)
+        axes = axes_of_equation(eqn) if eqn.primitive.name not in but else []
         if deferred(eqn) is not None:
             return _at_line("it has a pipeline", eqn)
         if axes:

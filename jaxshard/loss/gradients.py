@@ -121,7 +121,8 @@ class LossFunction:
         try:
             plan = self._plan_in("local", *inputs)
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
-            if view != "auto" or self.options.checked or isinstance(error, PartsError):
+            parts = axes_of(self.setup.layout(inputs[0]).param_specs) - {*self.setup.batch_axes}  # of params
+            if view != "auto" or (self.options.checked and parts) or isinstance(error, PartsError):
                 raise
             why = f"on one device's rows it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             try:

@@ -15,8 +15,10 @@ from jaxshard.layout.layout import Layout, Shardings, check_arrays, warn_if_one_
 from jaxshard.layout.options import Config
 from jaxshard.mesh import axes_in_words, check_context, check_has_devices, make_mesh
 from jaxshard.optimizer import state as states
+from jaxshard.optimizer.inner import examples
 from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.local.local_view import local_update
+from jaxshard.optimizer.precision import ShardedState
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.update import advance
 from jaxshard.programs import jaxprs
@@ -37,6 +39,7 @@ class _Methods:
         setup, whole = self.setup, updates if params is None else params
         check_context("update", setup.mesh)
         updates, params = setup.trained(updates), None if params is None else setup.trained(params)
+        setup, updates, extra = _with_examples(setup, updates, state, params, extra)
         if params is not None:
             check_arrays(fast(params))
             check_same_structure("update: the gradients", fast(updates), fast(params), "parameter")
@@ -57,6 +60,26 @@ class _Methods:
         return setup.with_frozen(updates, whole, _no_change), state
 
 
+def _with_examples(
+    setup: Setup, grads: Tree, state: Tree, params: Tree | None, extra: dict[str, Tree]
+) -> tuple[Setup, Tree, dict[str, Tree]]:
+    """(setup, grads, extra), with gradients of each example as a further argument of the inner optimizer.
+
+    Raises:
+      ValueError: there are such gradients inside a shard_map over the batch axes.
+    """
+    if states.is_local(setup):
+        if params is not None and examples.are_of_each_example(grads, params):
+            raise ValueError(
+                f"update: {setup.config.strategy} got the gradients of each example inside a shard_map, where a device "
+                "has only its own examples; call update outside shard_map, in jax.jit"
+            )
+        return setup, grads, extra
+    plain = state.inner if isinstance(state, ShardedState) else state
+    inner, grads, extra = examples.as_argument(setup.inner, grads, plain, params, extra)
+    return setup if inner is setup.inner else dataclasses.replace(setup, inner=inner), grads, extra
+
+
 def _no_change(frozen: Tree) -> jax.Array:
     """The zero update of a frozen leaf, for `optax.apply_updates`."""
     return jnp.zeros((), frozen.dtype)
@@ -71,6 +94,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
       all work; abstract ones give abstract state with its shardings.
     * `update(updates, state, params=None, **extra)`: takes global arrays under any sharding; the updates are laid out
       as the params are. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
+      For `optax.contrib.dpsgd` it takes the gradients of each example, of shape (examples, *shape), under any sharding.
     """
 
     @property

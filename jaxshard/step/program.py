@@ -229,7 +229,8 @@ def _warn(names: tuple[str, ...]) -> None:
         f"train_step: further argument {position}{': ' + '/'.join(rest) if rest else ''} is the same random key at "
         "every call, so that every step draws the same numbers (dropout masks). Pass another key at each step, such as "
         'jax.random.fold_in(key, i); or, if the loss returns its random state as aux, hand metrics["aux"] to the next '
-        'step. To keep the same numbers on purpose, pass loss_view="local"'
+        'step. To keep the same numbers on purpose, ignore this warning: warnings.filterwarnings("ignore", '
+        '".*same random key")'
     )
 
 

@@ -176,6 +176,21 @@ def test_several_microbatches_have_keys_of_their_own():
     assert len(np.unique(drawn)) == drawn.size
 
 
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@pytest.mark.parametrize("name", NO_MEANS[::8])
+@pytest.mark.filterwarnings("ignore:.*do the same work")
+def test_an_axis_that_nothing_uses_changes_nothing(name, axis):
+    case, params, batch = CASES[name], weights(), batch_of(ROWS)
+    opt = jaxshard.zero3(optax.sgd(0.1), jaxshard.make_mesh(**{axis: 2}), min_shard_size=1)
+    f = jaxshard.value_and_grad(case.loss, opt, weighted=case.weighted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxshard.RowsWarning)
+        value, grads = f(params, jaxshard.shard_batch(batch, opt))
+    expected = on_one_device(case, params, batch, 1)
+    rtol = 1e-6 if name == "attention_of_jax" else 1e-10  # it computes in float32
+    assert_trees_all_close((value, jax.device_get(grads)), jax.device_get(expected), rtol=rtol, atol=1e-3 * rtol)
+
+
 def test_a_loss_for_each_devices_rows_has_no_global_view():
     def named(p, b):
         return jax.lax.pmean(jnp.mean((b["x"] @ p["w"]) ** 2), "data")

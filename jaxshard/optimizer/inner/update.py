@@ -54,6 +54,14 @@ def update(
       TypeError: the optimizer lacks an argument that it needs, or does not return (updates, state).
       ValueError: the updates do not fit the params.
     """
+    updates, state = called(inner, grads, state, params, extra)
+    return _fitting(updates, grads if params is None else params), state
+
+
+def called(
+    inner: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Tree]
+) -> tuple[Tree, Tree]:
+    """As `update`, but the updates have the shapes that the optimizer gives them."""
     run = optax.with_extra_args_support(inner).update
     while True:
         try:
@@ -67,7 +75,7 @@ def update(
             extra = {name: value for name, value in extra.items() if name != refused[0]}
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(f"update: the optimizer's update must return (updates, state), not {type(result).__name__}")
-    return _fitting(result[0], grads if params is None else params), result[1]
+    return result[0], result[1]
 
 
 def _fitting(updates: Tree, params: Tree) -> Tree:
