@@ -74,7 +74,7 @@ def mean_loss(params, batch):
 
 
 # %% [markdown]
-# jaxshard follows the rows through the traced loss, before anything is compiled. The last line of the layout has the
+# jaxshard follows the rows through the traced loss, before anything is compiled. The line `rows:` of the layout has the
 # result. `jaxshard.check` computes loss and gradients with the rows on different devices and in different orders, and
 # compares. The code records the largest difference of a gradient from that of one device.
 
