@@ -82,9 +82,9 @@ class Program:
 
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(unflatten(treedef, whole), batch, args, scale)
-        except (TypeError, ValueError) as error:
+        except (NameError, TypeError, ValueError) as error:
             part = "a microbatch" if options.loss_view == "global" else "a device's microbatch"
-            told = explained(error, options.checked), batch, args, options.num_parts, part
+            told = explained(error, options.checked, options.setup.sizes), batch, args, options.num_parts, part
             raise noted(*told, like_rows(args, batch, options.num_parts)) from error
         roles = (
             ["frozen" if yes else "param" for yes in frozen]

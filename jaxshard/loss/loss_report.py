@@ -117,8 +117,8 @@ class Price(NamedTuple):
 
 
 FOLDED = (
-    '; each device uses its own keys, so random numbers differ from one device (loss_view="global" draws the same '
-    "numbers)"
+    "; each device uses its own keys, so random numbers differ from one device (one key per row, or, with one "
+    'microbatch, loss_view="global" draws the same numbers)'
 )
 
 
@@ -132,9 +132,7 @@ def in_words(why: str, price: Price | None) -> str:
 # Errors in the trace of a loss.
 
 
-def noted(
-    error: TypeError | ValueError, batch: Tree, args: tuple[Tree, ...], parts: int, part: str, rows_in_args: str
-) -> TypeError | ValueError:
+def noted(error: Exception, batch: Tree, args: tuple[Tree, ...], parts: int, part: str, rows_in_args: str) -> Exception:
     """The error, with notes: the number of rows that the loss gets; that flags among its arguments are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
         error.add_note(
@@ -152,9 +150,13 @@ def noted(
     return error
 
 
-def explained(error: TypeError | ValueError, checked: bool) -> TypeError | ValueError:
-    """JAX's error about varying types or sharding constraints, with the cure; any other error unchanged."""
+def explained(error: Exception, checked: bool, axes: Mapping[str, int]) -> Exception:
+    """JAX's error about axes, varying types or sharding constraints, with the cure; any other error unchanged."""
     text = str(error)
+    if isinstance(error, NameError):
+        if "axis name" in text:
+            error.add_note(f"loss_fn: the mesh has the axes {', '.join(axes)}")
+        return error
     if isinstance(error, ValueError):
         return ValueError(_about_constraints(text)) if _is_about_constraints(text) else error
     carried = "{V:" in text and any(word in text for word in ("carry", "scan", "while", "branch"))

@@ -122,7 +122,7 @@ def test_updates_outside_of_a_step():
 
 def test_compiles_once_and_donates(count_compilations):
     opt = make(strategy="zero3")
-    step = jaxshard.train_step(small_loss, opt)
+    step = jaxshard.train_step(small_loss, opt, donate=True)
     params, state, _ = step(opt.place(small()), opt.init(small()), ROWS)
 
     def again(params=params, state=state):
