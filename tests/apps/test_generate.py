@@ -155,7 +155,7 @@ WRONG = {
     "negative": (["bytes", "--top-k", "-1"], "--top-k -1 must be at least 0"),
     "temperature": (["bytes", "--temperature", "-1"], "--temperature -1.0 must be 0 or more"),
     "words": (["tokens", "--prompt", "The"], "give --tokenizer FILE, or token ids"),
-    "large": (["tokens", "--prompt", "512"], "--prompt has the token 512; the model's ids are 0 to 511"),
+    "large": (["tokens", "--prompt", "512"], "--prompt has the token id 512; the model's ids are 0 to 511"),
     "no tokenizer": (["bytes", "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json cannot be read"),
 }
 

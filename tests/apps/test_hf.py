@@ -184,7 +184,7 @@ WRONG = {
     "another head": (
         "gpt2",
         lambda f: rewritten(f, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}),
-        "lm_head.weight is not transformer.wte.weight",
+        "lm_head.weight differs from transformer.wte.weight",
     ),
     "architecture": ("gpt2", lambda f: changed(f, model_type="mistral"), "model_type = 'mistral', and jaxshard"),
     "head": ("gpt2", lambda f: changed(f, architectures=["GPT2ForSequenceClassification"]), "architectures has 'GPT2"),
@@ -345,7 +345,7 @@ def test_what_cannot_be_exported_is_told(tmp_path, capfd):
         ("give --safetensors FILE or --huggingface DIR", "run", []),
         ("writes the full model", "run", ["--huggingface", tmp_path / "out", "--only", "w"]),
         ("is for --huggingface", "run", ["--safetensors", tmp_path / "x.safetensors", "--dtype", "float16"]),
-        ("numbers that are not finite in float16", "run", ["--huggingface", tmp_path / "out", "--dtype", "float16"]),
+        ("values that are not finite in float16", "run", ["--huggingface", tmp_path / "out", "--dtype", "float16"]),
     ):
         assert main(["ckpt", "export", str(tmp_path / source), *map(str, options)]) == 2
         assert words in " ".join(capfd.readouterr().err.split())

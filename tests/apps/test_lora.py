@@ -150,7 +150,7 @@ def test_a_run_of_adapters_goes_on_and_can_be_merged(base_run, tmp_path, capfd):
     lora = ["--lora.rank", "4", "--lora.base", "int8", "--train.start", str(base_run), "--sharding.strategy", "zero3"]
     assert run(tmp_path / "lora", *lora, "--train.steps", "4", "--train.save-every", "2", "--train.keep-last", "9") == 0
     out = capfd.readouterr().out
-    assert "float32 parameters of rank 4 beside" in out
+    assert "float32 parameters of rank 4 and" in out
     assert "frozen ones (matrices in int8)" in out
     before, after = saved(base_run), saved(tmp_path / "lora")
     kernel = "blocks/mlp/up/kernel"

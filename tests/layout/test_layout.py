@@ -184,7 +184,7 @@ def test_each_data_axis_may_cut_a_dim_of_its_own():
     assert cut((12, 17), sizes).cut == P("slice")
     assert cut((12, 17), sizes).ways == 4
     assert cut((12, 170), sizes).awkward
-    assert "only 4 of 512 ways" in cut((12, 17), sizes).reason
+    assert "only 4 of 512 shards" in cut((12, 17), sizes).reason
 
 
 GPT2 = {"dim": 768, "layers": 12, "context": 1024}
@@ -388,7 +388,7 @@ def test_a_parameter_that_is_called_value_keeps_its_name():
         (P(None, None, None, "tensor"), ValueError, ("attn/o", "2 dims")),
         ([("attn/v", P())], ValueError, ("'attn/v'", "matches no parameter", "attn/q")),
         ({"attn": P()}, ValueError, ("mlp/0", "PartitionSpec")),
-        ({"attn": P(), "mlp": P(), "head": P()}, ValueError, ("head", "no parameter")),
+        ({"attn": P(), "mlp": P(), "head": P()}, ValueError, ("head", "not a parameter")),
         ({"attn": P(), "mlp": ["tensor", P()]}, TypeError, ("mlp/0", "str", "PartitionSpec")),
         ("tensor", TypeError, ("str", "PartitionSpec")),
     ],
@@ -633,7 +633,7 @@ def test_the_table_lists_every_leaf_with_its_bytes_and_reason():
 
 def test_the_table_says_what_the_strategy_keeps_whole():
     found = lay({"w": struct(32, 128)}, {"data": 8}, "zero2")
-    assert "zero2 keeps params whole" in str(found)
+    assert "zero2 keeps params replicated" in str(found)
 
 
 def test_numpy_and_abstract_leaves_lie_alike():
