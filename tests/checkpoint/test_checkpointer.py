@@ -405,7 +405,7 @@ def test_keys_keep_their_kind(tmp_path):
     tree = {"key": jax.random.key(0, impl="rbg")}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, tree)
-        with pytest.raises(ValueError, match=r"key is a key of rbg, in the template of unsafe_rbg"):
+        with pytest.raises(ValueError, match=r"key is a key of type rbg, in the template of type unsafe_rbg"):
             checkpoints.restore({"key": jax.random.key(0, impl="unsafe_rbg")})
         with pytest.raises(ValueError, match=r"in the template of type none"):
             checkpoints.restore({"key": jax.random.key_data(tree["key"])})

@@ -215,7 +215,7 @@ class RunFolder:
         """Moves aside a path of the wrong kind (file or folder); returns notes to print."""
         if not os.path.lexists(path) or is_right(path):
             return ""
-        kind = "no file" if is_right is Path.is_file else "a link" if path.is_dir() else "no folder"
+        kind = "not a file" if is_right is Path.is_file else "a link" if path.is_dir() else "not a folder"
         return self._moved_aside(path, f"is {kind}")
 
     def _moved_aside(self, path: Path, why: str) -> str:
