@@ -155,12 +155,12 @@ def test_sizes_whose_product_is_not_the_device_count(refused):
 
 
 def test_an_inferred_size_that_does_not_come_out_whole(refused):
-    words = ("data -1", "tensor 3", "8 devices", "multiply to 3")
+    words = ("data (the rest)", "tensor 3", "8 devices", "multiply to 3")
     refused(ValueError, lambda: jaxshard.make_mesh(tensor=3), *words)
 
 
 def test_two_sizes_to_infer(refused):
-    words = ("replica", "data", "both -1", "pipeline 1 x replica -1 x data -1 x tensor 1", "8 devices")
+    words = ("replica", "data", "both -1", "pipeline 1 x replica (the rest) x data (the rest) x tensor 1", "8 devices")
     refused(ValueError, lambda: jaxshard.make_mesh(replica=-1), *words)
 
 
@@ -474,7 +474,7 @@ def test_a_loss_of_the_wrong_form(refused, mesh):
         (loss_fn, {"has_aux": True}, ("has_aux", "(loss, aux)")),
         (loss_fn, {"weighted": True}, ("weighted", "(loss_sum, weight)")),
         (lambda p, b: (loss_fn(p, b), b["x"]), {"weighted": True}, ("weight", "scalar", "(8, 4)")),
-        (lambda p, b: (loss_fn(p, b), p["w"].sum()), {"weighted": True}, ("stop_gradient(weight)", "psum", "'data'")),
+        (lambda p, b: (loss_fn(p, b), p["w"].sum()), {"weighted": True}, ("stop_gradient(weight)", "loss_sum / weight")),
         (lambda p, b: jnp.int32(loss_fn(p, b)), {}, ("floating", "int32")),
         (lambda p, b: None, {}, ("loss_fn", "None")),
         (lambda p, b: jnp.sum(p["w"]) * 1j, {}, ("floating", "complex64")),
@@ -493,7 +493,7 @@ def test_whole_number_aux_that_depends_on_the_batch(refused, mesh):
 
 def test_a_scan_whose_carry_starts_as_a_constant_beside_a_tensor_axis(refused):
     """There types are checked; what JAX says of it names no cure."""
-    opt = zero2(jaxshard.make_mesh(tensor=2))
+    opt = zero2(jaxshard.make_mesh(tensor=2), specs=[("^w$", P(None, "tensor"))])
 
     def loss(params, batch):
         carry, _ = jax.lax.scan(lambda c, x: (c + jnp.sum(x @ params["w"]), None), jnp.zeros(()), batch["x"])
