@@ -164,7 +164,7 @@ def _check_numbers(config: Config) -> None:
             'the rows of a device, or leave it out ("apart")'
         )
     if config.rows == "mixed":
-        text = 'rows="mixed" is deprecated: give train_step (or value_and_grad, evaluate, predict) loss_view="local"'
+        text = 'rows="mixed" is deprecated: pass train_step (or value_and_grad, evaluate, predict) loss_view="local"'
         warn(f"{config.strategy}: {text}", DeprecationWarning)
     if config.regather not in ("use", "step", "backward"):
         found = f"regather={config.regather!r:.80}"

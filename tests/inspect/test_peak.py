@@ -107,7 +107,7 @@ def test_it_is_near_the_compilers_own_account(machine):
     opt = jaxshard.zero3(optax.adamw(1e-3), mesh)
     params = opt.place([jax.ShapeDtypeStruct((width, width), jnp.float32)] * 6)
     batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    compiled = jaxshard.train_step(loss, opt).lower(params, opt.init(params), batch).compile()
+    compiled = jaxshard.train_step(loss, opt, donate=True).lower(params, opt.init(params), batch).compile()
     found, wanted = peak(compiled), jaxshard.inspect.report(compiled)
     assert found.argument_bytes == pytest.approx(wanted.argument_bytes, rel=0.01)
     assert found.bytes == pytest.approx(wanted.peak_bytes, rel=0.15)

@@ -474,7 +474,11 @@ def test_a_loss_of_the_wrong_form(refused, mesh):
         (loss_fn, {"has_aux": True}, ("has_aux", "(loss, aux)")),
         (loss_fn, {"weighted": True}, ("weighted", "(loss_sum, weight)")),
         (lambda p, b: (loss_fn(p, b), b["x"]), {"weighted": True}, ("weight", "scalar", "(8, 4)")),
-        (lambda p, b: (loss_fn(p, b), p["w"].sum()), {"weighted": True}, ("stop_gradient(weight)", "loss_sum / weight")),
+        (
+            lambda p, b: (loss_fn(p, b), p["w"].sum()),
+            {"weighted": True},
+            ("stop_gradient(weight)", "loss_sum / weight"),
+        ),
         (lambda p, b: jnp.int32(loss_fn(p, b)), {}, ("floating", "int32")),
         (lambda p, b: None, {}, ("loss_fn", "None")),
         (lambda p, b: jnp.sum(p["w"]) * 1j, {}, ("floating", "complex64")),

@@ -222,7 +222,12 @@ def _check_single(values: Mapping[str, object]) -> None:
     needed = "auto or local: tensor and pipeline axes need the local view"
     _require(values, "sharding.loss_view", lambda value: value != "global" or not blocks, needed)
     hsdp = strategy == "hsdp"
-    _require(values, "sharding.replica", lambda value: value > 1 or not hsdp, "at least 2 for the strategy hsdp")
+    _require(
+        values,
+        "sharding.replica",
+        lambda value: value > 1 or not hsdp,
+        "at least 2 for the strategy hsdp (for one group of devices, give --sharding.strategy zero3)",
+    )
 
 
 def _require(values: Mapping[str, object], name: str, is_right: Callable[..., bool], needed: str) -> None:
