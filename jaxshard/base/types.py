@@ -160,3 +160,7 @@ class OpenJaxpr(Protocol):
 
 Jaxpr: TypeAlias = Any
 """A traced program, open or closed: a `Jaxpr` or `ClosedJaxpr` of `jax.extend.core`."""
+
+
+class AxisTypeError(TypeError):
+    """A value varies over a mesh axis and must not, or must and does not: a mistake in a loss that is meant for a mesh."""

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_staged, is_traced, named_leaves, path_of
-from jaxshard.base.types import T, Tree, axes_of, without
+from jaxshard.base.types import AxisTypeError, T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import advice, global_loss
@@ -122,7 +122,7 @@ class LossFunction:
             plan = self._plan_in("local", *inputs)
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
             parts = axes_of(self.setup.layout(inputs[0]).param_specs) - {*self.setup.batch_axes}  # of params
-            if view != "auto" or (self.options.checked and parts) or isinstance(error, PartsError):
+            if view != "auto" or (self.options.checked and parts) or isinstance(error, PartsError | AxisTypeError):
                 raise
             why = f"on one device's rows it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             try:
@@ -166,8 +166,7 @@ class LossFunction:
         why = "" if plan is None else global_loss.written_for_parts(plan.program.jaxpr)
         if why:
             raise ValueError(f'loss_fn: {why}, which loss_view="global" does not support; pass loss_view="local"')
-        assert error is not None
-        raise error
+        raise error or ValueError("loss_fn: it has a pipeline")
 
     def _plan_in(self, view: View, params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> LossPlan:
         options = dataclasses.replace(self.options, loss_view=view)

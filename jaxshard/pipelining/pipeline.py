@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
-from jaxshard.base.types import Scalar, Tree
+from jaxshard.base.types import AxisTypeError, Scalar, Tree
 from jaxshard.loss.params import unshard
 from jaxshard.pipelining import stages
 from jaxshard.pipelining.one_f_one_b import Pipe
@@ -234,19 +234,19 @@ def _check_sizes(blocks: Tree, batch: Tree, num_stages: int, num_microbatches: i
 
 def _check_types(blocks: Tree, shared: Tree, axis: str) -> None:
     if not collectives.types_are_checked(axis):
-        raise TypeError(
+        raise AxisTypeError(
             "pipeline: under shard_map(check_vma=False) it is unknown which values differ between stages, and "
             "gradients would be wrong: use check_vma=True, the default"
         )
     for names, leaf in named_leaves(blocks):
         if axis not in collectives.varying(leaf):
-            raise TypeError(
+            raise AxisTypeError(
                 f"pipeline: {path_of(names)} of the blocks is replicated on every stage; shard it: give it the spec "
                 f"P({axis!r}) for its dim of layers"
             )
     for names, leaf in named_leaves(shared):
         if axis in collectives.varying(leaf):
-            raise TypeError(
+            raise AxisTypeError(
                 f"pipeline: {path_of(names)} of shared is sharded over {axis!r}; it must be replicated on every stage: "
                 "remove the axis from its spec"
             )

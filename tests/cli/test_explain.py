@@ -64,7 +64,7 @@ def built(strategy, mesh=None, loss=loss_fn, **options):
         "bias": shaped(5),
     }
     batch = {"ids": shaped(ROWS, dtype="int32"), "y": shaped(ROWS, 24)}
-    return jaxshard.train_step(loss, opt, **options), params, batch
+    return jaxshard.train_step(loss, opt, donate=True, **options), params, batch
 
 
 def zero3():
@@ -291,7 +291,7 @@ def test_zero2_gathers_in_the_update(users, capsys, tmp_path):
     } | {line("of the table")}
     layers = by_path(found)["layers"]
     assert layers["bytes"] == {"params": 3 * LAYER, "gradient": 3 * LAYER // 8, "state": 2 * 3 * LAYER // 8}
-    assert (layers["why"], layers["state_why"]) == ("zero2 keeps params whole", "dim 1 by data")
+    assert (layers["why"], layers["state_why"]) == ("zero2 keeps params replicated", "dim 1 by data")
     assert "    its gradient scattered at unshard" in out
     assert "    its gradient and state: dim 1 by data" in out
 
@@ -463,7 +463,7 @@ def test_narrow_and_wide_terminals(users, capsys, monkeypatch, columns):
             ["mine:on_three", "--compile", "cpu:8"],
             "makes a mesh of 3 devices (pipeline 1, replica 1, data 3, tensor 1)",
         ),
-        (["mine:zero3", "--compile", "cpu:800"], "there are 8"),
+        (["mine:zero3", "--compile", "cpu:800"], "found 8"),
         (["mine:zero3", "--compile", "h10:8"], "'h10:8' has an unknown chip, 'h10' (did you mean h"),
         (["mine:zero3", "--compile", "cpu:8", "--no-compile"], "exclude each other: give one of them"),
         (["mine:zero3", "--peak", "--no-compile"], "--peak reads the compiled step, and --no-compile compiles nothing"),
