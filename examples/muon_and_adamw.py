@@ -7,7 +7,7 @@ cores:
 
     each device: params 1.87 MB, grads 0.24 MB, state 0.34 MB
     one device alone: params 1.87 MB, grads 1.87 MB, state 2.70 MB
-    Muon's momentum: like hidden/0/w: dim 0 by data; its matrices go to owners for the update
+    Muon's momentum: like hidden/0/w: dim 0 by data; its matrices are updated on owner devices
     step 1  loss 5.5257, on one device 5.5257
     step 100  loss 2.4630, on one device 2.4630
     params differ by 5.7e-06 of their norm at most
@@ -76,7 +76,7 @@ def main():
     for where, each in (("each device", opt), ("one device alone", jaxshard.ddp(tx, mesh))):
         held = each.layout(params).bytes_per_device
         print(f"{where}:", ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in held.items()))
-    print("Muon's momentum:", next(row[-1] for row in opt.layout(params).rows() if "owners" in row[-1]))
+    print("Muon's momentum:", next(row[-1] for row in opt.layout(params).rows() if "owner" in row[-1]))
 
     found, losses = train(opt.place(params), opt, jaxshard.train_step(loss_fn, opt), batches)
 

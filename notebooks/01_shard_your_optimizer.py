@@ -375,7 +375,7 @@ for title, strategy, loss in (
     ("zero3 + unshard", jaxshard.zero3, unsharding_loss),
 ):
     opt = strategy(optimizer, mesh)
-    step = jaxshard.train_step(loss, opt, microbatches=MICROBATCHES)
+    step = jaxshard.train_step(loss, opt, microbatches=MICROBATCHES, donate=True)
     lowered = step.lower(opt.place(initial), opt.init(initial), batch_at(0))
     reports[title] = inspect.report(lowered.compile())
 
@@ -462,7 +462,7 @@ with jax.enable_x64(True):
     plain_state = chain.init(plain_params)
 
     opt = jaxshard.zero3(chain, mesh)
-    step = jaxshard.train_step(unsharding_loss, opt)
+    step = jaxshard.train_step(unsharding_loss, opt, donate=True)
     params, state = opt.place(initial64), opt.init(initial64)
     for i in range(5):
         plain_params, plain_state, plain_norm = plain_chain_step(plain_params, plain_state, batch_at(i))

@@ -167,7 +167,7 @@ strategies = {
 
 
 def read(opt, m, params=initial, loss=loss_fn):
-    step = jaxshard.train_step(loss, opt, microbatches=m)
+    step = jaxshard.train_step(loss, opt, microbatches=m, donate=True)
     return inspect.report(step.lower(opt.place(params), opt.init(params), batch).compile())
 
 

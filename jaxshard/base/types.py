@@ -163,4 +163,4 @@ Jaxpr: TypeAlias = Any
 
 
 class AxisTypeError(TypeError):
-    """A value varies over a mesh axis and must not, or must and does not: a mistake in a loss that is meant for a mesh."""
+    """A value varies over a mesh axis and must not, or must and does not: a mistake in a loss that is for a mesh."""

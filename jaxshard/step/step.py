@@ -117,7 +117,7 @@ class TrainStep:
 
     def __init__(self, loss: LossFunction, extra: ExtraFn | None, max_skips: int | None, given: dict[str, Value]):
         self._loss, self._setup, self._given = loss, loss.setup, given
-        self._extra, self._max_skips = extra, max_skips
+        self.donate, self._extra, self._max_skips = loss.options.donates, extra, max_skips
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._agreed: list[Program] = []
         self._returned, self._keys, self._interrupts = Returned(), KeyWatch(), Interrupts()
@@ -144,11 +144,6 @@ class TrainStep:
             self.close()
         else:
             self._interrupts.release()
-
-    @property
-    def donate(self) -> bool:
-        """Whether a step takes over the memory of params and state."""
-        return self._loss.options.donates
 
     def close(self) -> None:
         """Waits for the last step, and warns if it was skipped; otherwise the end of the program does.
