@@ -94,7 +94,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
       all work; abstract ones give abstract state with its shardings.
     * `update(updates, state, params=None, **extra)`: takes global arrays under any sharding; the updates are laid out
       as the params are. Inside a `jax.shard_map` over the data axes it takes this device's own gradients instead.
-      For `optax.contrib.dpsgd` it takes the gradients of each example, of shape `(examples, *shape)`, under any sharding.
+      For `optax.contrib.dpsgd` it takes the gradients of each example, `(examples, *shape)`, under any sharding.
     """
 
     @property
