@@ -48,11 +48,13 @@ class LossOptions:
     def donates(self) -> bool:
         """Whether the step around it takes over params and state.
 
-        By default not on CPU devices, where JAX crashes the process if a donated array is used in another `jit`.
+        By default not on a single process's CPU devices, where JAX crashes the process if a donated array is used in
+        another `jit`. Several processes would take different numbers of steps if a Ctrl-C dropped one of them.
         """
         if self.donate is not None:
             return self.donate
-        return isinstance(self.setup.mesh, AbstractMesh) or platform_of(self.setup.mesh) != "cpu"
+        mesh = self.setup.mesh
+        return isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu" or jax.process_count() > 1
 
     @property
     def is_meant(self) -> bool:

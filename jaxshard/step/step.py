@@ -65,8 +65,8 @@ def train_step(
     Args:
       loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are
-        deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid. None: yes, but not on CPU devices,
-        where JAX crashes the process if a donated array is used in another `jit`.
+        deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid. None: yes, but not on CPU devices
+        of a single process, where JAX crashes the process if a donated array is used in another `jit`.
       extra: `(params, batch) -> dict` of further arguments for the optimizer's `update`, which also gets `value` (the
         loss) and `grad`, if it accepts them.
       max_skips: the number of skipped steps in a row that are allowed. A step is skipped if its loss or a gradient is

@@ -58,7 +58,7 @@ def compiled(strategy, m=1, n=8, loss=loss):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, opt.shardings(shapes).params
     )
     many = batch(length=16)  # too many ids for an exchange of rows in the place of the table
-    return jaxshard.train_step(loss, opt, microbatches=m).lower(placed, state, many).compile()
+    return jaxshard.train_step(loss, opt, microbatches=m, donate=True).lower(placed, state, many).compile()
 
 
 def formula(strategy, m, n=8):
