@@ -514,7 +514,7 @@ def test_the_command_plans_the_configurations_own_strategy_too(capsys, tmp_path)
         (("--machine", "h100"), ("h100:8",)),
         (("--machine", "v9:2x2"), ("v5p:8x8x8", "h100:8")),
         (("--machine", "h10:8"), ("unknown chip, 'h10' (did you mean h100?)", "v5p:8x8x8", "b200:8")),
-        (("--devices", "8", "--chip", "tpu"), ("'tpu' is not known", "v5e", "h100", "b200")),
+        (("--devices", "8", "--chip", "tpu"), ("'tpu' is unknown", "v5e", "h100", "b200")),
         (("--chip", "v5"), ("'v5' is unknown; available: v4, v5e, ", "did you mean v5", "cpu")),
         (("--devices", "8", "--machine", "h100:8"), ("--devices", "--machine")),
         (("--devices", "0"), ("--devices 0",)),
