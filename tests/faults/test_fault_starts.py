@@ -8,7 +8,7 @@ from group import Group, program
 REFUSED = {
     "learning rate": "ProcessError process 1: train_step: the step's program: this process has .* the same code",
     "params": r"ReplicaError replicas differ: params/b has different bits on device \d+ of process \d",
-    "placed params": r"ProcessError process 1: place: this process has 'b: float32.24. with .*, process 0 has .* same seed",
+    "placed params": r"ProcessError process 1: place: this process has 'b: float32.24. with .*, process 0 has .* seed",
     "local batch": "ValueError batch: x has only this process's rows; make global arrays with",
     "rows of one shard": r"ReplicaError replicas differ: batch/x has different bits on device \d+ of process \d",
 }
