@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxshard.base.types import Names, T, Tree, TreeDef
@@ -37,8 +38,7 @@ def unflatten(treedef: TreeDef, leaves: Iterable[object]) -> Tree:
             f"a node of the tree, of a type of yours, cannot be rebuilt with leaves that are not arrays, but jaxshard "
             f"and JAX store specs and shapes in such nodes: {type(error).__name__}: {error}\n"
             "Its tree_unflatten must create the node without checks or conversions: node = object.__new__(cls), then "
-            "set "
-            "the attributes"
+            "set the attributes"
         ) from error
 
 
@@ -181,6 +181,18 @@ def matched(fn: Callable[[Tree, Tree], Tree], new: Tree, old: Tree) -> Tree:
 def is_traced(*trees: Tree) -> bool:
     """Whether any leaf is being traced, under `jit` or another transformation."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def parted(tree: Tree) -> tuple[list[Tree], Callable[[Iterable[Tree]], Tree]]:
+    """The arrays of a tree (or their shapes), and a function that puts others in their places; all else stays."""
+    leaves, treedef = flatten(tree)
+    which = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+
+    def put(arrays: Iterable[Tree]) -> Tree:
+        filled = iter(arrays)
+        return unflatten(treedef, [next(filled) if yes else x for yes, x in zip(which, leaves, strict=True)])
+
+    return [x for yes, x in zip(which, leaves, strict=True) if yes], put
 
 
 def is_staged() -> bool:

@@ -252,9 +252,7 @@ def has_pipeline(plan: LossPlan) -> bool:
 
 
 def written_for_parts(jaxpr: Jaxpr, but: frozenset[str] = frozenset()) -> str:
-    """Why a traced loss has to run on each device's rows, with the user's line; "" if it need not.
-
-    Operations in `but` may name axes."""
+    """Why a traced loss has to run on each device's rows, with the user's line, or "". Those in `but` may name axes."""
     for eqn in equations(jaxpr):
         axes = axes_of_equation(eqn) if eqn.primitive.name not in but else []
         if deferred(eqn) is not None:

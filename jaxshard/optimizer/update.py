@@ -3,19 +3,17 @@
 The inner optimizer sees whole logical arrays, stored as shards, so every optax optimizer is exact.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.tree import is_traced, matched, named_leaves, shapes_of
+from jaxshard.base.tree import is_traced, matched, named_leaves, parted, shapes_of
 from jaxshard.base.types import Tree, beyond
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
@@ -65,7 +63,11 @@ def advance(
     run = update if fragile else _by_owners(setup, found, new_state_specs)
     specs = _specs(found, params, (state, new_state_specs)) if judges and not on_host else None
     options = {"new": new, "judges": judges, "specs": specs, "is_far": bool(on_host), "run": run}
-    step = _with_extra(partial(shard_step, setup, **options), extra)
+    arrays, with_arrays = parted(dict(extra))
+
+    def step(grads: Tree, state: Tree, params: Tree, ok: Tree, arrays: list[Tree]) -> Tree:
+        return shard_step(setup, grads, state, params, ok, with_arrays(arrays), **options)
+
     if fragile:
         step = with_whole_operands(step, lambda x: global_view.whole_in_rows(x, setup.mesh), fragile)
     agreed = Verdict._make([P(), P()]) if judges else None
@@ -73,7 +75,7 @@ def advance(
     if on_host:
         cuts = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, cuts, on_host, over_params=new).around(step)
-    (out, agreed), state = step(grads, state, moved_params, ok, _arrays(extra))
+    (out, agreed), state = step(grads, state, moved_params, ok, arrays)
     ok = agreed.ok if agreed else ok
     out = _to_params(setup, found, out, old=params if new and want == "params" else None)
     if want == "updates":
@@ -179,26 +181,6 @@ def _selects_whole(setup: Setup) -> bool:
     If selecting before takes less memory, XLA writes the gathered params over the old ones.
     """
     return platforms.of(setup.mesh).selects_after_gather
-
-
-def _with_extra(step: Callable[..., Tree], extra: Extra) -> Callable[..., Tree]:
-    """`step` with the arrays in `extra` as its last argument; it closes over functions and constants."""
-    leaves, treedef = jax.tree.flatten(dict(extra))
-
-    def with_arrays(grads, state, params, ok, arrays):
-        filled = iter(arrays)
-        whole = [next(filled) if _is_array(leaf) else leaf for leaf in leaves]
-        return step(grads, state, params, ok, jax.tree.unflatten(treedef, whole))
-
-    return with_arrays
-
-
-def _arrays(extra: Extra) -> list[Tree]:
-    return [leaf for leaf in jax.tree.leaves(dict(extra)) if _is_array(leaf)]
-
-
-def _is_array(leaf: Tree) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 @part("the update: new params are gathered")

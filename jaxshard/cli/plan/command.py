@@ -39,8 +39,7 @@ _DESCRIPTION = """Predicts memory, traffic and time of a training step per devic
 
 Nothing is compiled or allocated, and no accelerator is needed; --compile runs the machine's compiler. The model and all
 options come from CONFIG.toml and the command line, as for `jaxshard train`. Exit status: 0 something fits, 1 nothing
-does, 2 bad
-input."""
+does, 2 bad input."""
 
 _ROWS = "train.rows"
 _Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "own"]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.base.tree import by_shapes, structure
+from jaxshard.base.tree import by_shapes, parted, structure
 from jaxshard.base.types import Tree
 from jaxshard.optimizer.inner.update import called, fast
 
@@ -47,16 +47,9 @@ def as_argument(
 @by_shapes
 def _updates_of(inner: optax.GradientTransformation, args: tuple[Tree, Tree, Tree, dict[str, Any]]) -> Tree | None:
     """The shapes of the optimizer's updates; None if its update cannot be traced."""
-    leaves, treedef = jax.tree.flatten(args)
-    which = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
-
-    def run(arrays: list[Tree]) -> Tree:
-        filled = iter(arrays)
-        every = [next(filled) if is_array else x for is_array, x in zip(which, leaves, strict=True)]
-        return called(inner, *jax.tree.unflatten(treedef, every))[0]
-
+    arrays, with_arrays = parted(args)
     try:
-        return jax.eval_shape(run, [x for is_array, x in zip(which, leaves, strict=True) if is_array])
+        return jax.eval_shape(lambda arrays: called(inner, *with_arrays(arrays))[0], arrays)
     except Exception:  # of any type: it is the user's own code, and the update raises it again
         return None
 
