@@ -1,5 +1,6 @@
 """Programs compiled for machines that are not here, by the compilers that those would use."""
 
+import functools
 import json
 import os
 import subprocess
@@ -236,7 +237,7 @@ def test_what_is_no_program_for_the_machine_is_refused(cache):
 # The strategies, by the TPU's compiler.
 
 
-def _loss(p, batch):
+def _loss(p, batch, marked=jaxshard.unshard):
     x = jaxshard.unshard(p["embedding"])[batch["x"]]
 
     @jax.checkpoint
@@ -245,11 +246,11 @@ def _loss(p, batch):
         return x + jnp.tanh(x @ block["up"]) @ block["down"], None
 
     x, _ = jax.lax.scan(layer, x, p["blocks"])
-    logits = x @ jaxshard.unshard(p["head"])
+    logits = x @ marked(p["head"])
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"]).mean()
 
 
-def _step(strategy, machine, dtype):
+def _step(strategy, machine, dtype, loss=_loss):
     """A training step lowered for a machine, its optimizer, its params and what is predicted of it."""
     mesh = jaxshard.make_mesh(devices=aot.devices(machine), replica=2 if strategy == "hsdp" else 1)
     master = jnp.float32 if dtype == jnp.bfloat16 else None
@@ -264,7 +265,7 @@ def _step(strategy, machine, dtype):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, opt.shardings(params).params
     )
     rows = jax.ShapeDtypeStruct((32, 16), jnp.int32)  # too many for an exchange of rows in the place of the table
-    step, batch = jaxshard.train_step(_loss, opt), {"x": rows, "y": rows}
+    step, batch = jaxshard.train_step(loss, opt), {"x": rows, "y": rows}
     return step.lower(placed, opt.init(params), batch), opt, params, plan.predict(step, params, batch)
 
 
@@ -339,6 +340,15 @@ def test_the_tpu_compiler_overlaps_gathers_of_zero3_with_products():
     hidden = [c for c in report.collectives if c.overlapped]
     assert {c.kind for c in hidden} == {"all-gather"}
     assert f"overlapped with compute              {len(hidden)} of {len(report.collectives)} collectives" in str(report)
+
+
+@pytest.mark.parametrize("marked", [jaxshard.unshard, lambda head: head], ids=["marked", "unmarked"])
+def test_the_tpu_compiler_gathers_the_head_after_the_loop(marked):
+    """It gathered the head first of all, and kept it through the loop."""
+    machine = aot.machine("v5e:2x4")
+    lowered, *_ = _step("zero3", machine, jnp.float32, functools.partial(_loss, marked=marked))
+    gathers = [c for c in aot.report(lowered, machine).collectives if c.kind == "all-gather"]
+    assert [c.trips > 1 for c in gathers] == [False, True, True, False, True, True], gathers
 
 
 @pytest.mark.parametrize("name", ["h100:8", "h100:2x8"])

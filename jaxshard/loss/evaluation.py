@@ -54,6 +54,7 @@ class Evaluation:
         self.env: Environment = dict(zip(self.jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         self.env |= dict(zip(self.jaxpr.invars, values, strict=True))
         self._waiting: list[Equation] = []  # plain equations, queued to run as one call
+        self._looped: jax.Array | None = None  # a result of the last scan
 
     @classmethod
     def run(cls, closed: Jaxpr, values: Sequence[Tree], **how: Any) -> list[Value]:
@@ -100,6 +101,8 @@ class Evaluation:
 
     def _set(self, eqn: Equation, outs: Sequence[Value]) -> None:
         self.env |= dict(zip(eqn.outvars, outs, strict=True))
+        if eqn.primitive.name == SCAN:
+            self._looped = max((x for x in outs if isinstance(x, jax.Array)), key=lambda x: x.size, default=None)
 
     def _run_waiting(self) -> None:
         run_equations(self.jaxpr, self._waiting, self.env)
@@ -122,8 +125,15 @@ class Evaluation:
                 self._gather(v, value)
 
     def _gather(self, v: Var, value: AtFirstUse) -> None:
-        self.env[v] = value.whole()
-        self._note_again(v, value.sharded)
+        sharded = self._after_loop(value.sharded)
+        self.env[v] = sharded.whole()
+        self._note_again(v, sharded)
+
+    def _after_loop(self, sharded: Sharded) -> Sharded:
+        """The same parameter, which XLA gathers only after the last scan."""
+        if self._looped is None or not platforms.here().gathers_late or not sharded.held:
+            return sharded
+        return sharded.after_value(self._looped)
 
     # Parameters that the backward pass gathers again.
 
@@ -206,6 +216,7 @@ class Evaluation:
         if isinstance(value, AtFirstUse):
             return value.after(uses.mark(eqn))
         assert isinstance(value, Sharded)
+        value = self._after_loop(value)
         if self.in_loop and platforms.here().casts_in_loops:
             value = value.cast_later()
         self._note_again(eqn.outvars[0], value)

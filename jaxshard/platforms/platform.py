@@ -84,6 +84,7 @@ class Platform:
       orders_products: the two gradients of each product are ordered, too.
       picks_by_sums: picking one element of each row is a masked sum.
       casts_in_loops: a stack of float32 layers is cast within the loop over it.
+      gathers_late: a parameter used after a loop is gathered after it.
       holds_microbatches: a microbatch gathers nothing before the previous one has ended.
       sends_updates: updates, not new params, move to where the params live.
       selects_after_gather: old or new params are selected after the gather.
@@ -105,6 +106,7 @@ class Platform:
     orders_products: bool = False
     picks_by_sums: bool = False
     casts_in_loops: bool = False
+    gathers_late: bool = False
     holds_microbatches: bool = False
     sends_updates: bool = False
     selects_after_gather: bool = False
