@@ -76,8 +76,27 @@ def _check_names(strategy: str, options: dict[str, Any]) -> None:
     known = sorted(Options.__annotations__.keys() | own)
     for name in options:
         if name not in known:
-            hint = nearest(name, known)
+            hint = f"; {_ELSEWHERE[name]}." if name in _ELSEWHERE else nearest(name, known)
             raise TypeError(f"{strategy}: unknown option {name!r}{hint or '.'} The options are {', '.join(known)}")
+
+
+_ON_HOST = 'give state_memory="host"'
+_OF_STEP = "give microbatches= to jaxshard.train_step"
+_IN_PRECISION = "cast in the loss, or give master_dtype= (docs/precision.md)"
+_RECOMPUTED = "put jax.checkpoint around a layer in the loss"
+_ELSEWHERE = {  # options of DeepSpeed, FSDP and their kin
+    **dict.fromkeys(("cpu_offload", "offload", "offload_policy", "offload_optimizer", "offload_state"), _ON_HOST),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "microbatches"), _OF_STEP),
+    **dict.fromkeys(("mixed_precision", "mp_policy", "bf16", "fp16", "dtype", "param_dtype"), _IN_PRECISION),
+    **dict.fromkeys(("activation_checkpointing", "remat", "checkpoint"), _RECOMPUTED),
+    **dict.fromkeys(("axis", "axes", "axis_name", "mesh_axis", "shard_axis"), "give data_axes="),
+    **dict.fromkeys(("gradient_clipping", "max_grad_norm", "clip_grad"), "put optax.clip_by_global_norm in the chain"),
+    "reshard_after_forward": 'jax.checkpoint around a layer, or regather="backward", gathers params again',
+    "stage": "write jaxshard.zero1, zero2 or zero3",
+    "sharding_strategy": "write jaxshard.zero2, zero3 or hsdp",
+    "donate": "give it to jaxshard.train_step",
+    "has_aux": "give it to jaxshard.train_step",
+}
 
 
 def _check_zero(config: Config) -> None:

@@ -18,7 +18,7 @@ from jaxshard.base.tree import named_leaves, owner_of, parent_of, path_of, struc
 from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical
 from jaxshard.layout import frozen, host_memory
 from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
-from jaxshard.layout.layout_table import grouped, table
+from jaxshard.layout.layout_table import grouped, of_rounding, table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
 from jaxshard.system.text import html_table
@@ -131,7 +131,9 @@ class Layout:
 
     def _notes(self) -> list[str]:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
-        known = {"bytes per device": total, "rows": self.loss_rows, "sums": self.sums, "kept": self.kept}
+        dtypes = [] if self.config.widens else [str(leaf.dtype) for leaf in self.params if not leaf.frozen]
+        known = {"bytes per device": total, "rounding": of_rounding(dtypes)}
+        known |= {"rows": self.loss_rows, "sums": self.sums, "kept": self.kept}
         return [f"{name}: {text}" for name, text in known.items() if text]
 
     def __repr__(self) -> str:

@@ -30,6 +30,18 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def of_rounding(dtypes: Sequence[str]) -> str:
+    """What trained params of these dtypes lose if nothing widens them; "" if they lose nothing."""
+    short = [name for name in dtypes if name in ("bfloat16", "float16")]
+    if not short:
+        return ""
+    cures = ['master_dtype="float32"', *(["stochastic_rounding=True"] if "float16" not in short else [])]
+    return (
+        f"{len(short)} of {len(dtypes)} params are {' or '.join(sorted(set(short)))}, and updates far smaller than a "
+        f"value are lost in its rounding; give {' or '.join(cures)}"
+    )
+
+
 def _joined(rows: Iterable[Row]) -> list[Row]:
     """The rows, with one row for each large group of leaves that differ only in the numbers in their paths."""
     groups: dict[Row, list[Row]] = {}

@@ -87,6 +87,7 @@ def check_options(who: str, options: LossOptions) -> None:
     """Raises a TypeError if the loss is not a function or a flag not a bool, a ValueError for bad `microbatches`."""
     if not callable(options.loss_fn):
         raise TypeError(f"{who}: the loss {options.loss_fn!r:.80} is not a function (params, batch, *args) -> loss")
+    check_flag(who, "donate", options.donate is None or options.donate)
     for name in ("has_aux", "weighted", "fold_keys"):
         check_flag(who, name, getattr(options, name))
     if options.loss_view not in get_args(View):
@@ -206,3 +207,16 @@ def folded(args: tuple[Tree, ...], roles: Sequence[str], by: jax.Array | int) ->
 
     leaves, treedef = jax.tree.flatten(args)
     return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])
+
+
+def check_global(batch: Tree) -> None:
+    """Raises a ValueError if, with several processes, a leaf has only this process's rows.
+
+    JAX would take them for the whole batch, and mix the processes' rows silently.
+    """
+    for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            raise ValueError(
+                f"batch: {path_of(names)} has only this process's rows; make global arrays with "
+                "jaxshard.shard_batch(batch, opt)"
+            )

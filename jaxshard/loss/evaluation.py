@@ -1,5 +1,6 @@
 """Evaluates the traced loss with cut parameters: each is gathered, or its rows exchanged, where the loss needs it."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard import collectives, platforms
 from jaxshard.base.types import Equation, Jaxpr, OpenJaxpr, Tree, Var
 from jaxshard.loss.params import uses
-from jaxshard.loss.params.again import Again, made_again
+from jaxshard.loss.params.again import Again, made_again, once_computed
 from jaxshard.loss.params.unshard import LOOKUP_MARK, MARK, AtFirstUse, Environment, Sharded, Value, deferred
 from jaxshard.programs.jaxprs import (
     closed_jaxpr,
@@ -131,9 +132,9 @@ class Evaluation:
 
     def _after_loop(self, sharded: Sharded) -> Sharded:
         """The same parameter, which XLA gathers only after the last scan."""
-        if self._looped is None or not platforms.here().gathers_late or not sharded.held:
+        if self._looped is None or sharded.local is None or not (sharded.held and platforms.here().gathers_late):
             return sharded
-        return sharded.after_value(self._looped)
+        return dataclasses.replace(sharded, local=once_computed(self._looped, sharded.local))
 
     # Parameters that the backward pass gathers again.
 

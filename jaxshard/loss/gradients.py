@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import check_alive, is_staged, is_traced, named_leaves, path_of
+from jaxshard.base.tree import check_alive, is_staged, is_traced
 from jaxshard.base.types import AxisTypeError, T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import advice, global_loss
-from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, like_rows
+from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, check_global, like_rows
 from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.leaf_plan import before_the_trace
 from jaxshard.loss.params.unshard import Scale
@@ -24,6 +24,7 @@ from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import within_reach
 from jaxshard.platforms import compiler_options as compilers
 from jaxshard.platforms.platform import StepKind, Value
+from jaxshard.system.text import checks_names
 from jaxshard.system.users_lines import warn
 
 PART = "the gradients"  # in a step, for `programs.source`
@@ -59,6 +60,7 @@ class LossFunction:
         kind = StepKind(cuts.params, cuts.state, self.options.checked, self.options.donates)
         return compilers.ours(self.setup.mesh, kind)
 
+    @checks_names
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         setup = self.setup
         shardings = setup.param_shardings(params)
@@ -284,16 +286,3 @@ def _warn_if_repeated(plan: LossPlan, setup: Setup, cut_over: set[str]) -> None:
             f"over {setup.batch_axes}, and neither specs nor the loss name them. Name them in data_axes= or "
             "replica_axes=, shard params over them with specs=, or make the mesh without them"
         )
-
-
-def check_global(batch: Tree) -> None:
-    """Raises a ValueError if, with several processes, a leaf has only this process's rows.
-
-    JAX would take them for the whole batch, and mix the processes' rows silently.
-    """
-    for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            raise ValueError(
-                f"batch: {path_of(names)} has only this process's rows; make global arrays with "
-                "jaxshard.shard_batch(batch, opt)"
-            )

@@ -82,7 +82,7 @@ class Program:
 
         try:
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(unflatten(treedef, whole), batch, args, scale)
-        except (NameError, TypeError, ValueError) as error:
+        except (KeyError, NameError, TypeError, ValueError) as error:
             part = "a microbatch" if options.loss_view == "global" else "a device's microbatch"
             told = explained(error, options.checked, options.setup.sizes), batch, args, options.num_parts, part
             raise noted(*told, like_rows(args, batch, options.num_parts)) from error

@@ -133,12 +133,16 @@ def in_words(why: str, price: Price | None) -> str:
 
 
 def noted(error: Exception, batch: Tree, args: tuple[Tree, ...], parts: int, part: str, rows_in_args: str) -> Exception:
-    """The error, with notes: the number of rows that the loss gets; that flags among its arguments are traced."""
+    """The error, with notes: how many rows the loss gets, how it is called, that flags are traced."""
     if jax.tree.leaves(args) and isinstance(error, _NEEDS_VALUES):
         error.add_note(
             "loss_fn's further arguments are traced, including Python numbers and flags. Let the loss close over those "
             "whose values it needs: functools.partial(loss_fn, training=True)."
         )
+    if "PRNG key" in str(error):
+        error.add_note("Pass a key, jax.random.key(0), not its seed: step(params, state, batch, key).")
+    if isinstance(error, KeyError):
+        error.add_note("loss_fn is called as loss_fn(params, batch, *args).")
     if parts > 1 and "shape" in str(error):
         mine = jax.tree.leaves(batch)[0].shape[0]
         error.add_note(
@@ -183,5 +187,7 @@ def _about_constraints(text: str) -> str:
 
 
 def form_of(out: Tree) -> str:
-    """What a loss returned, for an error: "one array", or the type."""
+    """What a loss returned, for an error: "one array", "a tuple of 3", or the type."""
+    if isinstance(out, tuple | list):
+        return f"a {type(out).__name__} of {len(out)}"
     return "one array" if hasattr(out, "aval") else type(out).__name__

@@ -199,6 +199,7 @@ class Predict:
     def __init__(self, function: LossFunction):
         self._function = function
 
+    @checks_names
     def __call__(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
         _, outputs = self._function(params, batch, *args)
         return outputs

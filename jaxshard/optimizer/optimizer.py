@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: an optax optimizer whose state is sharded over a mesh."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +172,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         """
         return states.synchronize(self._setup, tree)
 
+    if not TYPE_CHECKING:  # it would find every attribute
+
+        def __getattr__(self, name: str) -> object:
+            cure = f"; {_IN_TORCH[name]}" if name in _IN_TORCH else ""
+            raise AttributeError(f"ShardedOptimizer has no attribute {name!r}{cure}")
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
             f"{name} cannot be set: an optax optimizer does not change. Make the learning rate a schedule, or part of "
@@ -189,6 +195,16 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         return described(self._setup)
+
+
+_STEP = "write step = jaxshard.train_step(loss_fn, opt); params, state, metrics = step(params, state, batch)"
+_STATE = "the state is a value, opt.init(params); jaxshard.checkpoint.Checkpointer saves it"
+_IN_TORCH = {  # what one looks for who comes from torch
+    **dict.fromkeys(("step", "zero_grad", "apply", "apply_gradients"), _STEP),
+    **dict.fromkeys(("state", "state_dict", "load_state_dict", "opt_state"), _STATE),
+    "param_groups": "optax.partition gives groups of params transforms of their own",
+    "add_param_group": "optax.partition gives groups of params transforms of their own",
+}
 
 
 def described(setup: Setup) -> str:

@@ -46,8 +46,8 @@ TPU = Platform(
     # the forward pass to the backward pass. Peak of 12 layers of width 1024 in float32, without and with this: zero2
     # 1908 and 1726 MB; zero3, where shards are cast and then gathered, 924 and 892 MB.
     casts_in_loops=True,
-    # XLA would gather the head first of all, and keep it through the forward loop. Peak of Llama 3 8B under zero3 on 512
-    # v5p: 12.4 GB without, 11.4 GB with it.
+    # XLA would gather the head first of all, and keep it through the forward loop. Peak of Llama 3 8B under zero3 on
+    # 512 v5p: 12.4 GB without, 11.4 GB with it.
     gathers_late=True,
     # Peak of a step whose updates or params are gathered: 1896 or 2782 MB.
     sends_updates=True,

@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.base.tree import check_alive, is_staged, is_traced, named_leaves, path_of, shape_of, shapes_of
 from jaxshard.base.types import Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
-from jaxshard.layout.checks import check_flag
 from jaxshard.layout.layout import Layout
-from jaxshard.loss.arguments import LossOptions, View, check_arguments, check_batch, check_options
-from jaxshard.loss.gradients import LossFn, LossFunction, check_global
+from jaxshard.loss.arguments import LossOptions, View, check_arguments, check_batch, check_global, check_options
+from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.inner.update import fast
 from jaxshard.optimizer.optimizer import ShardedOptimizer, described, setup_of
@@ -100,7 +99,6 @@ def train_step(
         raise ValueError(
             "train_step: loss scaling skips steps that overflow, but max_skips=None forbids skipping; leave one out"
         )
-    check_flag("train_step", "donate", donate is None or donate)
     options = LossOptions(
         loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donate=donate
     )
@@ -159,6 +157,7 @@ class TrainStep:
         """The XLA options that it is compiled with: jaxshard's, and the user's."""
         return self._loss.compiler_options | self._given
 
+    @checks_names
     def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
         known: Program | None = self._returned.program_for(params, state)
         if known is None:

@@ -150,15 +150,21 @@ def checks_names(function: Callable[Given, Result]) -> Callable[Given, Result]:
     Traceback (most recent call last):
     TypeError: make: unknown argument 'replicas'; did you mean 'replica'? It takes data, replica
     """
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    more = next((x.name for x in parameters.values() if x.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    name = function.__qualname__.split(".")[-2] if function.__name__ == "__call__" else function.__name__
 
     @functools.wraps(function)
     def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        unknown = next((name for name in kwargs if name not in known), None)
-        if unknown is not None:
-            hint = nearest(unknown, known) or "."
-            raise TypeError(f"{function.__name__}: unknown argument {unknown!r}{hint} It takes {', '.join(known)}")
-        return function(*args, **kwargs)
+        unknown = next((name for name in kwargs if name not in known or name == more), None)
+        if unknown is None:
+            return function(*args, **kwargs)
+        if more is not None:
+            taken = ", ".join(f"*{name}" if name == more else name for name in known)
+            raise TypeError(f"{name}: unknown argument {unknown!r}; further arguments have no names: call it ({taken})")
+        hint = nearest(unknown, known) or "."
+        raise TypeError(f"{name}: unknown argument {unknown!r}{hint} It takes {', '.join(known)}")
 
     return checked
 

@@ -80,7 +80,8 @@ def test_what_is_in_the_way_of_a_file_is_moved_aside(tmp_path, name, make):
             (tmp_path / name).unlink()
         make(tmp_path / name)
         (note,) = RunFolder(tmp_path).begin(toml.dump(OTHER), 0)
-        assert f"{name} is " in note and "it is now" in note
+        assert f"{name} is " in note
+        assert "it is now" in note
         assert os.path.lexists(tmp_path / f"{name}.aside{number}")
     assert toml.load(tmp_path / "config.toml") == OTHER
 

@@ -472,6 +472,7 @@ def test_a_loss_of_the_wrong_form(refused, mesh):
         (residual, {}, ("scalar", "[8, 16]", "mean")),
         (lambda p, b: (loss_fn(p, b), {}), {}, ("tuple", "has_aux")),
         (loss_fn, {"has_aux": True}, ("has_aux", "(loss, aux)")),
+        (lambda p, b: (loss_fn(p, b), 1, 2), {"has_aux": True}, ("(loss, aux)", "a tuple of 3")),
         (loss_fn, {"weighted": True}, ("weighted", "(loss_sum, weight)")),
         (lambda p, b: (loss_fn(p, b), b["x"]), {"weighted": True}, ("weight", "scalar", "(8, 4)")),
         (

@@ -3,6 +3,7 @@
 import html.parser
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -82,6 +83,61 @@ def test_mistyped_arguments_are_named(call, said):
     with pytest.raises(TypeError) as error:
         call(jaxshard.zero2(TX))
     assert said in str(error.value)
+
+
+NOT_THERE = {
+    "step": "train_step(loss_fn, opt)",
+    "zero_grad": "train_step(loss_fn, opt)",
+    "state_dict": "Checkpointer",
+    "param_groups": "optax.partition",
+    "anything": "no attribute 'anything'",
+}
+
+
+@pytest.mark.parametrize("name", NOT_THERE)
+def test_what_torchs_optimizers_have_is_told_where_to_find(name):
+    opt = jaxshard.zero2(TX)
+    assert not hasattr(opt, name)
+    with pytest.raises(AttributeError) as error:
+        getattr(opt, name)
+    assert NOT_THERE[name] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("cpu_offload", 'state_memory="host"'), ("gradient_accumulation_steps", "microbatches="), ("stage", "zero3")],
+)
+def test_options_of_other_libraries_are_told_what_to_give(option, said):
+    with pytest.raises(TypeError, match=rf"unknown option '{option}'; .*{re.escape(said)}"):
+        jaxshard.zero2(TX, **{option: 1})
+
+
+@pytest.mark.parametrize("make", [jaxshard.train_step, jaxshard.value_and_grad, jaxshard.predict])
+def test_further_arguments_have_no_names(make):
+    opt = jaxshard.zero2(TX)
+    with pytest.raises(TypeError, match=r"unknown argument 'key'; further arguments have no names: .*batch, \*args\)"):
+        make(loss, opt)(params(), ROWS, ROWS, key=1)
+
+
+def test_an_integer_in_the_place_of_a_key_and_a_loss_called_otherwise_than_it_is_written():
+    def noisy(p, batch, key):
+        return loss(p, batch) + jax.random.normal(key)
+
+    grads = jaxshard.value_and_grad(noisy, jaxshard.zero2(TX))
+    with pytest.raises(TypeError) as error:
+        grads(params(), ROWS, 0)
+    assert any("jax.random.key(0), not its seed" in note for note in error.value.__notes__)
+    with pytest.raises(KeyError) as error:
+        jaxshard.value_and_grad(lambda batch, p: batch["x"] @ p["w"], jaxshard.zero2(TX))(params(), ROWS)
+    assert any("called as loss_fn(params, batch, *args)" in note for note in error.value.__notes__)
+
+
+def test_a_layout_tells_of_params_whose_updates_are_rounded_away():
+    short = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params())
+    assert "params are bfloat16, and updates far" in repr(jaxshard.zero2(TX).layout(short))
+    for options in ({"master_dtype": "float32"}, {"stochastic_rounding": True}):
+        assert "rounding:" not in repr(jaxshard.zero2(TX, **options).layout(short))
+    assert "rounding:" not in repr(jaxshard.zero2(TX).layout(params()))
 
 
 def test_shard_batch_under_jit_says_where_it_belongs():

@@ -168,7 +168,7 @@ def _planned(given: Arguments) -> int:
     target, model = target_of(given), _model(given)
     console = make_console()
     if given.fit:
-        found = search.fit(model.build, model.to_try(target), target)
+        found = plan_rows.fit(model, target)
         rows, notes = list(found.rows[:12]), [found.why()]
     else:
         rows, notes = plan_rows.rows_of(model, model.candidates(given.strategies, target), target)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -39,6 +40,31 @@ class Model(Protocol):
     def candidates(self, names: Sequence[str], target: Target) -> list[Candidate]: ...
     def to_try(self, target: Target) -> list[Candidate]: ...
     def unit(self, candidate: Candidate) -> int: ...
+
+
+@contextlib.contextmanager
+def progress(count: int) -> Iterator[Callable[[Candidate], None]]:
+    """Shows on standard error, if that is a terminal, which of `count` candidates is traced; call it for each."""
+    names: list[str] = []
+    with Console(stderr=True, markup=False).status("starting") as status:
+
+        def show(candidate: Candidate) -> None:
+            names.append(candidate.name)
+            status.update(f"{len(names)} of {max(len(names), count)}: {candidate.name}")
+
+        yield show
+
+
+def fit(model: Model, target: Target) -> search.Fit:
+    """All combinations ranked, as `plan.fit`."""
+    wanted = model.to_try(target)
+    with progress(len(wanted)) as show:
+
+        def build(candidate: Candidate, mesh: AnyMesh) -> Built:
+            show(candidate)
+            return model.build(candidate, mesh)
+
+        return search.fit(build, wanted, target)
 
 
 def rows_of(model: Model, wanted: Sequence[Candidate], target: Target) -> tuple[list[Row], list[str]]:

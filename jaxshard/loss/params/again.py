@@ -1,4 +1,4 @@
-"""Gathered parameters that the backward pass makes again, instead of keeping them (`regather="backward"`)."""
+"""When parameters are gathered: again in the backward pass (`regather="backward"`), or only after other values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -6,8 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxshard.platforms.backward import held_together, pullback
+
+
+def once_computed(x: jax.Array, shard: jax.Array) -> jax.Array:
+    """The shard of a parameter, which no gather reads before `x` is computed; it has no gradient of its own."""
+    return held_together([shard, lax.stop_gradient(x)])[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,6 @@ from jaxshard import collectives
 from jaxshard.base.tree import is_traced
 from jaxshard.base.types import Dims, DType, Equation, Names, T, Var
 from jaxshard.loss.params.lookup import Lookup, exchanged, looked_up
-from jaxshard.platforms.backward import held_together
 
 MARK = "jaxshard.unshard"
 LOOKUP_MARK = "jaxshard.lookup"
@@ -126,11 +125,6 @@ class Sharded:
     def without_slot(self) -> Self:
         """The same parameter without its gradient slot."""
         return dataclasses.replace(self, stand_in=None)
-
-    def after_value(self, x: jax.Array) -> Self:
-        """The same parameter, which is not gathered before `x` is computed."""
-        assert self.local is not None
-        return dataclasses.replace(self, local=held_together([self.local, lax.stop_gradient(x)])[0])
 
     def cast_later(self) -> "Sharded":
         """The same parameter, bit for bit, disguised so that XLA for TPU casts a stack of layers only inside its loop.
