@@ -215,6 +215,26 @@ def test_a_loss_that_cannot_be_traced_on_a_part_of_the_rows_sees_all():
         jaxshard.value_and_grad(of_all, STRATEGIES["zero3"](), loss_view="local")(weights(), batch_of(ROWS))
 
 
+@pytest.mark.parametrize("name", [x for x in ANYBODYS if CASES[x].right and CASES[x].proved and CASES[x].rows == 1])
+def test_a_mean_over_rows_is_known_by_one_row_on_each_device(name):
+    step = jaxshard.train_step(CASES[name].loss, STRATEGIES["zero3"](), weighted=CASES[name].weighted)
+    assert step.layout(weights(), batch_of(DEVICES)).loss_rows == "the loss is a mean over rows"
+
+
+@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.silu, jax.nn.leaky_relu, jax.nn.relu6, lambda x: x])
+def test_rules_of_derivatives_with_one_row_on_each_device(act):
+    """The pick squeezes dims of one; the rule of relu has relu in it, and the proof did not end."""
+
+    def loss(params, batch):
+        logits = act(batch["h"] @ params["wide"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+
+    rng = np.random.default_rng(0)
+    batch = {"h": rng.normal(size=(DEVICES, 3, 3, 8)), "tokens": rng.integers(0, 4, (DEVICES, 3, 3))}
+    layout = jaxshard.train_step(loss, STRATEGIES["zero3"]()).layout({"wide": np.ones((8, 4))}, batch)
+    assert layout.loss_rows == "the loss is a mean over rows"
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_masters_a_loss_scale_frozen_params_and_the_host_in_the_global_view(weighted):
     """The whole step, against the local view of the same mean."""
