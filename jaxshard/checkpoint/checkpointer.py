@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Self, SupportsFloat, SupportsIndex
 
-import jax
 import numpy as np
 
 from jaxshard.base.types import T, Tree
@@ -75,7 +74,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or jax.process_count() == 1:
+        if error is None or len(agreement.present()) == 1:
             self.close()
         else:  # the other processes may lack this error and be in a different call
             self._abandon()
@@ -141,17 +140,22 @@ class Checkpointer:
 
         Raises:
           ValueError: this step is saved with different bits, or a newer step is saved; two leaves have the same path;
-            `metrics` lacks the metric of `keep_best`.
+            `metrics` lacks the metric of `keep_best`; `processes.among` leaves this process alone.
           TypeError: a leaf is neither an array nor a number; a metric is not a number.
           ProcessError: the processes save different steps or trees.
           ReplicaError: copies of an array differ between devices.
           OSError: the disk is full; another run writes here; or an earlier save failed, and `wait` was not called.
         """
+        if len(agreement.present()) == 1 and not agreement.are_all_present():
+            raise ValueError(
+                "save: one process of a job of several cannot save alone, since orbax would wait for the others; start "
+                "a job of its own for each model, or give its mesh devices of two processes"
+            )
         self.wait()
         number, numbers, flat = agreement.together(
             "save", lambda: (whole_number(step), measured(metrics, self._metric), leaves.flatten(tree))
         )
-        what = f"{leaves.described(number, flat)}\n{numbers}"
+        what = f"{leaves.described(number, flat)}\n{numbers}\n{self.path}"
         agreement.check_same("save", what, "all must save the same step of the same tree")
         self._begin(number, numbers, flat, self.claim())
         if blocking:
@@ -184,7 +188,7 @@ class Checkpointer:
             raise
         self._saving = None  # but not after Ctrl-C: `close` waits again
         if errors:
-            if jax.process_index() == 0:
+            if agreement.is_first():
                 self._writer.fail(step, errors)
             raise not_saved(step, errors, self.path)
         warn_of(agreement.from_first("wait", lambda: self._writer.prune(step)))

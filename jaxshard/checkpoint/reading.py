@@ -87,12 +87,12 @@ def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether to load the array to host memory first: its sharding is open, or each process has an array of its own."""
     if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
         return True
-    return jax.process_count() > 1 and is_local(x)
+    return len(agreement.present()) > 1 and is_local(x)
 
 
 def spread(entry: Entry) -> jax.ShapeDtypeStruct:
     """The shape of a saved array, sharded over all devices along the first dim that they divide, or replicated."""
-    shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    shape, mesh = tuple(entry["shape"]), jax.sharding.Mesh(np.asarray(agreement.devices()), ("all",))
     cut = next((i for i, size in enumerate(shape) if size % mesh.size == 0), None)
     spec = P() if cut is None else P(*(None,) * cut, "all")
     return jax.ShapeDtypeStruct(shape, jnp.dtype(entry["dtype"]), sharding=NamedSharding(mesh, spec))
@@ -157,8 +157,9 @@ def agreed(step: int | None, attempt: Callable[[], T]) -> T:
     except Exception as error:
         own_error = error
     failures = [_Failure(*json.loads(each)) for each in agreement.gathered("restore", json.dumps(_failure(own_error)))]
-    process, worst = max(enumerate(failures), key=lambda each: each[1].rank)
-    if own_error is not None and failures[jax.process_index()].rank == worst.rank:
+    of_process = dict(zip(agreement.present(), failures, strict=True))
+    process, worst = max(of_process.items(), key=lambda each: each[1].rank)
+    if own_error is not None and of_process[jax.process_index()].rank == worst.rank:
         raise own_error
     if worst.rank:
         raise _of_another(step, process, worst)
@@ -166,8 +167,8 @@ def agreed(step: int | None, attempt: Callable[[], T]) -> T:
 
 
 def of_first(attempt: Callable[[], T]) -> T:
-    """Calls `attempt` on process 0 alone, and returns its result on all; raises as `agreed`."""
-    made = agreed(None, lambda: attempt() if jax.process_index() == 0 else None)
+    """Calls `attempt` on the first process alone, and returns its result on all; raises as `agreed`."""
+    made = agreed(None, lambda: attempt() if agreement.is_first() else None)
     return cast(T, agreement.from_first("restore", lambda: made))
 
 

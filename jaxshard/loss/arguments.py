@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import Tree, is_whole
+from jaxshard.base.types import AnyMesh, Tree, is_whole
 from jaxshard.layout.checks import check_flag
-from jaxshard.mesh import check_context, platform_of
+from jaxshard.mesh import check_context, platform_of, processes_of
 from jaxshard.optimizer.sharding import Setup
 
 
@@ -54,7 +54,7 @@ class LossOptions:
         if self.donate is not None:
             return self.donate
         mesh = self.setup.mesh
-        return isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu" or jax.process_count() > 1
+        return isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu" or len(processes_of(mesh)) > 1
 
     @property
     def is_meant(self) -> bool:
@@ -209,12 +209,12 @@ def folded(args: tuple[Tree, ...], roles: Sequence[str], by: jax.Array | int) ->
     return jax.tree.unflatten(treedef, [fold(x, role) for x, role in zip(leaves, roles, strict=True)])
 
 
-def check_global(batch: Tree) -> None:
-    """Raises a ValueError if, with several processes, a leaf has only this process's rows.
+def check_global(batch: Tree, mesh: AnyMesh) -> None:
+    """Raises a ValueError if, on a mesh of several processes, a leaf has only this process's rows.
 
     JAX would take them for the whole batch, and mix the processes' rows silently.
     """
-    for names, leaf in named_leaves(batch) if jax.process_count() > 1 else ():
+    for names, leaf in named_leaves(batch) if len(processes_of(mesh)) > 1 else ():
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             raise ValueError(
                 f"batch: {path_of(names)} has only this process's rows; make global arrays with "

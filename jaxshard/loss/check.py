@@ -19,7 +19,7 @@ from jaxshard.layout.options import Config
 from jaxshard.loss.arguments import LossOptions, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.loss.loss_report import LossDifference, LossReport, RowsError, or_inf
-from jaxshard.mesh import check_has_devices
+from jaxshard.mesh import check_has_devices, processes_of
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.platforms.platform import Platform
@@ -175,8 +175,8 @@ class _Comparison:
     # One device.
 
     def _alone(self) -> tuple[jax.Array, Tree]:
-        if jax.process_count() > 1:
-            raise _NotCompared("the run has several processes")
+        if len(processes_of(self.options.setup.mesh)) > 1:
+            raise _NotCompared("the mesh has devices of several processes")
         options = dataclasses.replace(self.options, setup=_on_one_device(self.options.setup), microbatches=1)
         function, mesh = LossFunction(options), check_has_devices("check", options.setup.mesh)
         needed = 3 * _num_bytes(self.params) + _num_bytes(self.batch)

@@ -71,7 +71,7 @@ class LossFunction:
         check_alive("params", params)
         check_alive("batch", batch)
         check_alive("argument", args)
-        check_global(batch)
+        check_global(batch, setup.mesh)
         params = global_view.laid_out(params, shardings)
         rows = NamedSharding(setup.mesh, P(setup.batch_axes))
         batch = jax.tree.map(lambda x: global_view.lying_at(x, rows), batch)

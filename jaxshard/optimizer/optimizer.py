@@ -124,9 +124,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def rank(self) -> int:
-        """The index in the mesh of this process's first device; a ValueError for an abstract mesh."""
+        """The index in the mesh of this process's first device; a ValueError if it has none there."""
         devices, here = check_has_devices("rank", self.mesh).devices, jax.process_index()
-        return next(i for i, device in enumerate(devices.flat) if device.process_index == here)
+        found = (i for i, device in enumerate(devices.flat) if device.process_index == here)
+        if (first := next(found, None)) is None:
+            raise ValueError(f"rank: process {here} has no device in this mesh")
+        return first
 
     def shardings(self, params: Tree) -> Shardings:
         """Where params, grads (as `value_and_grad` returns them) and state live, and their PartitionSpecs.

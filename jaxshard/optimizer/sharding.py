@@ -18,6 +18,7 @@ from jaxshard.layout.cutting import deal_leaf
 from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, Shardings, check_specs_used, layout_params, layout_state
 from jaxshard.layout.options import Config
+from jaxshard.mesh import processes_of
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices
 from jaxshard.optimizer.inner.update import Settled, Start, Traced, first_state, settled, state_of_values, update_of
@@ -47,6 +48,11 @@ class Setup:
     def sizes(self) -> dict[str, int]:
         """The number of devices along each axis of the mesh."""
         return dict(self.mesh.shape)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The indices of the processes whose devices are in the mesh."""
+        return processes_of(self.mesh)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -1,25 +1,35 @@
 """Processes of a run exchange what they are about to do, and stop together if they differ.
 
-All processes must call each function here, in the same order. They meet at a barrier that names missing processes, and
-then exchange a few bytes through their devices. A lone process agrees with itself at once.
+All processes must call each function here, in the same order; inside `among`, all processes of a mesh. They meet at a
+barrier that names missing processes, and then exchange a few bytes through their devices. A lone process agrees with
+itself at once.
 """
 
+import collections
 import contextlib
+import contextvars
 import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, named_leaves, path_of
 from jaxshard.base.types import T, Tree
+from jaxshard.mesh import processes_of
 
 MEETING_SECONDS = 600  # the longest wait of the first process for the last one, which may read larger shards
-_meetings = itertools.count()  # a barrier's name works only once
+_Processes = tuple[int, ...]
+_meetings: dict[_Processes, Iterator[int]] = collections.defaultdict(
+    itertools.count
+)  # a barrier's name works only once
+_among: contextvars.ContextVar[_Processes | None] = contextvars.ContextVar("among", default=None)
 
 
 class ProcessError(RuntimeError):
@@ -34,24 +44,72 @@ class ProcessError(RuntimeError):
         return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
+@contextlib.contextmanager
+def among(processes: Mesh | _Processes) -> Iterator[None]:
+    """While entered, only these processes, or those of a mesh's devices, must make the calls of this module.
+
+    The first of them takes the part of process 0. Other threads are not affected.
+
+    Raises:
+      ValueError: this process is not one of them.
+
+    >>> with among(jax.sharding.Mesh(jax.devices()[:2], ("data",))):
+    ...     gathered("hosts", "node-7")
+    ['node-7']
+    """
+    found = processes_of(processes) if isinstance(processes, Mesh) else tuple(sorted(processes))
+    if jax.process_index() not in found:
+        raise ValueError(
+            f"process {jax.process_index()} has no device in this mesh, which is of the processes {list(found)}: call "
+            "this only on those"
+        )
+    token = _among.set(found)
+    try:
+        yield
+    finally:
+        _among.reset(token)
+
+
+def present() -> _Processes:
+    """The processes that must make the calls of this module: all, but inside `among`."""
+    found = _among.get()
+    return tuple(range(jax.process_count())) if found is None else found
+
+
+def are_all_present() -> bool:
+    """Whether all processes of the job must make the calls of this module."""
+    return len(present()) == jax.process_count()
+
+
+def devices() -> list[jax.Device]:
+    """The devices of the processes that are present, in JAX's order."""
+    found = set(present())
+    return [device for device in jax.devices() if device.process_index in found]
+
+
+def is_first() -> bool:
+    """Whether this is process 0, or the first inside `among`."""
+    return jax.process_index() == present()[0]
+
+
 def meet(what: str) -> None:
     """Waits until all processes are here. `what` names the call in messages.
 
     Raises:
       TimeoutError: some did not come within MEETING_SECONDS; the message names them.
     """
-    if jax.process_count() == 1:
+    processes = present()
+    if len(processes) == 1:
         return
-    name = f"jaxshard.{next(_meetings)}"
+    group = "" if are_all_present() else f"{'_'.join(map(str, processes))}."
+    name = f"jaxshard.{group}{next(_meetings[processes])}"
     try:
         _wait_for_all(name, MEETING_SECONDS)
-    except ModuleNotFoundError:  # without orbax: JAX's own barrier, which has no time limit
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
+    except ModuleNotFoundError:  # without orbax: a barrier that has no time limit
+        _exchanged(np.zeros(1, np.uint8))
     except Exception as error:
         raise TimeoutError(
-            f"{what}: not all {jax.process_count()} processes made this call within {MEETING_SECONDS:g} s; all must "
+            f"{what}: not all {len(processes)} processes made this call within {MEETING_SECONDS:g} s; all must "
             f"make it: {error}"
         ) from error
 
@@ -69,7 +127,7 @@ def _wait_for_all(name: str, seconds: float) -> None:
     """
     from orbax.checkpoint import multihost
 
-    wait = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    wait = multihost.get_barrier_sync_fn(processes=set(present()))
     wait(key=name, timeout_ms=int(seconds * 1000))
 
 
@@ -97,23 +155,34 @@ def gathered(what: str, said: str) -> list[str]:
     >>> gathered("hosts", "node-7")  # in a lone process
     ['node-7']
     """
-    if jax.process_count() == 1:
+    processes = present()
+    if len(processes) == 1:
         return [said]
-    from jax.experimental import multihost_utils
-
     meet(what)
     mine = np.frombuffer(json.dumps([what, said]).encode(), np.uint8)
-    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).ravel()
+    lengths = _exchanged(np.array([len(mine)], np.int32)).ravel()
     padded = np.zeros((int(lengths.max()) // 1024 + 1) * 1024, np.uint8)  # few sizes: each is compiled
     padded[: len(mine)] = mine
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
-    everyone = [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
-    for process, (other, _) in enumerate(everyone):
+    everyone = [json.loads(row[:length].tobytes()) for row, length in zip(_exchanged(padded), lengths, strict=True)]
+    for process, (other, _) in zip(processes, everyone, strict=True):
         if other != everyone[0][0]:
             raise ProcessError(
-                process, f"it is at {other!r}, process 0 at {everyone[0][0]!r}: all must make the same calls"
+                process,
+                f"it is at {other!r}, process {processes[0]} at {everyone[0][0]!r}: all must make the same calls",
             )
     return [text for _, text in everyone]
+
+
+def _exchanged(row: np.ndarray) -> np.ndarray:
+    """(processes, elements): the rows of all processes, in their order, through one device of each."""
+    first = {device.process_index: device for device in reversed(devices())}
+    mesh = Mesh([first[process] for process in present()], ("processes",))
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("processes")), row[None])
+    return np.asarray(jax.jit(_same, out_shardings=NamedSharding(mesh, P()))(rows))
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, BaseException]]:
@@ -128,7 +197,8 @@ def attempted(what: str, attempt: Callable[[], T]) -> tuple[T | None, dict[int, 
     except Exception as error:
         mine = error
     said = gathered(what, f"{type(mine).__name__}: {mine}" if mine else "")
-    errors: dict[int, BaseException] = {i: ProcessError(i, text) for i, text in enumerate(said) if text}
+    failed = [(process, text) for process, text in zip(present(), said, strict=True) if text]
+    errors: dict[int, BaseException] = {process: ProcessError(process, text) for process, text in failed}
     return result, errors | ({jax.process_index(): mine} if mine else {})
 
 
@@ -160,7 +230,7 @@ def raise_first(errors: dict[int, BaseException]) -> None:
 
 
 def from_first(what: str, make: Callable[[], T]) -> T:
-    """Calls `make` on process 0 alone; every process returns its result, or raises its error.
+    """Calls `make` on process 0 alone (inside `among`, on the first); all return its result, or raise its error.
 
     Args:
       what: names the call in messages; all processes give the same.
@@ -173,7 +243,7 @@ def from_first(what: str, make: Callable[[], T]) -> T:
     >>> from_first("resume", lambda: {"step": 100})
     {'step': 100}
     """
-    made = together(what, lambda: json.dumps(make()) if jax.process_index() == 0 else "")
+    made = together(what, lambda: json.dumps(make()) if is_first() else "")
     return json.loads(gathered(what, made)[0])
 
 
@@ -196,10 +266,14 @@ def check_same(what: str, said: str, cure: str) -> None:
     if len(set(digests)) == 1:
         return
     everyone = gathered(what, said)
-    process = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    lines = itertools.zip_longest(everyone[0].splitlines(), everyone[process].splitlines(), fillvalue="nothing")
+    i = next(i for i, digest in enumerate(digests) if digest != digests[0])
+    lines = itertools.zip_longest(everyone[0].splitlines(), everyone[i].splitlines(), fillvalue="nothing")
     first, other = next((a.strip(), b.strip()) for a, b in lines if a != b)
-    raise ProcessError(process, f"{what}: this process has {_part(other)!r}, process 0 has {_part(first)!r}: {cure}")
+    processes = present()
+    raise ProcessError(
+        processes[i],
+        f"{what}: this process has {_part(other)!r}, process {processes[0]} has {_part(first)!r}: {cure}",
+    )
 
 
 def check_same_arrays(what: str, tree: Tree) -> None:
@@ -209,7 +283,7 @@ def check_same_arrays(what: str, tree: Tree) -> None:
     Raises:
       ProcessError: on every process, with the first leaf that differs.
     """
-    if jax.process_count() == 1:
+    if len(present()) == 1:
         return
     lines = []
     for names, leaf in named_leaves(tree):

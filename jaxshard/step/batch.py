@@ -40,7 +40,7 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
     """Makes global arrays, split over the optimizer's batch axes, from this process's rows.
 
     Args:
-      batch: a pytree of arrays (rows of this process, ...); with one process, the full batch.
+      batch: a pytree of arrays (rows of this process, ...); with one process in the mesh, the full batch.
       opt: the optimizer, which has the mesh and its batch axes.
 
     Returns:
@@ -57,7 +57,7 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
             "arrays to distribute. Call it before, on the rows that this process loaded; for a value inside the "
             "program use jax.lax.with_sharding_constraint"
         )
-    count = jax.process_count()
+    count = len(setup.processes)
     for names, leaf in named_leaves(batch):
         rows = np.shape(leaf)[:1]
         if not rows or (rows[0] * count) % setup.num_batch_shards:

@@ -30,17 +30,20 @@ from jaxshard.system.users_lines import warn
 
 
 def check_processes(program: "Program", params: Tree, state: Tree, batch: Tree, args: Tree) -> None:
-    """Checks before the first step that all processes run the same program, from the same params and state.
+    """Checks before the first step that all processes of the mesh run the same program, from the same params and state.
 
     Raises:
       ProcessError: the programs differ (a learning rate, a shape).
       ReplicaError: devices that should hold the same bits of a leaf do not.
     """
-    text = program.run.lower(params, state, batch, *args).as_text()
-    cure = "give all processes the same code, options and numbers (learning rate)"
-    agreement.check_same("train_step: the step's program", text, cure)
-    digests({"params": params, "state": state, "batch": batch})
-    warn_of_same_rows(batch)
+    with agreement.among(program.batch.mesh):
+        if len(agreement.present()) == 1:
+            return
+        text = program.run.lower(params, state, batch, *args).as_text()
+        cure = "give all processes the same code, options and numbers (learning rate)"
+        agreement.check_same("train_step: the step's program", text, cure)
+        digests({"params": params, "state": state, "batch": batch})
+        warn_of_same_rows(batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,11 +128,12 @@ class Returned:
 
 
 def placed(program: Program, params: Params, state: State) -> tuple[Params, State]:
-    """Params and state under the program's shardings, checked to be the same on all processes.
+    """Params and state under the program's shardings, checked to be the same on all processes of the mesh.
 
     An array that occurs twice is copied, since it cannot be donated twice.
     """
-    agreement.check_same_arrays("train_step", {"params": params, "state": state})
+    with agreement.among(program.batch.mesh):
+        agreement.check_same_arrays("train_step", {"params": params, "state": state})
     taken: set[int] = set()
 
     def place(x: Tree, sharding: NamedSharding) -> jax.Array:
@@ -256,20 +260,20 @@ def _are_one(batches: list[list[Tree]]) -> bool:
 
 
 def warn_of_same_rows(batch: Tree) -> None:
-    """Warns, on process 0, if two processes gave equal rows for different places in the global batch.
+    """Warns, on the first process, if two processes gave equal rows for different places in the global batch.
 
     Processes that hold the same places, such as those of one pipeline, are not compared; nor are batches whose rows are
     all equal, such as ones for a measurement.
     """
     said = agreement.gathered("train_step: the batch's rows", json.dumps(_own_rows(batch)))
-    found = [json.loads(text) for text in said]
+    found, present = [json.loads(text) for text in said], agreement.present()
     for (i, one), (j, two) in itertools.combinations(enumerate(found), 2):
         if one["digest"] == two["digest"] is not None and not set(one["places"]) & set(two["places"]):
-            if jax.process_index() == 0:
+            if agreement.is_first():
                 warn(
-                    f"train_step: processes {i} and {j} passed identical rows of the batch: each process should load "
-                    "its own rows, with jax.process_index() as its seed or its part of the data, and pass only these "
-                    "to jaxshard.shard_batch(rows, opt)"
+                    f"train_step: processes {present[i]} and {present[j]} passed identical rows of the batch: each "
+                    "process should load its own rows, with jax.process_index() as its seed or its part of the data, "
+                    "and pass only these to jaxshard.shard_batch(rows, opt)"
                 )
             return
 

@@ -171,7 +171,7 @@ class TrainStep:
         check_has_devices("train_step", self._setup.mesh)
         for what, tree in {**unknown, "batch": batch, "argument": args}.items():
             check_alive(f"train_step: {what}", tree)
-        check_global(batch)
+        check_global(batch, self._setup.mesh)
         self._verdicts.tell(params, but=1)
         if known is None:
             params, state = self._placed(program, params, state)

@@ -499,3 +499,72 @@ def too_many_files(path, here):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for number in holes:
             os.close(number)
+
+
+# Meshes of some devices.
+
+
+def trains_on_its_own_mesh(folder: str, processes: str) -> None:
+    """Groups of processes each train their own model, for their own number of steps, save and restore."""
+    index, size = join(), int(processes)
+    group = index // size
+    own = [d for d in jax.devices() if d.process_index // size == group]
+    mesh, width, steps = jaxshard.make_mesh(devices=own), 8 * (group + 1), 3 + 4 * group
+    rng = np.random.default_rng(group)
+    params = {"w": rng.normal(size=(width, 24)).astype("f"), "b": np.zeros(24, "f")}
+    rows = rng.normal(size=(steps, 24, width)).astype("f")
+    plain, expected = (params, TX.init(params)), []
+    for x in rows:
+        value, grads = jax.value_and_grad(loss_fn)(plain[0], {"x": x})
+        updates, state = TX.update(grads, plain[1], plain[0])
+        plain, expected = (optax.apply_updates(plain[0], updates), state), [*expected, float(value)]
+    opt = jaxshard.zero3(TX, mesh, min_shard_size=1)
+    step = jaxshard.train_step(loss_fn, opt)
+    p, s = opt.place(params), opt.init(params)
+    place = index - group * size  # within the group
+    losses = []
+    with jaxshard.processes.among(mesh), Checkpointer(f"{folder}/{group}") as checkpoints:
+        for i, x in enumerate(rows):
+            mine = x[place * 24 // size : (place + 1) * 24 // size]
+            p, s, metrics = step(p, s, jaxshard.shard_batch({"x": mine}, opt))
+            losses.append(float(metrics["loss"]))
+            if size > 1:
+                checkpoints.save(i, {"p": p, "s": s})
+        if size > 1:
+            checkpoints.wait()
+            number, found = checkpoints.restore({"p": p, "s": s})
+            assert number == steps - 1
+            same = jax.jit(
+                lambda a, b: jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda x, y: jnp.all(x == y), a, b))
+            )
+            assert bool(same(found, {"p": p, "s": s}))
+        else:
+            try:
+                checkpoints.save(0, {"p": p, "s": s})
+            except ValueError as error:
+                print("refused:", error, flush=True)
+        assert jaxshard.processes.gathered("who", str(index)) == [str(group * size + i) for i in range(size)]
+        assert jaxshard.processes.from_first("first", lambda: index) == group * size
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert opt.rank == place * jax.local_device_count()
+    print("trained", group, steps, flush=True)
+    others = jaxshard.make_mesh(devices=[d for d in jax.devices() if d not in own])
+    for call in (lambda o: o.place(params), lambda o: o.rank):
+        try:
+            call(jaxshard.zero3(TX, others))
+        except ValueError as error:
+            print("refused:", error, flush=True)
+
+
+def trains_otherwise_than_the_rest_of_its_mesh() -> None:
+    """Of two meshes of two processes, the second one's have other learning rates."""
+    index = join()
+    own = [d for d in jax.devices() if d.process_index // 2 == index // 2]
+    opt = jaxshard.zero2(optax.sgd(0.1 + index // 3), jaxshard.make_mesh(devices=own), min_shard_size=1)
+    params = {"w": np.ones((8, 24), "f"), "b": np.zeros(24, "f")}
+    step = jaxshard.train_step(loss_fn, opt)
+    try:
+        step(params, opt.init(params), jaxshard.shard_batch({"x": np.ones((8, 8), "f") * index}, opt))
+        print("trained", flush=True)
+    except jaxshard.processes.ProcessError as error:
+        print("refused:", error, flush=True)

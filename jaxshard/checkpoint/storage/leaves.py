@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, compiled, is_key, named_leaves, unambiguous_path
 from jaxshard.base.types import Tree
+from jaxshard.processes import agreement
 
 NUMBERS = (bool, int, float, complex)
 Number: TypeAlias = bool | int | float | complex
@@ -168,10 +169,10 @@ def small(arrays: Mapping[str, Shaped]) -> list[str]:
 
 def on_all_devices(x: Shaped) -> Shaped:
     """Makes one array, replicated on every device, of the copies that several processes hold."""
-    if jax.process_count() == 1 or not is_local(x):
+    if len(agreement.present()) == 1 or not is_local(x):
         return x
     whole = np.asarray(x)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    mesh = jax.sharding.Mesh(np.asarray(agreement.devices()), ("all",))
     return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P()), lambda index: whole[index])
 
 

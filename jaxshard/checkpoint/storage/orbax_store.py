@@ -25,7 +25,7 @@ from jaxshard.checkpoint.storage import sizes
 from jaxshard.checkpoint.storage.errors import check_files_free, first_line, is_file, is_folder, read_description
 from jaxshard.checkpoint.storage.leaves import Shaped, small
 from jaxshard.checkpoint.storage.manifest import Manifest
-from jaxshard.checkpoint.storage.paths import PlainPath, Written
+from jaxshard.checkpoint.storage.paths import PlainPath, Written, among_those_present, of_those_present
 from jaxshard.checkpoint.storage.quiet import NO_MORE_WORK, forgotten, quiet, quietly, while_python_runs
 from jaxshard.checkpoint.storage.sizes import ARRAY_NAMES, ARRAYS
 from jaxshard.processes import agreement
@@ -120,6 +120,7 @@ class Save:
     ):
         self._response, self._place, self._unheard, self._check = response, place, unheard, check
         self._path, self._written = path, written
+        self._is_first = agreement.is_first()  # here, since threads do not inherit `agreement.among`
         self._over = threading.Event()
         self._failed: list[BaseException] = []
         self._notice = ExitNotice(lambda: self._cut_off(path), "jaxshard tells of a save that is cut off")
@@ -143,13 +144,13 @@ class Save:
           name: of the step.
           arrays: of all processes.
           manifest: saved beside the arrays.
-          check: process 0 calls it once all is written; if it raises, the save fails.
+          check: the first process calls it once all is written; if it raises, the save fails.
         """
         stored = {stored_name(path): x for path, x in _on_host_if_small(arrays).items() if x.size}
         path, tree, notes, written = place.path / name, cast(Any, stored or _NOTHING), cast(Any, manifest), Written()
         with ExitStack() as unheard:
             unheard.enter_context(quiet(path))
-            with _ONE_AT_A_TIME, _writing(written), while_python_runs(place.folder / name):
+            with _ONE_AT_A_TIME, of_those_present(), _writing(written), while_python_runs(place.folder / name):
                 response = quietly(
                     lambda: ocp.save_async(str(path), tree, checkpointable_name=ARRAYS, custom_metadata=notes), path
                 )
@@ -162,10 +163,10 @@ class Save:
         """
         pause = 0.05
         while True:
-            self._over.wait(None if jax.process_count() == 1 else pause)
+            self._over.wait(None if len(agreement.present()) == 1 else pause)
             pause = min(2.0, 1.5 * pause)  # each round is an exchange between all processes
             over, errors = self._exchanged()
-            if errors and jax.process_count() > 1:
+            if errors and len(agreement.present()) > 1:
                 _leave_at_exit()
             if errors or over:
                 self._notice.off()
@@ -176,7 +177,9 @@ class Save:
         mine = f"{type(self._failed[0]).__name__}: {self._failed[0]}" if self._failed else ""
         said = [json.loads(each) for each in agreement.gathered("wait", json.dumps([self._over.is_set(), mine]))]
         errors: dict[int, BaseException] = {
-            process: agreement.ProcessError(process, text) for process, (_, text) in enumerate(said) if text
+            process: agreement.ProcessError(process, text)
+            for process, (_, text) in zip(agreement.present(), said, strict=True)
+            if text
         }
         if errors and self._failed:  # not if it failed only just now: the others do not know it yet
             errors[jax.process_index()] = self._failed[0]
@@ -197,7 +200,7 @@ class Save:
             self._response.result()
             self._place.close()  # not after an error, when other threads of orbax may still write there
             self._sync()
-            if jax.process_index() == 0:
+            if self._is_first:
                 self._check()
         except BaseException as error:
             first = next(iter(self._written.failed), error)
@@ -209,7 +212,7 @@ class Save:
 
     def _sync(self) -> None:
         """Syncs what this process wrote to disk, unless `DurablePath` has done so at the rename."""
-        if jax.process_index() == 0:
+        if self._is_first:
             if self._path.name not in self._written.named:
                 files.sync_tree(self._path)
                 files.sync_folder(self._path.parent)
@@ -237,6 +240,7 @@ class Save:
 def _writing(written: Written) -> ocp.Context:
     made = ocp.Context()
     made.file.path_class = written.paths()
+    among_those_present(made)
     saving = made.array.saving
     saving.use_ocdbt = saving.use_zarr3 = saving.use_replica_parallel = True
     saving.min_slice_bytes_for_replica_parallel = _SLICE_BYTES

@@ -8,8 +8,11 @@ are not UTF-8, and makes long paths longer than the system allows. On Linux an o
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,6 +105,51 @@ class PlainPath:
         if self._number is not None:
             os.close(self._number)
             self._number = None
+
+
+def among_those_present(context: Any) -> None:
+    """Lets only the processes that are present (`agreement.among`) take part in a save, the first as its head."""
+    if not agreement.are_all_present():
+        present = agreement.present()
+        context.multiprocessing.active_processes = set(present)
+        context.multiprocessing.primary_host = present[0]
+        context.multiprocessing.barrier_sync_key_prefix = f"jaxshard_{'_'.join(map(str, present))}_"
+
+
+@contextlib.contextmanager
+def of_those_present() -> Iterator[None]:
+    """While not all processes are present, lets orbax start a save by these alone; there is no public way.
+
+    Orbax 0.12 compares the path between all processes of the job whatever `active_processes` says, and would wait for
+    those of other meshes (`Checkpointer.save` compares it); and barriers of two groups would have the same name, since
+    some have the operation's number alone.
+    """
+    if agreement.are_all_present():
+        yield
+        return
+    with contextlib.ExitStack() as undo:
+        present, saving, numbers = agreement.present(), sys.modules.get(_SAVING), sys.modules.get(_NUMBERS)
+        if hasattr(saving, "_check_directory_consistency"):
+            undo.enter_context(_replaced(saving, "_check_directory_consistency", lambda directory: None))
+        if hasattr(numbers, "OperationIdGenerator"):
+            count = _counts.setdefault(present, itertools.count((1 + present[0]) * 10**9))
+            undo.enter_context(_replaced(numbers.OperationIdGenerator, "_operation_id_counter", count))
+        yield
+
+
+_SAVING = "orbax.checkpoint.experimental.v1._src.saving.execution"
+_NUMBERS = "orbax.checkpoint._src.futures.synchronization"
+_counts: dict[tuple[int, ...], Iterator[int]] = {}  # each group's own numbers
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _opened(folder: Path, least: int) -> int:
