@@ -38,6 +38,7 @@ __all__ = [
     "pipeline",
     "pipeline_parallel",
     "predict",
+    "reshard",
     "shard_batch",
     "specs_of",
     "tensor_parallel",

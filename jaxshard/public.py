@@ -25,6 +25,7 @@ from jaxshard.optimizer.precision import ShardedState as ShardedState
 from jaxshard.pipelining.pipeline import pipeline as pipeline
 from jaxshard.processes.start import initialize as initialize
 from jaxshard.programs.rows.verdict import RowsWarning as RowsWarning
+from jaxshard.resharding import reshard as reshard
 from jaxshard.step.batch import shard_batch as shard_batch
 from jaxshard.step.batch import specs_of as specs_of
 from jaxshard.step.skips import NonFiniteError as NonFiniteError

@@ -24,3 +24,5 @@ from jaxshard.plan.search import compare as compare
 from jaxshard.plan.search import fewest_devices as fewest_devices
 from jaxshard.plan.search import fit as fit
 from jaxshard.plan.search import largest_batch as largest_batch
+from jaxshard.resharding import Resharding as Resharding
+from jaxshard.resharding import resharding as resharding

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, named_leaves, path_of
-from jaxshard.base.types import T, Tree
+from jaxshard.base.types import AnyMesh, T, Tree
 from jaxshard.mesh import processes_of
 
 MEETING_SECONDS = 600  # the longest wait of the first process for the last one, which may read larger shards
@@ -45,7 +45,7 @@ class ProcessError(RuntimeError):
 
 
 @contextlib.contextmanager
-def among(processes: Mesh | _Processes) -> Iterator[None]:
+def among(processes: AnyMesh | _Processes) -> Iterator[None]:
     """While entered, only these processes, or those of a mesh's devices, must make the calls of this module.
 
     The first of them takes the part of process 0. Other threads are not affected.
@@ -57,7 +57,7 @@ def among(processes: Mesh | _Processes) -> Iterator[None]:
     ...     gathered("hosts", "node-7")
     ['node-7']
     """
-    found = processes_of(processes) if isinstance(processes, Mesh) else tuple(sorted(processes))
+    found = tuple(sorted(processes)) if isinstance(processes, tuple) else processes_of(processes)
     if jax.process_index() not in found:
         raise ValueError(
             f"process {jax.process_index()} has no device in this mesh, which is of the processes {list(found)}: call "
@@ -81,7 +81,7 @@ def are_all_present() -> bool:
     return len(present()) == jax.process_count()
 
 
-def devices() -> list[jax.Device]:
+def devices() -> list[Any]:
     """The devices of the processes that are present, in JAX's order."""
     found = set(present())
     return [device for device in jax.devices() if device.process_index in found]

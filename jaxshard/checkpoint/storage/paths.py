@@ -131,9 +131,9 @@ def of_those_present() -> Iterator[None]:
         present, saving, numbers = agreement.present(), sys.modules.get(_SAVING), sys.modules.get(_NUMBERS)
         if hasattr(saving, "_check_directory_consistency"):
             undo.enter_context(_replaced(saving, "_check_directory_consistency", lambda directory: None))
-        if hasattr(numbers, "OperationIdGenerator"):
+        if generator := getattr(numbers, "OperationIdGenerator", None):
             count = _counts.setdefault(present, itertools.count((1 + present[0]) * 10**9))
-            undo.enter_context(_replaced(numbers.OperationIdGenerator, "_operation_id_counter", count))
+            undo.enter_context(_replaced(generator, "_operation_id_counter", count))
         yield
 
 
