@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxshard.system.text import checks_names
@@ -18,11 +19,18 @@ AXES = ("pipeline", "replica", "data", "tensor")
 
 @checks_names
 def make_mesh(
-    *, data: int = -1, tensor: int = 1, pipeline: int = 1, replica: int = 1, devices: Sequence[Any] | None = None
+    *,
+    data: int = -1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    replica: int = 1,
+    devices: Sequence[Any] | None = None,
+    slice_axes: str | tuple[str, ...] = (),
 ) -> Mesh:
     """Arranges the devices in a mesh with axes ("pipeline", "replica", "data", "tensor"), tensor innermost.
 
-    Neighbours on the tensor axis exchange the most, so they get the closest devices.
+    Neighbours on the tensor axis exchange the most, so they get the closest devices. Slices of TPUs, and hosts or
+    NVLink domains of GPUs, have slow links between them: these get replica, then pipeline, then data, never tensor.
 
     Args:
       data: the number of devices that share optimizer state, gradients and (zero3) parameters; -1: all the rest.
@@ -30,13 +38,15 @@ def make_mesh(
       pipeline: the number of pipeline stages.
       replica: the number of replicas of the full `data` x `tensor` x `pipeline` mesh (`hsdp`).
       devices: the devices to use, by default `jax.devices()` (those of all processes).
+      slice_axes: the axes over the links between slices, in place of this order: "data", or ("data", "tensor").
 
     Returns:
       A `jax.sharding.Mesh` of Auto axes.
 
     Raises:
       TypeError: something in `devices` is not a device.
-      ValueError: the sizes' product is not the number of devices, or more than one size is -1.
+      ValueError: the sizes' product is not the number of devices, or more than one size is -1; tensor would span
+        slices; the slices do not divide the axes that `slice_axes` names.
 
     >>> dict(make_mesh(tensor=2).shape)
     {'pipeline': 1, 'replica': 1, 'data': 4, 'tensor': 2}
@@ -45,8 +55,51 @@ def make_mesh(
     if not devices:
         raise ValueError("make_mesh: devices= is empty; give at least one device, or leave it out for all")
     given = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
-    sizes = _inferred(given, len(devices))
-    return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes, types = _inferred(given, len(devices)), (AxisType.Auto,) * len(AXES)
+    slices = _slices(devices)
+    if len(slices) > 1:
+        return Mesh(_over_slices(sizes, slices, slice_axes), AXES, axis_types=types)
+    return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=types)
+
+
+def _slices(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices by slice (TPU), or by NVLink domain or host (GPU): what has fast links within."""
+    of = [(getattr(d, "partition_index", None), getattr(d, "slice_index", None)) for d in devices]
+    place = 0 if len({partition for partition, _ in of}) > 1 else 1
+    found: dict[Any, list[Any]] = {}
+    for device, group in zip(devices, of, strict=True):
+        found.setdefault(group[place], []).append(device)
+    return [found[group] for group in sorted(found, key=lambda group: -1 if group is None else group)]
+
+
+def _over_slices(sizes: dict[str, int], slices: list[list[Any]], asked: str | tuple[str, ...]) -> np.ndarray:
+    """The devices in the shape of the mesh, each slice a block of it, as `create_hybrid_device_mesh` arranges them."""
+    order = (asked,) if isinstance(asked, str) else asked or ("replica", "pipeline", "data")
+    for axis in order:
+        if axis not in AXES:
+            raise ValueError(f"make_mesh: slice_axes={asked!r} has {axis!r}; give some of {', '.join(AXES)}")
+    of_each = {len(devices) for devices in slices}
+    outer, left = dict.fromkeys(AXES, 1), len(slices)
+    for axis in order if len(of_each) == 1 else ():
+        outer[axis] = math.gcd(sizes[axis], left)
+        left //= outer[axis]
+    if left == 1:
+        inner = [sizes[axis] // outer[axis] for axis in AXES]
+        blocks = np.empty(tuple(outer.values()), object)
+        for place, devices in zip(np.ndindex(blocks.shape), slices, strict=True):
+            blocks[place] = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+        return np.block(blocks.tolist())
+    flat = np.asarray([device for devices in slices for device in devices], object).reshape(tuple(sizes.values()))
+    which = {device: i for i, devices in enumerate(slices) for device in devices}
+    if asked or any(len({which[device] for device in row}) > 1 for row in flat.reshape(-1, sizes["tensor"])):
+        many, each = len(slices), " or ".join(map(str, sorted(of_each)))
+        wrong = f"slice_axes={asked!r} cannot split them" if asked else "tensor would span their slow links"
+        raise ValueError(
+            f"make_mesh: {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} on {many} slices of {each} "
+            f"devices: {wrong}. Choose sizes so that {many} divides replica x pipeline x data and tensor divides "
+            f"{each}; or name the axes to split with slice_axes="
+        )
+    return flat
 
 
 @checks_names
