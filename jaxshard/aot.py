@@ -52,14 +52,15 @@ def devices(machine: Machine) -> list[Any]:
 
     Raises:
         CompilerMissingError: if the TPU or GPU compiler is not installed.
-        ValueError: if the compiler rejects the topology, or JAX has too few CPU devices.
+        ValueError: if the compiler rejects the topology, there is no compiler (AMD), or JAX has too few CPU devices.
     """
     if machine.chip.platform == "cpu":
         return _cpu_devices(machine)
+    options = topology_options(machine)
     _check_compiler(machine)
     try:
         with _libtpu_alone():
-            described = topologies.get_topology_desc(**topology_options(machine))
+            described = topologies.get_topology_desc(**options)
     except jax.errors.JaxRuntimeError as error:
         if "INVALID_ARGUMENT" not in str(error):
             raise

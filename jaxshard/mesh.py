@@ -79,7 +79,8 @@ def _over_slices(sizes: dict[str, int], slices: list[list[Any]], asked: str | tu
         if axis not in AXES:
             raise ValueError(f"make_mesh: slice_axes={asked!r} has {axis!r}; give some of {', '.join(AXES)}")
     of_each = {len(devices) for devices in slices}
-    outer, left = dict.fromkeys(AXES, 1), len(slices)
+    outer: dict[str, int] = dict.fromkeys(AXES, 1)
+    left = len(slices)
     for axis in order if len(of_each) == 1 else ():
         outer[axis] = math.gcd(sizes[axis], left)
         left //= outer[axis]

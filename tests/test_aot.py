@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -51,10 +52,19 @@ def cache(tmp_path, monkeypatch):
         ("h200:8", "h200", (8,), 8),
         ("b200:2x8", "b200", (2, 8), 16),
         ("cpu:8", "cpu", (8,), 8),
+        ("v5e:2x4*2", "v5e", (2, 4), 16),
+        ("v5e:16x16*4", "v5e", (16, 16), 1024),
+        ("v7x:2x2x1", "v7x", (2, 2, 1), 8),
+        ("v7x:4x4x4*3", "v7x", (4, 4, 4), 384),
+        ("h100:8*4", "h100", (4, 8), 32),
+        ("gb200:72", "gb200", (72,), 72),
+        ("gb300:72*8", "gb300", (8, 72), 576),
+        ("mi300x:8", "mi300x", (8,), 8),
     ],
 )
 def test_names_of_machines(name, chip, shape, count):
-    assert aot.machine(name) == aot.Machine(name, chips.chip(chip), shape, count)
+    slices = int(name.partition("*")[2] or 1) if chip[0] == "v" else 1
+    assert aot.machine(name) == aot.Machine(name, chips.chip(chip), shape, count, slices)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,13 @@ def test_names_of_machines(name, chip, shape, count):
         (8, "8 is not a chip and a shape"),
         ("v5e:2x2x2", r"'v5e:2x2x2' has 3 dims; v5e chips are joined in 2 dims; write, for example, v5e:2x4"),
         ("v5p:8x8", r"has 2 dims; v5p chips are joined in 3 dims; write, for example, v5p:2x2x1"),
-        ("v5e:32x32", "has 1024 chips; a v5e pod has at most 256"),
+        ("v5e:32x32", "has 1024 chips in a slice; a v5e pod has at most 256"),
+        ("v7x:32x32x32", "has 32768 chips in a slice; a v7x pod has at most 9216"),
+        ("v5e:2x4*0", "is not a chip and a shape"),
+        ("v5e:2x4*2*2", "is not a chip and a shape"),
+        ("h100:4x8*2", "has 3 dims; give nodes x GPUs of a node"),
+        ("cpu:4*2", "has 2 dims; give the number of simulated devices"),
+        ("gb200:80", r"has 80 GPUs in a node; a node has at most 72; write, for example, gb200:72, gb200:72\*8"),
         ("h100:16", r"has 16 GPUs in a node; a node has at most 8; write, for example, h100:8 \(a node of 8\)"),
         ("h100:2x2x8", "has 3 dims; give nodes x GPUs of a node"),
         ("cpu:2x4", "has 2 dims; give the number of simulated devices"),
@@ -96,7 +112,8 @@ def test_every_example_in_the_messages_is_a_machine():
 
 def test_chips_are_known_by_name_and_their_figures_are_in_order():
     with pytest.raises(
-        ValueError, match=r"'h300' is unknown; available: v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu"
+        ValueError,
+        match=r"'h300' is unknown; available: v4, v5e, v5p, v6e, v7x, a100, .*, gb200, gb300, mi300x, mi355x, cpu",
     ):
         chips.chip("h300")
     with pytest.raises(ValueError, match=r"'h10' is unknown; available: v4, .*; did you mean h100\?"):
@@ -106,14 +123,19 @@ def test_chips_are_known_by_name_and_their_figures_are_in_order():
         assert chip.name == name
         assert set(chip.flops) == {"bfloat16", "float16", "float32"}
         assert min(chip.flops.values()) > chip.memory_bandwidth > chip.link_bandwidth >= chip.network_bandwidth > 0
-        assert 2**30 < chip.memory_bytes < 2**38
+        assert 2**30 < chip.memory_bytes < 300e9
         assert chip.source
 
 
 # Devices.
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v6e:4x4", "v5p:2x2x2", "v4:2x2x2"])
+def test_a_machine_without_a_compiler_here_is_told():
+    with pytest.raises(ValueError, match=r"'mi300x:8' can be planned, but not compiled for"):
+        aot.devices(aot.machine("mi300x:8"))
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v6e:4x4", "v5p:2x2x2", "v4:2x2x2", "v7x:2x2x1", "v5e:2x4*2"])
 def test_a_machine_has_as_many_devices_as_chips(name):
     machine = aot.machine(name)
     devices = aot.devices(machine)
@@ -250,9 +272,10 @@ def _loss(p, batch, marked=jaxshard.unshard):
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"]).mean()
 
 
-def _step(strategy, machine, dtype, loss=_loss):
+def _step(strategy, machine, dtype, loss=_loss, mesh=None):
     """A training step lowered for a machine, its optimizer, its params and what is predicted of it."""
-    mesh = jaxshard.make_mesh(devices=aot.devices(machine), replica=2 if strategy == "hsdp" else 1)
+    if mesh is None:
+        mesh = jaxshard.make_mesh(devices=aot.devices(machine), replica=2 if strategy == "hsdp" else 1)
     master = jnp.float32 if dtype == jnp.bfloat16 else None
     opt = getattr(jaxshard, strategy)(optax.adamw(1e-3), mesh, master_dtype=master)
     shapes = {
@@ -317,6 +340,65 @@ def test_tensor_and_pipeline_parallel_on_a_tpu_are_as_planned(style):
     predicted = plan.predict(step, params, batch)
     assert predicted.wire_bytes == pytest.approx(report.wire_bytes, rel=1e-2)
     assert (predicted.at_rest["params"], predicted.at_rest["state"]) == report.arguments[:2]
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_bytes_inside_slices_and_between_them_are_those_planned(slices):
+    """hsdp: gradients are reduced inside a slice, and their shards between slices; nothing else crosses them."""
+    machine = aot.machine(f"v5e:2x4*{slices}")
+    mesh = jaxshard.make_mesh(devices=aot.devices(machine), replica=slices)
+    assert [len({d.slice_index for d in replica.flat}) for replica in mesh.devices[0]] == [1] * slices
+    lowered, _, params, predicted = _step("hsdp", machine, jnp.float32, mesh=mesh)
+    report = aot.report(lowered, machine)
+    sent = predicted.costs.wire_bytes_by_axes()
+    shard = sum(math.prod(x.shape) for x in jax.tree.leaves(params)) * 4 / 8
+    assert report.wire_bytes_between_slices == pytest.approx(2 * (slices - 1) / slices * shard, rel=1e-2)
+    assert report.wire_bytes_between_slices == pytest.approx(sent["replica"], rel=1e-2)
+    assert report.wire_bytes == pytest.approx(predicted.wire_bytes, rel=1e-2)
+    assert f"all-reduce between slices  {slices:>5}" in str(report)
+    assert inspect.Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    by_axes = report.wire_bytes_by_axes(mesh)
+    assert by_axes["between slices"] == report.wire_bytes_between_slices
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over"),
+    [
+        ({}, "data"),
+        ({"replica": 2}, "replica"),
+        ({"replica": 4}, "replica"),
+        ({"pipeline": 2, "tensor": 2}, "pipeline"),
+        ({"tensor": 8}, "data"),
+        ({"replica": 2, "slice_axes": "data"}, "data"),
+        ({"tensor": 16, "slice_axes": ("tensor",)}, "tensor"),
+    ],
+)
+def test_slow_links_get_replica_then_pipeline_then_data_or_what_is_named(sizes, over):
+    mesh = jaxshard.make_mesh(devices=aot.devices(aot.machine("v5e:2x4*2")), **sizes)
+    which = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    assert [a for i, a in enumerate(mesh.axis_names) if np.diff(which, axis=i).any()] == [over]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tensor": 16}, ("2 slices of 8 devices", "tensor would span their slow links", "tensor divides 8")),
+        ({"slice_axes": "pipeline"}, ("slice_axes='pipeline' cannot split them",)),
+        ({"slice_axes": "rows"}, ("'rows'", "pipeline, replica, data, tensor")),
+    ],
+)
+def test_tensor_over_slices_and_axes_that_cannot_be_split_are_refused(sizes, says):
+    with pytest.raises(ValueError, match="make_mesh") as error:
+        jaxshard.make_mesh(devices=aot.devices(aot.machine("v5e:2x4*2")), **sizes)
+    assert all(word in str(error.value) for word in says)
+
+
+def test_slices_of_other_sizes_make_a_mesh_whose_tensor_axis_stays_within():
+    """7 of 8 chips of one slice, and one slice more."""
+    devices = aot.devices(aot.machine("v5e:2x4*2"))[2:]
+    assert jaxshard.make_mesh(devices=devices, tensor=2).shape["data"] == 7
+    with pytest.raises(ValueError, match="2 slices of 6 or 8 devices: tensor would span"):
+        jaxshard.make_mesh(devices=devices, tensor=7)
 
 
 def test_several_data_axes_over_a_whole_torus_are_not_all_reduced():

@@ -30,7 +30,8 @@ class Chip:
             GPU: half of NVLink's "total bandwidth", which counts both directions. TPU: half of the documented
             "bidirectional ICI bandwidth per chip", which is the sum over its 4 (2-D torus) or 6 (3-D torus) links; a
             ring along one axis of the torus uses 2 of them.
-        domain_size: the number of devices that fast links join: 8 in an HGX node; for TPU the most chips of a pod.
+        domain_size: the number of devices that fast links join: 8 in an HGX node, 72 in an NVL72 rack; for TPU those of
+            the largest pod, or of a slice of a machine of several.
         network_bandwidth: bytes per second that it can send to other domains, in one direction: its share of the
             host's network cards.
         collective_seconds: the latency of a collective of any size, in seconds; undocumented, so a rough value.
@@ -40,6 +41,7 @@ class Chip:
         host_bandwidth: bytes per second between it and its host's memory, in one direction: PCIe's, for TPUs a guess.
         paging_bandwidth: bytes per second at which the operating system provides memory. It matters on simulated
             devices, which request temporary memory again in each step if it exceeds `PAGED_BYTES`.
+        devices: the number of devices that JAX sees in each chip; the figures are those of one device.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Chip:
     machines: tuple[str, ...] = ()
     paging_bandwidth: float = math.inf
     host_bandwidth: float = math.inf
+    devices: int = 1
 
 
 def _peak(half: float, single: float) -> Mapping[str, float]:
@@ -82,9 +85,14 @@ def _gpu(
     nic: float,
     pcie: float,
     source: str,
+    domain: int = 8,
 ) -> Chip:
-    peak = _peak(half, tf32)
-    return Chip(name, "gpu", int(memory), peak, bandwidth, link, 8, nic, 20e-6, source, host_bandwidth=pcie)
+    peak, examples = _peak(half, tf32), () if domain == 8 else (f"{name}:{domain}", f"{name}:{domain}*8")
+    return Chip(
+        *(name, "gpu", int(memory), peak, bandwidth, link, domain, nic, 20e-6, source),
+        machines=examples,
+        host_bandwidth=pcie,
+    )
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -112,6 +120,15 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 "cloud.google.com/tpu/docs/v6e (ICI 800 GB/s in both directions; network 25.6 Tb/s per pod of 256)",
                 *("2x4", "16x16"),
             ),
+            dataclasses.replace(
+                _tpu(
+                    *("v7x", 1153.5e12, 96 * 2**30, 3690e9, 300e9, 18432, 6.25e9),
+                    "cloud.google.com/tpu/docs/tpu7x, halved: JAX sees two devices in each chip (bfloat16; ICI 1200 "
+                    "GB/s in both directions; network 100 Gb/s per chip; pods of 9,216 chips)",
+                    *("2x2x1", "8x8x8"),
+                ),
+                devices=2,
+            ),
             _gpu(
                 *("a100", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
                 "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s; PCIe 64 GB/s in both directions); DGX "
@@ -132,6 +149,33 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 "NVIDIA Blackwell architecture brief (HGX B200, dense; NVLink 1.8 TB/s; PCIe: as the H200); DGX B200 "
                 "datasheet (1,440 GB and 64 TB/s for 8 GPUs, 400 Gb/s NIC per GPU)",
             ),
+            _gpu(
+                *("b300", 2250e12, 1125e12, 288e9, 8e12, 900e9, 100e9, 128e9),
+                "NVIDIA HGX page (HGX B300, 8 GPUs: 36 PFLOPS of BF16 and 18 of TF32 with sparsity, 2.3 TB, 64 TB/s; "
+                "NVLink 1.8 TB/s; network 1.6 TB/s in both directions); PCIe Gen6: 256 GB/s in both directions",
+            ),
+            _gpu(
+                *("gb200", 2500e12, 1250e12, 186e9, 8e12, 900e9, 50e9, 225e9),
+                "NVIDIA GB200 NVL72 page (72 GPUs: 360 PFLOPS of BF16, 180 of TF32 with sparsity, 13.4 TB, 576 TB/s; "
+                "NVLink 1.8 TB/s); 400 Gb/s NIC per GPU; host: NVLink-C2C's 900 GB/s in both directions for 2 GPUs",
+                domain=72,
+            ),
+            _gpu(
+                *("gb300", 2500e12, 1250e12, 279e9, 8e12, 900e9, 100e9, 225e9),
+                "NVIDIA GB300 NVL72 page (72 GPUs: 360 PFLOPS of BF16 and 180 of TF32 with sparsity, 20 TB, 576 TB/s; "
+                "NVLink 1.8 TB/s; 800 Gb/s NIC per GPU); host: NVLink-C2C's 900 GB/s in both directions for 2 GPUs",
+                domain=72,
+            ),
+            _gpu(
+                *("mi300x", 1307.4e12, 653.7e12, 192e9, 5.3e12, 448e9, 50e9, 64e9),
+                "AMD Instinct MI300X data sheet (dense; 7 Infinity Fabric links of 128 GB/s in both directions; PCIe "
+                "Gen5); network: 400 Gb/s NIC per GPU, as its platforms have",
+            ),
+            _gpu(
+                *("mi355x", 2516.6e12, 157.3e12, 288e9, 8e12, 537.6e9, 50e9, 64e9),
+                "AMD Instinct MI355X data sheet (dense; no TF32: float32's own peak; 7 Infinity Fabric links of 153.6 "
+                "GB/s in both directions; PCIe Gen5); network: 400 Gb/s NIC per GPU, as its platforms have",
+            ),
             Chip(
                 *("cpu", "cpu", 4 * 2**30, _peak(23.5e9, 23.5e9), 1.52e9, 1.1e9, 1024, 1.1e9, 3e-4),
                 "no datasheet: for one of 8 simulated devices on two cores, fitted to the measured steps of "
@@ -148,7 +192,8 @@ def chip(name: str) -> Chip:
     """The chip of that name.
 
     Args:
-        name: one of `CHIPS`: "v4", "v5e", "v5p", "v6e", "a100", "h100", "h200", "b200", "cpu".
+        name: one of `CHIPS`: "v4", "v5e", "v5p", "v6e", "v7x", "a100", "h100", "h200", "b200", "b300", "gb200",
+            "gb300", "mi300x", "mi355x", "cpu".
 
     Raises:
         ValueError: if the chip is unknown; the message has the nearest name, and lists all.
@@ -167,11 +212,17 @@ _KINDS = (
     ("NVIDIA H100 80GB HBM3", "h100"),
     (r"NVIDIA H200( 141GB HBM3e)?", "h200"),
     ("NVIDIA B200", "b200"),
+    ("NVIDIA B300.*", "b300"),
+    ("NVIDIA GB200", "gb200"),
+    ("NVIDIA GB300", "gb300"),
+    (".*Instinct MI300X.*", "mi300x"),
+    (".*Instinct MI355X.*", "mi355x"),
     (r"NVIDIA A100-SXM4?-\d\dGB", "a100"),
     ("TPU v4", "v4"),
     ("TPU v5 lite|TPU v5e", "v5e"),
     ("TPU v5p?", "v5p"),
     ("TPU v6 lite|TPU v6e", "v6e"),
+    ("TPU ?7x", "v7x"),
 )
 """JAX's names of whole devices with known figures; a part of one (MIG) or another board has other figures."""
 

@@ -1,10 +1,11 @@
-"""Machines by name: a chip and how many of it, "v5e:2x4", "v5p:8x8x8", "h100:4x8" (4 nodes of 8), "cpu:8"."""
+"""Machines by name: a chip and how many of it: "v5e:2x4", "v5e:16x16*4" (4 slices), "h100:4x8" (4 nodes of 8)."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxshard.hardware.chips import CHIPS, Chip, nearest
 
@@ -18,14 +19,16 @@ class Machine:
     Attributes:
         name: the argument of `machine`.
         chip: the figures of each device.
-        shape: the TPU torus, (nodes, GPUs of a node) or (GPUs,), or (devices,) of a CPU.
-        num_devices: the product of `shape`. (JAX sees one device per chip, of v4 and v5p too.)
+        shape: the TPU torus of a slice, (nodes, GPUs of a node) or (GPUs,), or (devices,) of a CPU.
+        num_devices: of all slices. (JAX sees one device per chip, of v4 and v5p too, but two of v7x.)
+        num_slices: the number of TPU slices, between which links are slow.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
     num_devices: int
+    num_slices: int = 1
 
 
 def machine(name: str) -> Machine:
@@ -33,7 +36,8 @@ def machine(name: str) -> Machine:
 
     Args:
         name: a chip (`chips.CHIPS`) and a shape: "v5e:2x4" and "v6e:16x16" (2-D torus), "v4:4x4x4" and "v5p:8x8x8" (3-D
-            torus), "h100:8" (one node), "h100:4x8" (4 nodes of 8), "cpu:8" (simulated devices).
+            torus), "v5e:16x16*4" (4 slices of 16 x 16), "h100:8" (one node), "h100:4x8" or "h100:8*4" (4 nodes of 8),
+            "gb200:72*8" (8 racks of 72), "cpu:8" (simulated devices).
 
     Raises:
         ValueError: if the chip is not known, or no machine with it has that shape.
@@ -41,15 +45,16 @@ def machine(name: str) -> Machine:
     >>> machine("h100:4x8").num_devices
     32
     """
-    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", str(name))
+    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)(?:\*([1-9]\d*))?", str(name))
     if not found or found[1] not in CHIPS:
         known = "; ".join(examples(known) for known in CHIPS)
         raise ValueError(f"machine: {name!r} {_misnomer(str(name))}; available: {known}")
-    chip, shape = CHIPS[found[1]], tuple(map(int, found[2].split("x")))
-    wrong = _misfit(chip, shape)
-    if wrong:
+    chip, shape, times = CHIPS[found[1]], tuple(map(int, found[2].split("x"))), int(found[3] or 1)
+    if wrong := _misfit(chip, shape, times):
         raise ValueError(f"machine: {name!r} {wrong}; write, for example, {examples(chip.name)}")
-    return Machine(name, chip, shape, math.prod(shape))
+    if chip.platform == "gpu":
+        return Machine(name, chip, shape if times == 1 else (times, *shape), math.prod(shape) * times)
+    return Machine(name, chip, shape, math.prod(shape) * chip.devices * times, times)
 
 
 def examples(chip: str) -> str:
@@ -70,20 +75,20 @@ def _misnomer(name: str) -> str:
     return f"has an unknown chip, {chip!r}" + (f" (did you mean {likely}?)" if likely else "")
 
 
-def _misfit(chip: Chip, shape: tuple[int, ...]) -> str:
-    """The error in a shape, or ""."""
+def _misfit(chip: Chip, shape: tuple[int, ...], times: int) -> str:
+    """The error in a shape, or ""; `times`: what follows a "*"."""
     if chip.platform == "tpu":
         if len(shape) != chip.torus_dims:
             return f"has {len(shape)} dims; {chip.name} chips are joined in {chip.torus_dims} dims"
-        if math.prod(shape) > chip.domain_size:
-            return f"has {math.prod(shape)} chips; a {chip.name} pod has at most {chip.domain_size}"
+        if math.prod(shape) > (most := chip.domain_size // chip.devices):
+            return f"has {math.prod(shape)} chips in a slice; a {chip.name} pod has at most {most}"
     elif chip.platform == "gpu":
-        if len(shape) > 2:
-            return f"has {len(shape)} dims; give nodes x GPUs of a node, or the GPUs of one node"
+        if len(shape) > (2 if times == 1 else 1):
+            return f"has {len(shape) + (times > 1)} dims; give nodes x GPUs of a node, or the GPUs of one node"
         if (size := shape[len(shape) - 1]) > chip.domain_size:
             return f"has {size} GPUs in a node; a node has at most {chip.domain_size}"
-    elif len(shape) > 1:
-        return f"has {len(shape)} dims; give the number of simulated devices"
+    elif times > 1 or len(shape) > 1:
+        return f"has {len(shape) + (times > 1)} dims; give the number of simulated devices"
     return ""
 
 
@@ -121,6 +126,7 @@ class GpuTarget:
         memory_bytes: size of its memory, in bytes, according to the driver.
         memory_bandwidth: bytes per second between it and its memory.
         compute_capability: the major number.
+        minor: the minor number.
     """
 
     name: str
@@ -133,6 +139,7 @@ class GpuTarget:
     memory_bytes: int
     memory_bandwidth: int
     compute_capability: int
+    minor: int = 0
 
     @property
     def text(self) -> str:
@@ -145,7 +152,7 @@ class GpuTarget:
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.l2_bytes}
           device_memory_size: {self.memory_bytes}
-          cuda_compute_capability {{ major: {self.compute_capability} }}
+          cuda_compute_capability {{ major: {self.compute_capability} minor: {self.minor} }}
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
         }}
         platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }}
@@ -170,21 +177,46 @@ GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
             *("NVIDIA B200", 148, 128, 233472, 232448, 132644864, 1.965, 191514411008, 7672320000000),
             compute_capability=10,
         ),
+        "gb200": GpuTarget(
+            *("NVIDIA GB200", 152, 128, 233472, 232448, 135528448, 2.062, 197897748480, 7928064000000),
+            compute_capability=10,
+        ),
+        "b300": GpuTarget(
+            *("NVIDIA B300", 158, 128, 233472, 232448, 135528448, 1.965, 297021865984, 7936000000000),
+            compute_capability=10,
+            minor=3,
+        ),
+        "gb300": GpuTarget(
+            *("NVIDIA GB300", 152, 128, 233472, 232448, 135528448, 2.07, 297021079552, 7928064000000),
+            compute_capability=10,
+            minor=3,
+        ),
     }
 )
 """By chip. Source: openxla/xla, xla/backends/gpu/target_config/specs."""
 
 
-def topology_options(machine: Machine) -> dict[str, str]:
+def topology_options(machine: Machine) -> dict[str, Any]:
     """The arguments of `jax.experimental.topologies.get_topology_desc` for a TPU or GPU machine.
+
+    Raises:
+      ValueError: no compiler for it is known.
 
     >>> topology_options(machine("v4:2x2x1"))
     {'platform': 'tpu', 'topology_name': 'v4:2x2x1', 'chip_config_name': 'megacore'}
     """
     chip = machine.chip
     if chip.platform == "gpu":
+        if chip.name not in GPU_TARGETS:
+            raise ValueError(
+                f"machine: {machine.name!r} can be planned, but not compiled for: the GPU compiler here is CUDA's"
+            )
         nodes, size = (1, *machine.shape)[-2:]
+        of_host = size if chip.domain_size <= 8 else math.gcd(size, 4)
+        topology = f"{nodes}x{size // of_host}x{of_host}"  # fast domains x hosts in each x GPUs of each host
         target = GPU_TARGETS[chip.name].text
-        # Fast domains x hosts in each x GPUs of each host.
-        return {"platform": "cuda", "topology_name": "", "topology": f"{nodes}x1x{size}", "target_config": target}
-    return {"platform": "tpu", "topology_name": machine.name, **TOPOLOGY_OPTIONS.get(chip.name, {})}
+        return {"platform": "cuda", "topology_name": "", "topology": topology, "target_config": target}
+    torus, more = "x".join(map(str, machine.shape)), TOPOLOGY_OPTIONS.get(chip.name, {})
+    slices = {} if machine.num_slices == 1 else {"num_slices": machine.num_slices}
+    name = "tpu7x" if chip.name == "v7x" else chip.name
+    return {"platform": "tpu", "topology_name": f"{name}:{torus}", **slices, **more}

@@ -53,12 +53,17 @@ class Report:
         """False if the trip count of a loop around some collective cannot be read; the totals are then too low."""
         return all(c.trips_known for c in self.collectives)
 
+    @property
+    def wire_bytes_between_slices(self) -> float:
+        """The part of `wire_bytes` that crosses the slow network between TPU slices."""
+        return sum(c.wire_bytes for c in self.collectives if c.between_slices)
+
     def wire_bytes_by_axes(self, mesh: jax.sharding.Mesh) -> dict[str, float]:
-        """Wire bytes by mesh axes: {"data": ..., "tensor": ..., "replica x data": ...}."""
+        """Wire bytes by mesh axes: {"data": ..., "tensor": ..., "replica x data": ..., "between slices": ...}."""
         found: dict[str, float] = {}
         for c in self.collectives:
             if c.wire_bytes:
-                axes = " x ".join(c.axes(mesh))
+                axes = "between slices" if c.between_slices else " x ".join(c.axes(mesh))
                 found[axes] = found.get(axes, 0.0) + c.wire_bytes
         return found
 
@@ -107,7 +112,8 @@ class Report:
         """One row of cells for all collectives of one kind, group size and dtype."""
         groups: dict[tuple[str, int, str], list[Collective]] = {}
         for c in self.collectives:
-            groups.setdefault((c.kind, c.group_size, c.dtype), []).append(c)
+            kind = f"{c.kind} between slices" if c.between_slices else c.kind
+            groups.setdefault((kind, c.group_size, c.dtype), []).append(c)
         rows = []
         for (kind, size, dtype), members in sorted(groups.items()):
             sums = [len(members), _total(members, "trips"), sum(c.bytes * c.trips for c in members)]
@@ -116,6 +122,8 @@ class Report:
 
     def _totals(self) -> list[str]:
         lines = [f"wire bytes sent per device and step  {_number(self.wire_bytes)}"]
+        if between := self.wire_bytes_between_slices:
+            lines.append(f"{'wire bytes between slices':<35}  {_number(between)}")
         for field in ("argument", "output", "temp", "alias", "peak"):
             lines.append(f"{field + ' bytes per device':<35}  {_number(getattr(self, field + '_bytes'))}")
         overlapped = sum(bool(c.overlapped) for c in self.collectives)

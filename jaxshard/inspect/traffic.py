@@ -1,7 +1,6 @@
 """The collectives of a compiled program, read from its HLO text."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,20 +10,7 @@ import numpy as np
 
 from jaxshard.hardware.chips import ring_bytes
 from jaxshard.inspect import hlo
-
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-_COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "map", "fft"} | {
-    *("reduce", "reduce-window", "select-and-scatter", "sort", "scatter", "gather", "cholesky", "triangular-solve")
-}
-_IDLE_CALL = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
+from jaxshard.inspect.overlap import COLLECTIVES, overlapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +35,8 @@ class Collective:
         overlapped: the names of the compute instructions (fusions, matrix products, loops; not copies) that the
             schedule places between its start and its done, and that can hide its time; () if there are none; None if
             the operation is synchronous. This is the compiler's plan, not a measurement.
+        between_slices: it moves data between TPU slices, over the slow network; `group_size` is the number of slices,
+            `bytes` what one device of a slice contributes or gets, and `replica_groups` is unknown.
     """
 
     kind: str
@@ -61,6 +49,7 @@ class Collective:
     replica_groups: tuple[tuple[int, ...], ...] = ()
     trips_known: bool = True
     overlapped: tuple[str, ...] | None = None
+    between_slices: bool = False
 
     @property
     def dtype(self) -> str:
@@ -84,7 +73,8 @@ def collectives(compiled_or_text: jax.stages.Compiled | str) -> tuple[Collective
     A collective in a loop's body or condition appears once, with its `trips` (one more in the condition). All branches
     of a conditional are listed, though only one runs: an upper bound. An operation that is split into a start and a
     done (or, on TPU, spread over several fusions) is listed once. If the compiler gives no trip count (TPU), it is
-    computed from the loop counter's start, step and limit. `send`, `recv` and host transfers are not collectives.
+    computed from the loop counter's start, step and limit. Of `send` and `recv` only those are listed, as one, by which
+    TPU slices exchange data.
 
     Args:
         compiled_or_text: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -174,6 +164,8 @@ def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective
         if opcode.removesuffix("-start") in COLLECTIVES:
             if not _is_continuation(module, name, instruction):
                 yield _collective(module, name, instruction, around)
+        elif opcode == "send" and (exchange := _EXCHANGE.search(instruction.attributes)):
+            yield _between_slices(module, name, instruction, around, exchange[1])
         elif opcode == "while":
             count = hlo.trip_count(module, name, instruction)
             body, condition = (1, 1) if count is None else (count, count + 1)
@@ -182,7 +174,7 @@ def _walk(module: hlo.Module, name: str, around: _Around) -> Iterator[Collective
                 for callee in instruction.called(key):
                     yield from _walk(module, callee, inside)
         elif callees := instruction.called(*_CALLS):
-            window = _overlapped(module, name, instruction)
+            window = overlapped(module, name, instruction)
             for callee in callees:
                 scatters = around.scatters or any("all-reduce-scatter" in n for n in (callee, instruction.name))
                 inside = around._replace(scatters=scatters)
@@ -203,7 +195,7 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
     size, dtypes = _operand_bytes(module, computation, instruction)
     groups = hlo.groups_of(instruction, module.num_devices)
     group_size = max(map(len, groups), default=1)
-    window = _overlapped(module, computation, instruction)
+    window = overlapped(module, computation, instruction)
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return Collective(
         kind=kind,
@@ -217,6 +209,38 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
         trips_known=around.known,
         overlapped=around.overlapped if window is None else window,
     )
+
+
+_EXCHANGE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_EXCHANGES = {"ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL"}  # any other is sent to one slice
+
+
+def _between_slices(
+    module: hlo.Module, computation: str, send: hlo.Instruction, around: _Around, exchange: str
+) -> Collective:
+    """The exchange between slices of which this sends a device's part; its `recv` repeats it."""
+    size, dtypes = hlo.bytes_of(module.computations[computation][send.operand_names[0]].shape)
+    target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.attributes)
+    slices = sum(_length(part) for part in target[1].split(",")) if target and exchange in _EXCHANGES else 2
+    kind = exchange.lower().replace("_", "-") if exchange in _EXCHANGES else "collective-permute"
+    name = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', send.attributes)
+    return Collective(
+        kind=kind,
+        bytes=size * slices if kind == "all-gather" else size,
+        group_size=slices,
+        trips=around.trips,
+        dtypes=tuple(dtypes),
+        name=send.name,
+        op_name=name[1] if name else "",
+        trips_known=around.known,
+        between_slices=True,
+    )
+
+
+def _length(part: str) -> int:
+    """The number of slices in "3", or in a range such as "0:3"."""
+    first, _, last = part.partition(":")
+    return int(last) - int(first) + 1 if last else 1
 
 
 def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> tuple[int, list[str]]:
@@ -235,61 +259,3 @@ def _operand_bytes(module: hlo.Module, computation: str, instruction: hlo.Instru
     if instruction.opcode == "all-reduce":  # TPU: may take bfloat16 and sum in float32; its partial sums travel
         return max(given, hlo.bytes_of(instruction.shape), key=lambda found: found[0])
     return given
-
-
-# The instructions scheduled between an asynchronous operation's start and its done.
-
-
-def _overlapped(module: hlo.Module, computation: str, start: hlo.Instruction) -> tuple[str, ...] | None:
-    """Names of the compute instructions between `start` and its done; None if it starts nothing asynchronous."""
-    chain = _chain(_inside(module, start))
-    if not (start.opcode.endswith("-start") or (chain and _calls(_inside(module, start), "AsyncCollectiveStart"))):
-        return None
-    if '"is_sync":true' in start.attributes:
-        return None
-    carried, found = {start.name}, []  # carried: the values that pass the running operation on to its done
-    schedule = itertools.dropwhile(lambda i: i.name != start.name, module.computations[computation].values())
-    for instruction in itertools.islice(schedule, 1, None):
-        inside = _inside(module, instruction)
-        if not carried.isdisjoint(instruction.operand_names):
-            if instruction.opcode.endswith("-done") or (
-                _chain(inside) == chain and _calls(inside, "AsyncCollectiveDone")
-            ):
-                break
-            if instruction.opcode in ("get-tuple-element", "async-update") or (chain and _chain(inside) == chain):
-                carried.add(instruction.name)
-        if _computes(module, computation, instruction):
-            found.append(instruction.name)
-    return tuple(found)
-
-
-def _computes(module: hlo.Module, computation: str, instruction: hlo.Instruction) -> bool:
-    """Whether it computes on arrays: not a loop counter, and not a fusion that only contains a collective."""
-    if instruction.opcode not in _COMPUTE or _IDLE_CALL.search(instruction.attributes):
-        return False
-    made = module.computations[computation]
-    operands = [made[name] for name in instruction.operand_names if name in made]
-    if not any(re.search(r"\[\d", i.shape) for i in (instruction, *operands)):
-        return False
-    inside = _inside(module, instruction)
-    if not any(i.opcode in COLLECTIVES for i in inside):
-        return True
-    return _chain(inside) is not None and any(i.opcode in _COMPUTE - {"custom-call"} for i in inside)
-
-
-def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instruction]:
-    """The instructions of a fusion."""
-    callees = instruction.called("calls") if instruction.opcode == "fusion" else []
-    return [inner for callee in callees for inner in module.computations.get(callee, {}).values()]
-
-
-def _chain(inside: list[hlo.Instruction]) -> tuple[str, ...] | None:
-    """What all copies of a collective have in common: TPU spreads one over a chain of fusions, with a copy in each."""
-    for i in inside:
-        if i.opcode in COLLECTIVES and "async_collective_fusion_config" in i.attributes:
-            return i.opcode, *re.findall(r'\b(?:channel_id|chain_id)="?\d+', i.attributes)
-    return None
-
-
-def _calls(inside: list[hlo.Instruction], target: str) -> bool:
-    return any(f'custom_call_target="{target}"' in i.attributes for i in inside)

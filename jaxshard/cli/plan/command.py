@@ -54,8 +54,8 @@ class Arguments(Config):
     your own step: a function without arguments that returns (step, params, batch, *more), as for `jaxshard explain`; of
     the options below, only --train.rows applies to it."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The devices to train on: h100:8, h100:4x8 (4 nodes), a100:8, h200:8, b200:8, v5e:2x4, v5p:8x8x8, v6e:16x16,
-    v4:4x4x4, cpu:8 (simulated devices, the default)."""
+    """The devices to train on: h100:8, h100:4x8 (4 nodes), gb200:72*8 (8 racks), mi300x:8, v5e:2x4, v5p:8x8x8,
+    v6e:16x16*4 (4 slices), cpu:8 (simulated devices, the default), and other chips."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """The number of devices, instead of --machine; see --chip and --memory."""
     chip: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -160,6 +160,8 @@ def target_of(given: Arguments) -> Target:
         chip, count = machine.chip, machine.num_devices
         if chip.platform == "gpu" and len(machine.shape) == 2:
             chip = dataclasses.replace(chip, domain_size=machine.shape[1])
+        if machine.num_slices > 1:
+            chip = dataclasses.replace(chip, domain_size=count // machine.num_slices)
         torus = machine.shape if chip.platform == "tpu" else ()
     return Target(chip, count, chip.memory_bytes if given.memory is None else given.memory * 1e9, torus)
 

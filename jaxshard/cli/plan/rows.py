@@ -172,7 +172,7 @@ def compiled(
     """Compiles each row's step and prints predicted and compiled figures; returns the rows that compile."""
     found: list[tuple[Row, Report]] = []
     for row in rows:
-        built = build(row.candidate, make_mesh(**row.candidate.sizes, devices=devices))
+        built = build(row.candidate, make_mesh(**row.candidate.sizes, devices=devices, slice_axes=()))
         mesh = loss_of(built[0]).setup.mesh
         report = _report(console, built, row, machine)
         if report is None:
