@@ -1,6 +1,5 @@
 """Device meshes, and the names of the axes that strategies shard over."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -164,14 +163,6 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 def platform_here() -> str:
     """The platform of the mesh in whose `shard_map` this is traced."""
     return platform_of(jax.sharding.get_abstract_mesh())
-
-
-@functools.lru_cache
-def processes_of(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The indices of the processes whose devices are in a mesh; of an abstract one, those of the job."""
-    if isinstance(mesh, AbstractMesh):
-        return tuple(range(jax.process_count()))
-    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def torus_dims(mesh: Mesh | AbstractMesh) -> int:

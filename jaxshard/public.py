@@ -5,6 +5,7 @@ from jaxshard.base.types import Metrics as Metrics
 from jaxshard.layout.layout import Layout as Layout
 from jaxshard.layout.layout import Shardings as Shardings
 from jaxshard.layout.options import Options as Options
+from jaxshard.layout.resharding import reshard as reshard
 from jaxshard.loss.arguments import Whole as Whole
 from jaxshard.loss.arguments import whole as whole
 from jaxshard.loss.check import check as check
@@ -25,7 +26,6 @@ from jaxshard.optimizer.precision import ShardedState as ShardedState
 from jaxshard.pipelining.pipeline import pipeline as pipeline
 from jaxshard.processes.start import initialize as initialize
 from jaxshard.programs.rows.verdict import RowsWarning as RowsWarning
-from jaxshard.resharding import reshard as reshard
 from jaxshard.step.batch import shard_batch as shard_batch
 from jaxshard.step.batch import specs_of as specs_of
 from jaxshard.step.skips import NonFiniteError as NonFiniteError

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard
-from jaxshard import plan, resharding
+from jaxshard import plan
+from jaxshard.layout import resharding
 
 SHAPE = (24, 48)
 

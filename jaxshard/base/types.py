@@ -4,6 +4,7 @@
 type. `Tree` is any pytree whose leaves are arrays or shapes, for functions that know nothing more about it.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -164,3 +165,11 @@ Jaxpr: TypeAlias = Any
 
 class AxisTypeError(TypeError):
     """A value varies over a mesh axis and must not, or must and does not: a mistake in a loss that is for a mesh."""
+
+
+@functools.lru_cache
+def processes_of(mesh: AnyMesh) -> tuple[int, ...]:
+    """The indices of the processes whose devices are in a mesh; of an abstract one, those of the job."""
+    if isinstance(mesh, AbstractMesh):
+        return tuple(range(jax.process_count()))  # pyright: ignore[reportUnknownMemberType]
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))

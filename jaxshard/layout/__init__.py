@@ -1,4 +1,6 @@
-"""The sharding of each leaf of params, gradients and state: pure functions of shapes, dtypes, options and mesh."""
+"""The sharding of each leaf of params, gradients and state: pure functions of shapes, dtypes, options and mesh. And
+`reshard`, which moves arrays to other shardings.
+"""
 
 from jaxshard.layout.cutting import Leaf as Leaf
 from jaxshard.layout.cutting import Place as Place

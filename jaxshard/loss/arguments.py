@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import AnyMesh, Tree, is_whole
+from jaxshard.base.types import AnyMesh, Tree, is_whole, processes_of
 from jaxshard.layout.checks import check_flag
-from jaxshard.mesh import check_context, platform_of, processes_of
+from jaxshard.mesh import check_context, platform_of
 from jaxshard.optimizer.sharding import Setup
 
 

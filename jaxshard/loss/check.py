@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
-from jaxshard.base.types import Jaxpr, Tree
+from jaxshard.base.types import Jaxpr, Tree, processes_of
 from jaxshard.collectives import global_view
 from jaxshard.layout.options import Config
 from jaxshard.loss.arguments import LossOptions, check_options
 from jaxshard.loss.gradients import LossFn, LossFunction
 from jaxshard.loss.loss_report import LossDifference, LossReport, RowsError, or_inf
-from jaxshard.mesh import check_has_devices, processes_of
+from jaxshard.mesh import check_has_devices
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.platforms.platform import Platform

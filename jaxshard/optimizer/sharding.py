@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.tree import by_shapes, named_leaves, shape_of, unflatten
-from jaxshard.base.types import AnyMesh, T, Tree
+from jaxshard.base.types import AnyMesh, T, Tree, processes_of
 from jaxshard.layout import frozen
 from jaxshard.layout.cutting import deal_leaf
 from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, Shardings, check_specs_used, layout_params, layout_state
 from jaxshard.layout.options import Config
-from jaxshard.mesh import processes_of
 from jaxshard.optimizer import precision
 from jaxshard.optimizer.inner import whole_matrices
 from jaxshard.optimizer.inner.update import Settled, Start, Traced, first_state, settled, state_of_values, update_of

@@ -3,6 +3,8 @@
 from jaxshard.hardware.chips import Chip as Chip
 from jaxshard.hardware.chips import chip as chip
 from jaxshard.hardware.chips import chip_of as chip_of
+from jaxshard.layout.resharding import Resharding as Resharding
+from jaxshard.layout.resharding import resharding as resharding
 from jaxshard.plan.choices import Candidate as Candidate
 from jaxshard.plan.choices import Target as Target
 from jaxshard.plan.choices import candidates as candidates
@@ -24,5 +26,3 @@ from jaxshard.plan.search import compare as compare
 from jaxshard.plan.search import fewest_devices as fewest_devices
 from jaxshard.plan.search import fit as fit
 from jaxshard.plan.search import largest_batch as largest_batch
-from jaxshard.resharding import Resharding as Resharding
-from jaxshard.resharding import resharding as resharding

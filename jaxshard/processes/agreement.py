@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, named_leaves, path_of
-from jaxshard.base.types import AnyMesh, T, Tree
-from jaxshard.mesh import processes_of
+from jaxshard.base.types import AnyMesh, T, Tree, processes_of
 
 MEETING_SECONDS = 600  # the longest wait of the first process for the last one, which may read larger shards
 _Processes = tuple[int, ...]

@@ -143,7 +143,7 @@ def _of_config(what: str, given: Arguments) -> Subject:
     candidate = own(given, target)
     mesh: AnyMesh = candidate.mesh(target)
     if not given.no_compile:
-        mesh = make_mesh(**candidate.sizes, devices=devices_of(machine))
+        mesh = make_mesh(**candidate.sizes, devices=devices_of(machine), slice_axes=())
     with blamed(what):
         return Subject.of(*building(given)(candidate, mesh))
 
