@@ -47,8 +47,8 @@ def reshard(tree: T, shardings: Tree, *, dtype: Any = None, chunk_bytes: int = C
     >>> import jaxshard
     >>> mesh = jaxshard.make_mesh(devices=jax.devices()[:4])
     >>> moved = jaxshard.reshard({"w": np.ones((8, 2))}, NamedSharding(mesh, P("data")), dtype="bfloat16")
-    >>> moved["w"].sharding.spec, moved["w"].dtype
-    (PartitionSpec('data',), dtype(bfloat16))
+    >>> moved["w"].sharding.spec[0], str(moved["w"].dtype)
+    ('data', 'bfloat16')
     """
     if is_traced(tree):
         raise TypeError("reshard: the tree is traced; inside jit use jax.lax.with_sharding_constraint")

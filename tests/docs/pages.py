@@ -103,6 +103,7 @@ def multihost(blocks, names):
     for block in blocks:
         run(block)
     assert names["mesh"].size == 8
+    assert names["weights"]["w"].sharding == names["rollout"]
 
 
 def memory(blocks, names):
