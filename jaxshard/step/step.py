@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import Self
+from typing import Never, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from jaxshard.step.program import (
 )
 from jaxshard.step.skips import Names, Verdicts, check_may_be_skipped, judged, rescaled
 from jaxshard.system.interrupts import Interrupts
-from jaxshard.system.text import checks_names, html_table
+from jaxshard.system.text import checks_names, html_table, without_names
 
 ENDS_TRAIL = True  # for `programs.source`: users' functions run inside ours
 
@@ -157,8 +157,11 @@ class TrainStep:
         """The XLA options that it is compiled with: jaxshard's, and the user's."""
         return self._loss.compiler_options | self._given
 
-    @checks_names
-    def __call__(self, params: Params, state: State, batch: Tree, *args: Tree) -> tuple[Params, State, Metrics]:
+    def __call__(
+        self, params: Params, state: State, batch: Tree, *args: Tree, **named: Never
+    ) -> tuple[Params, State, Metrics]:
+        if named:  # no decorator checks it: `Interrupts` needs the user's own frame above this one
+            raise without_names("TrainStep", next(iter(named)), "params, state, batch, *args")
         known: Program | None = self._returned.program_for(params, state)
         if known is None:
             state = in_order(self._setup, params=params, state=state, batch=batch)

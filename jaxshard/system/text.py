@@ -161,12 +161,20 @@ def checks_names(function: Callable[Given, Result]) -> Callable[Given, Result]:
         if unknown is None:
             return function(*args, **kwargs)
         if more is not None:
-            taken = ", ".join(f"*{name}" if name == more else name for name in known)
-            raise TypeError(f"{name}: unknown argument {unknown!r}; further arguments have no names: call it ({taken})")
+            raise without_names(name, unknown, ", ".join(f"*{name}" if name == more else name for name in known))
         hint = nearest(unknown, known) or "."
         raise TypeError(f"{name}: unknown argument {unknown!r}{hint} It takes {', '.join(known)}")
 
     return checked
+
+
+def without_names(who: str, given: str, taken: str) -> TypeError:
+    """The error of a function whose further arguments have no names.
+
+    >>> without_names("step", "key", "params, *args")
+    TypeError("step: unknown argument 'key'; further arguments have no names: call it (params, *args)")
+    """
+    return TypeError(f"{who}: unknown argument {given!r}; further arguments have no names: call it ({taken})")
 
 
 def html_table(rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:

@@ -14,10 +14,12 @@ PACKAGE = pathlib.Path(jaxshard.__file__).parent
 TABLE = "programs/table.py"
 OTHER_WORDS = {
     "checkpoint/retention.py": "which of the measured values is the best",
-    "inspect/traffic.py": "opcodes of HLO, the language of compiled programs",
+    "inspect/overlap.py": "opcodes of HLO, the language of compiled programs",
     "inspect/schedule.py": "opcodes of HLO",
     "inspect/peak.py": "opcodes of HLO",
     "loss/loss_report.py": "words of JAX's error texts",
+    "layout/checks.py": "options of other libraries",
+    "__init__.py": "public names",
 }
 """Modules whose words are also names of primitives, and what they are there."""
 
