@@ -21,6 +21,7 @@ from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_lik
 from jaxshard.layout.layout_table import grouped, of_rounding, table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
+from jaxshard.layout.undivided import Undivided, undivided
 from jaxshard.system.text import html_table
 from jaxshard.system.users_lines import warn
 
@@ -129,10 +130,16 @@ class Layout:
             return in_words(leaf.params.dims, len(leaf.shape))
         return leaf.reason
 
+    @property
+    def undivided(self) -> Undivided | None:
+        """The params that N devices do not divide, and what that costs; None if it costs little."""
+        return undivided(self.params, self.sizes, self.config, self.platform)
+
     def _notes(self) -> list[str]:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
         dtypes = [] if self.config.widens else [str(leaf.dtype) for leaf in self.params if not leaf.frozen]
-        known = {"bytes per device": total, "rounding": of_rounding(dtypes)}
+        whole = str(self.undivided or "")
+        known = {"bytes per device": total, "undivided": whole, "rounding": of_rounding(dtypes)}
         known |= {"rows": self.loss_rows, "sums": self.sums, "kept": self.kept}
         return [f"{name}: {text}" for name, text in known.items() if text]
 
@@ -274,19 +281,15 @@ def warn_if_one_replica(config: Config, sizes: AxisSizes) -> None:
 
 def warn_if_awkward(layout: Layout) -> None:
     """Warns of leaves that cannot be sharded over N devices, if they have more than 1% of a device's param bytes."""
-    num_shards = math.prod(layout.sizes[axis] for axis in layout.config.cut_axes.state)
-    held = {leaf: leaf.bytes(leaf.cut, layout.sizes) for leaf in layout.params}
-    awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}
-    if sum(awkward.values()) <= 0.01 * sum(held.values()):
+    if (found := layout.undivided) is None:
         return
-    lost = {leaf: num_bytes - num_bytes * leaf.ways // num_shards for leaf, num_bytes in awkward.items()}
-    first = sorted(lost.items(), key=lambda item: -item[1])[:5]
-    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} more bytes" for leaf, num_bytes in first)
-    more = f"; and {len(lost) - 5} more, see the layout" if len(lost) > 5 else ""
-    leaves = "1 leaf" if len(lost) == 1 else f"{len(lost)} leaves"
+    named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} more bytes" for leaf, num_bytes in found.lost[:5])
+    more = f"; and {len(found.lost) - 5} more, see the layout" if len(found.lost) > 5 else ""
+    leaves, fewer = ("1 leaf" if len(found.lost) == 1 else f"{len(found.lost)} leaves"), found.fewer
+    take = f"Take {fewer[0]} devices, pad" if fewer else "Pad"
     warn(
-        f"{layout.config.strategy}: {leaves} cannot be sharded over {num_shards} devices; each device stores "
-        f"{sum(lost.values())} more bytes for each of params, grads and moments: {named}{more}. Pad a dim to a "
-        f"multiple of {num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each shards "
-        "its own dim."
+        f"{layout.config.strategy}: {leaves} cannot be sharded over {found.num_shards} devices; each device stores "
+        f"{found.lost_bytes} more bytes for each of params, grads and moments: {named}{more}. {take} a dim to a "
+        f"multiple of {found.num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each "
+        "shards its own dim."
     )

@@ -267,6 +267,33 @@ def test_an_awkward_leaf_of_little_weight_is_not_warned_of():
         warn_if_awkward(lay({"odd": struct(17, 19)}, {"data": 8}))
 
 
+@pytest.mark.parametrize(("count", "fewer"), [(7, 6), (60, 48), (56, 48), (512, 384)])
+def test_what_undivided_leaves_cost_is_told_with_a_number_of_devices_that_holds_less(count, fewer):
+    """GPT-2, whose dims are multiples of 768: that number of devices holds what is told, and no smaller one less."""
+    params = gpt2(50257)
+    layout = lay(params, {"data": count}, "zero3")
+    found = layout.undivided
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(params)) * 4
+    held = layout.bytes_per_device["params"]
+    assert found.held_bytes == held
+    assert held > 2 * whole / count
+    assert held - found.lost_bytes == pytest.approx(whole / count, rel=0.05)
+    told = lay(params, {"data": found.fewer[0]}, "zero3").bytes_per_device["params"]
+    assert found.fewer == (fewer, told)
+    near = [lay(params, {"data": n}, "zero3").bytes_per_device["params"] for n in range(max(1, count // 2), count)]
+    assert min(near) == told
+    assert f"undivided: {found}" in str(layout)
+    assert f"On {fewer} devices it would hold" in str(found)
+    with pytest.warns(UserWarning, match=f"Take {fewer} devices, pad a dim"):
+        warn_if_awkward(layout)
+
+
+def test_leaves_that_all_devices_divide_are_not_told():
+    assert lay(gpt2(50304), {"data": 8}).undivided is None
+    assert lay(gpt2(50257), {"data": 7}, "ddp").undivided is None
+    assert "undivided" not in str(lay(gpt2(50304), {"data": 8}))
+
+
 def test_of_many_awkward_leaves_the_largest_are_named():
     params = {f"odd{i}": struct(17, 19 + 2 * i) for i in range(40)}
     with pytest.warns(UserWarning, match=r"40 leaves.*: odd39: .*; and 35 more") as caught:
@@ -620,7 +647,7 @@ def test_the_table_lists_every_leaf_with_its_bytes_and_reason():
     tree = {"w": struct(32, 128), "odd": struct(17, 257), "small": struct(3)}
     found = lay(tree, {"data": 8}, "zero3", jax.eval_shape(optax.sgd(1.0, momentum=0.9).init, tree), min_shard_size=16)
     lines = str(found).splitlines()
-    assert len(lines) == 1 + 3 + 3 + 1
+    assert len(lines) == 1 + 3 + 3 + 2
     rows = {(row[0], row[1]): row for row in found.rows()}
     assert rows["params", "w"][2:6] == ("(32, 128)", "float32", str(P("data")), str(32 * 128 * 4 // 8))
     assert "dim 0 by data" in rows["params", "w"][6]
@@ -628,7 +655,8 @@ def test_the_table_lists_every_leaf_with_its_bytes_and_reason():
     assert "divisible by 8" in rows["params", "odd"][6]
     assert "3 elements, under min_shard_size 16" in rows["params", "small"][6]
     total = (32 * 128 // 8 + 17 * 257 + 3) * 4
-    assert lines[-1] == f"bytes per device: params {total}, grads {total}, state {total}"
+    assert lines[-2] == f"bytes per device: params {total}, grads {total}, state {total}"
+    assert lines[-1].startswith("undivided: 1 leaf has no dims that 8 divides (the largest is odd)")
 
 
 def test_the_table_says_what_the_strategy_keeps_whole():

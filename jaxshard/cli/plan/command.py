@@ -177,7 +177,7 @@ def _planned(given: Arguments) -> int:
     if isinstance(model, of_config.OfConfig):
         rows = of_config.with_useful_seconds(given, rows, target)
         notes += of_config.unfused(given, target)
-    notes += plan_rows.uncounted(rows)
+    notes += [*plan_rows.undivided(rows), *plan_rows.uncounted(rows)]
     if rows and not any(row.fits for row in rows):
         notes.append(plan_rows.too_large(model, rows, target))
     notes.append(plan_rows.verdict(rows))
@@ -247,7 +247,7 @@ def _compiled(given: Arguments) -> int:
     target, model = target_of(given), _model(given)
     console = make_console()
     rows = search.compare(model.build, model.candidates(given.strategies or ("own",), target), target)
-    notes = plan_rows.uncounted(rows)
+    notes = [*plan_rows.undivided(rows), *plan_rows.uncounted(rows)]
     if isinstance(model, of_config.OfConfig):
         rows = of_config.with_useful_seconds(given, rows, target)
         notes += of_config.unfused(given, target)

@@ -91,6 +91,15 @@ def rows_of(model: Model, wanted: Sequence[Candidate], target: Target) -> tuple[
     return rows, [f"{candidate.name} is not possible: {error}" for candidate, error in refused]
 
 
+def undivided(rows: Sequence[Row]) -> list[str]:
+    """Notes about params that the devices do not divide, each with the strategies that it is about."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if text := str(row.prediction.layout.undivided or ""):
+            found.setdefault(text, []).append(row.candidate.name)
+    return [f"{', '.join(dict.fromkeys(names))}: {text}." for text, names in found.items()]
+
+
 def uncounted(rows: Sequence[Row]) -> list[str]:
     """Notes about kernels whose arithmetic is unknown, and about while loops, whose number of iterations is."""
     names = dict.fromkeys(name for row in rows for name in row.prediction.costs.uncounted)
