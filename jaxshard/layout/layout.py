@@ -21,7 +21,7 @@ from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_lik
 from jaxshard.layout.layout_table import grouped, of_rounding, table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
-from jaxshard.layout.undivided import Undivided, undivided
+from jaxshard.layout.undivided import undivided
 from jaxshard.system.text import html_table
 from jaxshard.system.users_lines import warn
 
@@ -131,15 +131,14 @@ class Layout:
         return leaf.reason
 
     @property
-    def undivided(self) -> Undivided | None:
-        """The params that N devices do not divide, and what that costs; None if it costs little."""
-        return undivided(self.params, self.sizes, self.config, self.platform)
+    def undivided(self) -> str:
+        """What it costs that N devices do not divide some params, and a number that holds less; "" if it is little."""
+        return str(undivided(self.params, self.sizes, self.config, self.platform) or "")
 
     def _notes(self) -> list[str]:
         total = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.bytes_per_device.items())
         dtypes = [] if self.config.widens else [str(leaf.dtype) for leaf in self.params if not leaf.frozen]
-        whole = str(self.undivided or "")
-        known = {"bytes per device": total, "undivided": whole, "rounding": of_rounding(dtypes)}
+        known = {"bytes per device": total, "undivided": self.undivided, "rounding": of_rounding(dtypes)}
         known |= {"rows": self.loss_rows, "sums": self.sums, "kept": self.kept}
         return [f"{name}: {text}" for name, text in known.items() if text]
 
@@ -281,7 +280,8 @@ def warn_if_one_replica(config: Config, sizes: AxisSizes) -> None:
 
 def warn_if_awkward(layout: Layout) -> None:
     """Warns of leaves that cannot be sharded over N devices, if they have more than 1% of a device's param bytes."""
-    if (found := layout.undivided) is None:
+    found = undivided(layout.params, layout.sizes, layout.config, layout.platform)
+    if found is None:
         return
     named = "; ".join(f"{leaf.path}: {leaf.reason}, {num_bytes} more bytes" for leaf, num_bytes in found.lost[:5])
     more = f"; and {len(found.lost) - 5} more, see the layout" if len(found.lost) > 5 else ""

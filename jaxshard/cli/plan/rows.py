@@ -95,7 +95,7 @@ def undivided(rows: Sequence[Row]) -> list[str]:
     """Notes about params that the devices do not divide, each with the strategies that it is about."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if text := str(row.prediction.layout.undivided or ""):
+        if text := row.prediction.layout.undivided:
             found.setdefault(text, []).append(row.candidate.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}." for text, names in found.items()]
 
