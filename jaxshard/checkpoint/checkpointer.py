@@ -155,7 +155,7 @@ class Checkpointer:
         number, numbers, flat = agreement.together(
             "save", lambda: (whole_number(step), measured(metrics, self._metric), leaves.flatten(tree))
         )
-        what = f"{leaves.described(number, flat)}\n{numbers}\n{self.path}"
+        what = f"{leaves.described(number, flat)}\n{numbers}\n{str(self.path)!r}"
         agreement.check_same("save", what, "all must save the same step of the same tree")
         self._begin(number, numbers, flat, self.claim())
         if blocking:
