@@ -71,6 +71,7 @@ def test_keys_and_nothing():
     keys = jax.random.split(jax.random.key(3), 8)
     found = jaxshard.reshard({"keys": keys, "none": None}, NamedSharding(ALL, P("data")), chunk_bytes=16)
     assert (jax.random.key_data(found["keys"]) == jax.random.key_data(keys)).all()
+    assert plan.resharding({"keys": keys}, NamedSharding(ALL, P("data"))).moved_bytes == 7 * 8  # one stays
     assert jaxshard.reshard({}, NamedSharding(ALL, P())) == {}
 
 

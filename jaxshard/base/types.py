@@ -61,6 +61,11 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and cast(int, value) >= least
 
 
+def itemsize_of(dtype: np.dtype) -> int:
+    """Bytes of one element; NumPy does not know the dtype of PRNG keys."""
+    return dtype.itemsize if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+
+
 # Mesh axes.
 
 

@@ -74,7 +74,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or len(agreement.present()) == 1:
+        if error is None or agreement.is_alone():
             self.close()
         else:  # the other processes may lack this error and be in a different call
             self._abandon()
@@ -146,7 +146,7 @@ class Checkpointer:
           ReplicaError: copies of an array differ between devices.
           OSError: the disk is full; another run writes here; or an earlier save failed, and `wait` was not called.
         """
-        if len(agreement.present()) == 1 and not agreement.are_all_present():
+        if agreement.is_alone() and not agreement.are_all_present():
             raise ValueError(
                 "save: one process of a job of several cannot save alone, since orbax would wait for the others; start "
                 "a job of its own for each model, or give its mesh devices of two processes"

@@ -87,7 +87,7 @@ def _loaded_to_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether to load the array to host memory first: its sharding is open, or each process has an array of its own."""
     if x.sharding is None or (isinstance(x, jax.Array) and not x.committed):
         return True
-    return len(agreement.present()) > 1 and is_local(x)
+    return not agreement.is_alone() and is_local(x)
 
 
 def spread(entry: Entry) -> jax.ShapeDtypeStruct:

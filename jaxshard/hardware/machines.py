@@ -111,6 +111,9 @@ TOPOLOGY_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Chip -> topology options. JAX runs the two cores of a v4 as one device; libtpu describes two by default."""
 
 
+_NAMES: Mapping[str, str] = MappingProxyType({"v7x": "tpu7x"})  # libtpu's, where it has another
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
     """A GPU as its compiler describes it.
@@ -218,5 +221,4 @@ def topology_options(machine: Machine) -> dict[str, Any]:
         return {"platform": "cuda", "topology_name": "", "topology": topology, "target_config": target}
     torus, more = "x".join(map(str, machine.shape)), TOPOLOGY_OPTIONS.get(chip.name, {})
     slices = {} if machine.num_slices == 1 else {"num_slices": machine.num_slices}
-    name = "tpu7x" if chip.name == "v7x" else chip.name
-    return {"platform": "tpu", "topology_name": f"{name}:{torus}", **slices, **more}
+    return {"platform": "tpu", "topology_name": f"{_NAMES.get(chip.name, chip.name)}:{torus}", **slices, **more}

@@ -196,7 +196,22 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
     groups = hlo.groups_of(instruction, module.num_devices)
     group_size = max(map(len, groups), default=1)
     window = overlapped(module, computation, instruction)
-    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    more = {"replica_groups": groups, "overlapped": around.overlapped if window is None else window}
+    return _listed(instruction, around, kind, size, dtypes, group_size, _OP_NAME, **more)
+
+
+def _listed(
+    instruction: hlo.Instruction,
+    around: _Around,
+    kind: str,
+    size: int,
+    dtypes: list[str],
+    group_size: int,
+    named: re.Pattern[str],
+    **more: Any,
+) -> Collective:
+    """A collective of operands of `size` bytes on each device; `named` finds its name in the program's attributes."""
+    op_name = named.search(instruction.attributes)
     return Collective(
         kind=kind,
         bytes=size * group_size if kind == "all-gather" else size,
@@ -205,12 +220,13 @@ def _collective(module: hlo.Module, computation: str, instruction: hlo.Instructi
         dtypes=tuple(dtypes),
         name=instruction.name,
         op_name=op_name[1] if op_name else "",
-        replica_groups=groups,
         trips_known=around.known,
-        overlapped=around.overlapped if window is None else window,
+        **more,
     )
 
 
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _EXCHANGE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _EXCHANGES = {"ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL"}  # any other is sent to one slice
 
@@ -223,18 +239,7 @@ def _between_slices(
     target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.attributes)
     slices = sum(_length(part) for part in target[1].split(",")) if target and exchange in _EXCHANGES else 2
     kind = exchange.lower().replace("_", "-") if exchange in _EXCHANGES else "collective-permute"
-    name = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', send.attributes)
-    return Collective(
-        kind=kind,
-        bytes=size * slices if kind == "all-gather" else size,
-        group_size=slices,
-        trips=around.trips,
-        dtypes=tuple(dtypes),
-        name=send.name,
-        op_name=name[1] if name else "",
-        trips_known=around.known,
-        between_slices=True,
-    )
+    return _listed(send, around, kind, size, dtypes, slices, _RENDEZVOUS, between_slices=True)
 
 
 def _length(part: str) -> int:

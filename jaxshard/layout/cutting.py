@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.tree import path_of
-from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, local_shape
+from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, itemsize_of, local_shape
 from jaxshard.layout.options import Config
 
 
@@ -65,12 +65,7 @@ class Leaf:
 
     def bytes(self, spec: P, sizes: AxisSizes) -> int:
         """Bytes of one device's shard under `spec`."""
-        return math.prod(local_shape(self.shape, spec, sizes)) * _itemsize(self.dtype)
-
-
-def _itemsize(dtype: np.dtype) -> int:
-    """Bytes of one element; NumPy does not know the dtype of PRNG keys."""
-    return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+        return math.prod(local_shape(self.shape, spec, sizes)) * itemsize_of(self.dtype)
 
 
 def _in_factors(shape: tuple[int, ...], free: Sequence[int], sizes: list[int]) -> str:

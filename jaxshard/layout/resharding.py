@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_key, is_traced, named_leaves, path_of
-from jaxshard.base.types import DType, T, Tree
+from jaxshard.base.types import T, Tree, is_whole, itemsize_of
 from jaxshard.system.text import size_in_words
 
 CHUNK_BYTES = 2**28
@@ -59,7 +59,7 @@ def reshard(tree: T, shardings: Tree, *, dtype: Any = None, chunk_bytes: int = C
         if len(group) == 1 and group[0].num_bytes > chunk_bytes and group[0].is_local:
             found.append(_in_pieces(group[0], chunk_bytes))
         else:
-            casts = _cast(tuple(move.x for move in group), tuple(move.dtype for move in group))
+            casts = [move.x if move.x.dtype == move.dtype else _as_dtype(move.x, move.dtype) for move in group]
             put = jax.device_put(casts, [move.sharding for move in group], may_alias=False)
             found += jax.block_until_ready(put)
     return jax.tree.unflatten(jax.tree.structure(tree), found)
@@ -71,13 +71,13 @@ class Move:
 
     path: str
     x: Any
-    dtype: DType
+    dtype: np.dtype
     sharding: Sharding
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the whole array, in the wider of its two dtypes."""
-        return math.prod(self.x.shape) * max(_itemsize(self.x.dtype), _itemsize(self.dtype))
+        return math.prod(self.x.shape) * max(itemsize_of(self.x.dtype), itemsize_of(self.dtype))
 
     @property
     def is_local(self) -> bool:
@@ -103,7 +103,7 @@ def regions_of(sharding: Sharding, shape: Sequence[int]) -> dict[Region, list[De
 
 def moves_of(tree: Tree, shardings: Tree, dtype: Any, chunk_bytes: int = CHUNK_BYTES) -> list[Move]:
     """The moves of a tree of arrays or shapes, checked; raises as `reshard`."""
-    if type(chunk_bytes) is not int or chunk_bytes < 1:
+    if not is_whole(chunk_bytes, 1):
         raise ValueError(f"reshard: chunk_bytes={chunk_bytes!r} must be a positive integer, such as 2**28")
     wanted = None if dtype is None else jnp.dtype(dtype)
     if wanted is not None and not jnp.issubdtype(wanted, jnp.floating):
@@ -122,7 +122,7 @@ def moves_of(tree: Tree, shardings: Tree, dtype: Any, chunk_bytes: int = CHUNK_B
     return [_move(path_of(names), leaf, sharding, wanted) for (names, leaf), sharding in pairs]
 
 
-def _move(path: str, leaf: Any, sharding: Sharding, dtype: DType | None) -> Move:
+def _move(path: str, leaf: Any, sharding: Sharding, dtype: np.dtype | None) -> Move:
     x = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
     is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     try:
@@ -143,10 +143,6 @@ def _move(path: str, leaf: Any, sharding: Sharding, dtype: DType | None) -> Move
     return Move(path, x, jnp.dtype(dtype) if is_cast else x.dtype, sharding)
 
 
-def _itemsize(dtype: Any) -> int:
-    return 16 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
-
-
 def _groups(moves: Sequence[Move], chunk_bytes: int) -> Iterator[list[Move]]:
     """Moves that go together: each a chunk at most, or one array."""
     group, total = list[Move](), 0
@@ -160,15 +156,15 @@ def _groups(moves: Sequence[Move], chunk_bytes: int) -> Iterator[list[Move]]:
         yield group
 
 
-def _cast(arrays: tuple[Any, ...], dtypes: tuple[DType, ...]) -> list[Any]:
-    """The arrays in other dtypes, where they are."""
-    return [x if x.dtype == dtype else _as_dtype(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+def _as_dtype(x: Any, dtype: np.dtype) -> Any:
+    """An array in another dtype, where it is."""
+    return _casting(dtype, x.sharding)(x) if isinstance(x, jax.Array) else x.astype(dtype)
 
 
-def _as_dtype(x: Any, dtype: DType) -> Any:
-    if not isinstance(x, jax.Array):
-        return x.astype(dtype)
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=x.sharding)(x)
+@functools.lru_cache
+def _casting(dtype: np.dtype, sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    """Casts arrays with this sharding; one function, so that arrays of one shape share a program."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
 
 
 def _in_pieces(move: Move, chunk_bytes: int) -> jax.Array:
@@ -177,7 +173,7 @@ def _in_pieces(move: Move, chunk_bytes: int) -> jax.Array:
     A piece is sliced and cast on one device that holds it, copied to the devices of the region, and written into it.
     """
     shards: dict[Device, jax.Array] = {}
-    most = max(1, chunk_bytes // 2 // max(_itemsize(move.x.dtype), _itemsize(move.dtype)))
+    most = max(1, chunk_bytes // 2 // max(itemsize_of(move.x.dtype), itemsize_of(move.dtype)))
     sources = _sources(move.x)
     for region, devices in move.regions().items():
         made = _region(move, region, devices, sources, most)
@@ -205,7 +201,7 @@ def _region(
     """One region of the result, on its devices."""
     everywhere = NamedSharding(Mesh(np.asarray(devices), ("copies",)), P())
     shape = tuple(end - start for start, end in region)
-    made = jax.jit(lambda: jnp.zeros(shape, move.dtype), out_shardings=everywhere)()
+    made = jnp.zeros(shape, move.dtype, device=everywhere)
     for source, holders in sources.items():
         overlap = _overlap(source, region)
         if not _volume(overlap):
@@ -223,7 +219,7 @@ def _written(whole: jax.Array, piece: jax.Array, start: list[np.int32]) -> jax.A
     return lax.dynamic_update_slice(whole, piece, start)
 
 
-def _sliced(part: Any, piece: Region, source: Region, dtype: DType) -> Any:
+def _sliced(part: Any, piece: Region, source: Region, dtype: np.dtype) -> Any:
     """A piece of the array, of the part that holds the region `source`."""
     sizes, start = tuple(end - start for start, end in piece), _offsets(piece, source)
     if not isinstance(part, jax.Array):
@@ -232,7 +228,7 @@ def _sliced(part: Any, piece: Region, source: Region, dtype: DType) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _slice(x: jax.Array, start: list[np.int32], sizes: tuple[int, ...], dtype: DType) -> jax.Array:
+def _slice(x: jax.Array, start: list[np.int32], sizes: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return lax.dynamic_slice(x, start, sizes).astype(dtype)
 
 
@@ -303,8 +299,8 @@ def resharding(tree: Tree, shardings: Tree, *, dtype: Any = None, chunk_bytes: i
         for region, devices in move.regions().items():
             for device in devices:
                 size = _volume(region) - (_volume(_overlap(region, has[device])) if device in has else 0)
-                received[device.id] = received.get(device.id, 0) + size * _itemsize(move.dtype)
-                result[device.id] = result.get(device.id, 0) + _volume(region) * _itemsize(move.dtype)
+                received[device.id] = received.get(device.id, 0) + size * itemsize_of(move.dtype)
+                result[device.id] = result.get(device.id, 0) + _volume(region) * itemsize_of(move.dtype)
     beside = max((min(move.num_bytes, chunk_bytes) if move.is_local else move.num_bytes for move in moves), default=0)
     total = sum(move.num_bytes for move in moves)
     return Resharding(max(result.values(), default=0), received, max(beside, min(chunk_bytes, total)))

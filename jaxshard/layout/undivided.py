@@ -51,28 +51,25 @@ def undivided(leaves: Sequence[Leaf], sizes: AxisSizes, config: Config, platform
     """The params that cannot be sharded over all devices; None if they have at most 1% of a device's bytes."""
     axes = [axis for axis in config.cut_axes.state if sizes[axis] > 1]
     num_shards, held = math.prod(sizes[axis] for axis in axes), {leaf: leaf.bytes(leaf.cut, sizes) for leaf in leaves}
-    awkward = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}
-    if sum(awkward.values()) <= 0.01 * sum(held.values()):
+    awkward, total = {leaf: num_bytes for leaf, num_bytes in held.items() if leaf.awkward}, sum(held.values())
+    if sum(awkward.values()) <= 0.01 * total:
         return None
     lost = [(leaf, num_bytes - num_bytes * leaf.ways // num_shards) for leaf, num_bytes in awkward.items()]
-    total = sum(held.values())
     fewer = _fewer(leaves, sizes, config, platform, axes[0]) if len(axes) == 1 else None
     smaller = fewer if fewer is not None and fewer[1] < total else None
     return Undivided(num_shards, sorted(lost, key=lambda item: -item[1]), total, smaller)
 
 
-def _fewer(
-    leaves: Sequence[Leaf], sizes: AxisSizes, config: Config, platform: str, axis: str
-) -> tuple[int, int] | None:
+def _fewer(leaves: Sequence[Leaf], sizes: AxisSizes, config: Config, platform: str, axis: str) -> tuple[int, int]:
     """The smaller number of devices along the axis on which each holds the least, and how many bytes."""
     most, alike = sizes[axis], dict[Any, list[Leaf]]()
     for leaf in leaves:
         alike.setdefault((leaf.shape, leaf.dtype, leaf.spec, leaf.frozen), []).append(leaf)
-    tried = [
+    held, fewer = min(
         (sum(len(same) * _bytes_on(same[0], {**sizes, axis: n}, config, platform) for same in alike.values()), -n)
-        for n in {most // 2, *range(max(1, most // 2, most - _MOST_TRIED), most)} - {0}
-    ]
-    return (-min(tried)[1], min(tried)[0]) if tried else None
+        for n in {most // 2, *range(max(most // 2, most - _MOST_TRIED), most)}
+    )
+    return -fewer, held
 
 
 def _bytes_on(leaf: Leaf, sizes: AxisSizes, config: Config, platform: str) -> int:

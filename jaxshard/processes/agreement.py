@@ -75,6 +75,11 @@ def present() -> _Processes:
     return tuple(range(jax.process_count())) if found is None else found
 
 
+def is_alone() -> bool:
+    """Whether this process need not ask others: the job, or `among`, has no further one."""
+    return len(present()) == 1
+
+
 def are_all_present() -> bool:
     """Whether all processes of the job must make the calls of this module."""
     return len(present()) == jax.process_count()
@@ -98,7 +103,7 @@ def meet(what: str) -> None:
       TimeoutError: some did not come within MEETING_SECONDS; the message names them.
     """
     processes = present()
-    if len(processes) == 1:
+    if is_alone():
         return
     group = "" if are_all_present() else f"{'_'.join(map(str, processes))}."
     name = f"jaxshard.{group}{next(_meetings[processes])}"
@@ -155,7 +160,7 @@ def gathered(what: str, said: str) -> list[str]:
     ['node-7']
     """
     processes = present()
-    if len(processes) == 1:
+    if is_alone():
         return [said]
     meet(what)
     mine = np.frombuffer(json.dumps([what, said]).encode(), np.uint8)
@@ -282,7 +287,7 @@ def check_same_arrays(what: str, tree: Tree) -> None:
     Raises:
       ProcessError: on every process, with the first leaf that differs.
     """
-    if len(present()) == 1:
+    if is_alone():
         return
     lines = []
     for names, leaf in named_leaves(tree):

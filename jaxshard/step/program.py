@@ -37,7 +37,7 @@ def check_processes(program: "Program", params: Tree, state: Tree, batch: Tree, 
       ReplicaError: devices that should hold the same bits of a leaf do not.
     """
     with agreement.among(program.batch.mesh):
-        if len(agreement.present()) == 1:
+        if agreement.is_alone():
             return
         text = program.run.lower(params, state, batch, *args).as_text()
         cure = "give all processes the same code, options and numbers (learning rate)"

@@ -169,7 +169,7 @@ def small(arrays: Mapping[str, Shaped]) -> list[str]:
 
 def on_all_devices(x: Shaped) -> Shaped:
     """Makes one array, replicated on every device, of the copies that several processes hold."""
-    if len(agreement.present()) == 1 or not is_local(x):
+    if agreement.is_alone() or not is_local(x):
         return x
     whole = np.asarray(x)
     mesh = jax.sharding.Mesh(np.asarray(agreement.devices()), ("all",))

@@ -163,10 +163,10 @@ class Save:
         """
         pause = 0.05
         while True:
-            self._over.wait(None if len(agreement.present()) == 1 else pause)
+            self._over.wait(None if agreement.is_alone() else pause)
             pause = min(2.0, 1.5 * pause)  # each round is an exchange between all processes
             over, errors = self._exchanged()
-            if errors and len(agreement.present()) > 1:
+            if errors and not agreement.is_alone():
                 _leave_at_exit()
             if errors or over:
                 self._notice.off()
