@@ -20,6 +20,7 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if "_build" not in path.parts
 }
+RECIPES = {"docs/recipes.md", "docs/recipes_algorithms.md"}  # pages on which each section begins with the first block
 
 
 def blocks_of(path):

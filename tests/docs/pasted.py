@@ -8,6 +8,7 @@ Prints {page: {the page after it: what is wrong}} as JSON.
 
 import contextlib
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -41,9 +42,10 @@ def paste(page, names, promises=True):
     """Runs a page's blocks in `names`, and returns what they print."""
     shown = []
     blocks = [Pasted(block, names, shown) for block in pages.blocks_of(pages.PAGES[page])]
-    if page == "docs/recipes.md":  # "All recipes begin with this"
-        first, *recipes = blocks
-        blocks = [block for recipe in recipes for block in (first, recipe)]
+    if page in pages.RECIPES:
+        lines, (first, *rest) = pages.PAGES[page].read_text().splitlines(), blocks
+        recipes = itertools.groupby(rest, lambda one: sum(line.startswith("## ") for line in lines[: one.block.line]))
+        blocks = [block for _, recipe in recipes for block in (first, *recipe)]
     (pages.AFTER.get(page, pages.other) if promises else pages.other)(blocks, names)
     return re.sub(re.escape(tempfile.gettempdir()) + r"/\w+", "TEMP", "".join(shown))
 

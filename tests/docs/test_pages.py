@@ -8,14 +8,13 @@ import sys
 
 import pytest
 from compiled_once import fast_environment
-from pages import AFTER, PAGES, ROOT, WITHOUT_DEVICES, blocks_of
+from pages import AFTER, PAGES, RECIPES, ROOT, WITHOUT_DEVICES, blocks_of
 
 from jaxshard.apps.config.config import Config
 from jaxshard.pipelining.timetable import Plan, chart
 
 RUNNER = ROOT / "tests" / "docs" / "pages.py"
-RECIPES = {"docs/recipes.md", "docs/recipes_algorithms.md"}  # which tests/habits runs
-WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name not in RECIPES]
+WITH_BLOCKS = [name for name, path in PAGES.items() if blocks_of(path) and name not in RECIPES]  # tests/habits: those
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "configs|examples|benchmarks|docs|notebooks|scripts|launch|tests|jaxshard"
 NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./]+)`")
