@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.parts import axes_of_parts, axis_of, num_along
+
 T = TypeVar("T")
 Params = TypeVar("Params")
 State = TypeVar("State")
@@ -70,7 +72,7 @@ def itemsize_of(dtype: np.dtype) -> int:
 
 
 def axes_in(entry: Entry) -> Names:
-    """The axes named by one entry of a PartitionSpec."""
+    """The axes, and parts of axes, named by one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
@@ -86,13 +88,13 @@ def canonical(entries: Iterable[Entry]) -> P:
 
 def local_shape(shape: tuple[int, ...], spec: P, sizes: AxisSizes) -> tuple[int, ...]:
     """The shape of one device's shard of an array of `shape`, sharded by `spec` over axes of these sizes."""
-    num_shards = [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in spec]
+    num_shards = [num_along(axes_in(entry), sizes) for entry in spec]
     return tuple(size // n for size, n in itertools.zip_longest(shape, num_shards, fillvalue=1))
 
 
 def axes_of_dims(dims: Dims) -> Names:
     """The axes that cut an array."""
-    return tuple(axis for _, axes in dims for axis in axes)
+    return axes_of_parts(name for _, names in dims for name in names)
 
 
 def beyond(dims: Dims, first: Dims) -> Dims:
@@ -105,12 +107,12 @@ def beyond(dims: Dims, first: Dims) -> Dims:
 def axes_of(specs: Tree) -> set[str]:
     """All axes named in a tree of PartitionSpecs, or in rules."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    return {axis for spec in leaves if isinstance(spec, P) for entry in spec for axis in axes_in(entry)}
+    return {axis_of(name) for spec in leaves if isinstance(spec, P) for entry in spec for name in axes_in(entry)}
 
 
 def without(spec: P, axes: Names) -> P:
     """The PartitionSpec with these axes removed."""
-    return canonical(tuple(axis for axis in axes_in(entry) if axis not in axes) for entry in spec)
+    return canonical(tuple(name for name in axes_in(entry) if axis_of(name) not in axes) for entry in spec)
 
 
 def varying(x: Tree) -> frozenset[str]:

@@ -18,14 +18,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
+from jaxshard.base.parts import num_along
 from jaxshard.base.tree import is_key
 from jaxshard.base.types import Dims, Names, T, Tree, beyond
 from jaxshard.base.types import varying as varying
+from jaxshard.collectives import blocks
 
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
     """(D/N, ...) on each device -> (D, ...) on all; `invarying` makes its type replicated, to leave a shard_map."""
     how = {"to": "invarying"} if invarying else {}
+    if blocks.are_blocks(dims):
+        return blocks.gathered(x, dims, **how)
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -37,6 +41,8 @@ def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
 
 def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
     """A different (D, ...) on each device -> (D/N, ...), this device's shard of the sum over the data axes."""
+    if blocks.are_blocks(dims):
+        return blocks.scattered_sum(x, dims)
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -88,8 +94,10 @@ def of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
     """(D, ...) -> (D/N, ...), this device's shard, without communication."""
+    if blocks.are_blocks(dims):
+        return blocks.own(x, dims)
     for dim, axes in dims:
-        part = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
+        part = x.shape[dim] // num_along(axes, sizes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)
     return x
 

@@ -12,8 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
+from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import is_key, is_traced
 from jaxshard.base.types import AnyMesh, Dims, T, Tree
+from jaxshard.collectives import blocks
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
@@ -28,14 +30,14 @@ def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
     sharding differs, and returned itself if not.
     """
     traced = traced or is_traced(tree)
-    return jax.tree.map(lambda x, spec: _at(x, NamedSharding(mesh, spec), traced), tree, specs)
+    return jax.tree.map(lambda x, spec: _at(x, sharding_on(mesh, spec), traced), tree, specs)
 
 
 def on(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
     """As `at(tree, mesh, tos)`, for a tree laid out by `froms`: in a trace, leaves that stay get no constraint."""
     if not is_traced(tree):
         return at(tree, mesh, tos)
-    return jax.tree.map(lambda x, a, b: x if a == b else _at(x, NamedSharding(mesh, b), True), tree, froms, tos)
+    return jax.tree.map(lambda x, a, b: x if a == b else _at(x, sharding_on(mesh, b), True), tree, froms, tos)
 
 
 def moved(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
@@ -57,7 +59,7 @@ def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
         return tree
 
     def held(x: jax.Array, spec: P, to: P) -> jax.Array:
-        return x if spec == to else jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+        return x if spec == to else blocks.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)(x)
 
     return jax.tree.map(held, tree, specs, tos)
 
@@ -95,7 +97,7 @@ def auto_context(mesh: AnyMesh) -> contextlib.AbstractContextManager[object]:
 
 def constrained(x: jax.Array, mesh: AnyMesh, spec: P) -> jax.Array:
     """`x`, which XLA lays out by `spec`; in a trace whose axes are all Auto, as within `globally`."""
-    return lax.with_sharding_constraint(x, spec if is_explicit(mesh) else NamedSharding(mesh, spec))
+    return lax.with_sharding_constraint(x, spec if is_explicit(mesh) else sharding_on(mesh, spec))
 
 
 def whole_in_rows(x: jax.Array, mesh: AnyMesh) -> jax.Array:
@@ -121,7 +123,7 @@ def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callabl
     """`fn` in the global view: it takes whole logical arrays, XLA partitions it, `out_specs` lay out its results."""
     if not is_explicit(mesh):
         return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args))
-    out_sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+    out_sharding = jax.tree.map(lambda spec: sharding_on(mesh, spec), out_specs)
     return jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=out_sharding)
 
 
@@ -230,7 +232,7 @@ def gather_all(
 
     old, old_specs = ({}, {}) if over is None else (of_moved(over), of_moved(tos))
     in_specs, out_specs = (of_moved(froms), old_specs), of_moved(tos)
-    whole = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+    whole = blocks.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
         of_moved(leaves), old
     )
     return [whole.get(i, leaf) for i, leaf in enumerate(leaves)]

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.base.loss_scale import LossScale
+from jaxshard.base.parts import is_part
 from jaxshard.base.types import REPLICA_AXIS, AnyMesh, DType, axes_of, is_whole
 from jaxshard.layout import host_memory
 from jaxshard.layout.options import AXES_OPTIONS, Config, Options
@@ -169,6 +170,13 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
             f"{config.strategy}: the mesh's axes {manual} are Manual, as inside a shard_map; give the original mesh, "
             "with Auto or Explicit axes (jaxshard.make_mesh)"
         )
+    if config.uneven == "blocks" and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f'{config.strategy}: uneven="blocks" needs a mesh of Auto axes; jaxshard.make_mesh makes one (jax.make_mesh '
+            "with axis_types=)"
+        )
+    if config.uneven == "blocks" and (parts := [axis for axis in mesh.axis_names if is_part(axis)]):
+        raise ValueError(f'{config.strategy}: uneven="blocks" cannot tell the mesh axes {parts} from parts of axes')
     kinds = {str(kind) for kind in mesh.axis_types}
     if len(kinds) > 1:
         raise ValueError(
@@ -192,6 +200,9 @@ def _check_numbers(config: Config) -> None:
     if config.regather != "use" and not config.cuts.params:
         found = f'regather="{config.regather}"'
         raise ValueError(f"{config.strategy}: {found} is for sharded params (zero3, hsdp); leave it out")
+    if config.uneven not in ("whole", "blocks"):
+        found = f"uneven={config.uneven!r:.80}"
+        raise ValueError(f'{config.strategy}: {found} is unknown; give "blocks" or "whole"')
     if not is_whole(config.min_shard_size, 0):
         raise ValueError(f"{config.strategy}: min_shard_size {config.min_shard_size!r} must be an integer, 0 or more")
     for name, dtype in (("reduce_dtype", config.reduce_dtype), ("master_dtype", config.master_dtype)):

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
+from jaxshard.base.parts import axes_of_parts, axis_of, in_axes, is_part, num_along, parts_of, size_of, split_axes
 from jaxshard.base.tree import path_of
-from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, itemsize_of, local_shape
+from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, itemsize_of, local_shape, without
 from jaxshard.layout.options import Config
 
 
@@ -99,9 +100,11 @@ def cut_leaf(
     found, places = dict[int, Names](), []
     for before, level in zip([{}, *levels], levels, strict=False):
         more = {axis: n for axis, n in level.items() if axis not in before}
-        found = _cut_further(shape, _free_dims(shape, spec), found, sizes, more, order)
+        found = _cut_further(
+            shape, _free_dims(shape, spec), found, sizes, more, order, in_blocks=config.uneven == "blocks"
+        )
         places.append(_described(whole, found))
-    (cut, dims), num_parts = places[-1], math.prod(sizes[axis] for axes in found.values() for axis in axes)
+    (cut, dims), num_parts = places[-1], _ways(found, sizes)
     if num_parts == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in levels[-1].values())}"
         why += _in_factors(shape, _free_dims(shape, spec), [*levels[-1].values()])
@@ -126,12 +129,16 @@ def _cut_further(
     sizes: AxisSizes,
     more: dict[str, int],
     order: CutOrder,
+    *,
+    in_blocks: bool,
 ) -> dict[int, Names]:
-    """`found` (dim -> axes), extended by the best cut of its shards over `more` axes."""
+    """`found` (dim -> axes), extended by the best cut of its shards over `more` axes; or by parts of these."""
     if not more:
         return found
-    parts = tuple(size // math.prod(sizes[axis] for axis in found.get(dim, ())) for dim, size in enumerate(shape))
-    best, _ = _best_cut(parts, free, tuple(more.items()), order)
+    parts = tuple(size // num_along(found.get(dim, ()), sizes) for dim, size in enumerate(shape))
+    best, num_parts = _best_cut(parts, free, tuple(more.items()), order)
+    if in_blocks and num_parts < math.prod(more.values()):
+        best = _best_blocks(parts, free, tuple(more.items()), order) or best
     return {dim: (*found.get(dim, ()), *best.get(dim, ())) for dim in found.keys() | best.keys()}
 
 
@@ -156,9 +163,11 @@ def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
     """Cuts `other`, an array of per-block scales, like the leaf it belongs to, as far as its dims divide."""
     entries = (leaf.home or leaf.cut)[: len(other.shape)]
     pairs = zip(other.shape, entries, strict=False)
-    kept = [e if size % math.prod(sizes[axis] for axis in axes_in(e)) == 0 else None for size, e in pairs]
+    kept = [e if size % num_along(axes_in(e), sizes) == 0 else None for size, e in pairs]
+    if split := split_axes(P(*entries)) if split_axes(P(*kept)) != split_axes(P(*entries)) or None in kept else frozenset():
+        kept = without(P(*kept), split)
     dims = {dim: axes for dim, axes in leaf.home_dims or leaf.dims if kept[dim + len(leaf.shape)] is not None}
-    num_parts = math.prod(sizes[axis] for axes in dims.values() for axis in axes)
+    num_parts = _ways(dims, sizes)
     where = in_words(tuple(dims.items()), len(leaf.shape)) or "whole"
     return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=num_parts, reason=where)
 
@@ -228,7 +237,34 @@ def _best_cut(
     assignments = itertools.product([None, *free], repeat=len(data_sizes))
     candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
     best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes, order))
-    return best, math.prod(data_sizes[axis] for axes in best.values() for axis in axes)
+    return best, _ways(best, data_sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_blocks(
+    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], order: CutOrder
+) -> dict[int, Names] | None:
+    """The best cut over all of these axes by their parts, each along one dim: dim -> parts; None if there is none."""
+    data_sizes = dict(data_axes)
+    alike: dict[tuple[str, int], list[str]] = {}
+    for axis, size in data_axes:
+        for part in parts_of(axis, size):
+            alike.setdefault((axis, size_of(part, data_sizes)), []).append(part)
+    found = list[dict[int, Names]]()
+    for dealt in itertools.product(*(itertools.combinations_with_replacement(free, len(some)) for some in alike.values())):
+        dims: dict[int, Names] = {}
+        for some, places in zip(alike.values(), dealt, strict=True):
+            for part, dim in zip(some, places, strict=True):
+                dims[dim] = (*dims.get(dim, ()), part)
+        dims = {dim: in_axes(names, data_sizes) for dim, names in dims.items()}
+        if all(shape[dim] % num_along(names, data_sizes) == 0 for dim, names in dims.items()):
+            found.append(dims)
+    return min(found, key=lambda dims: _badness(dims, shape, data_sizes, order), default=None)
+
+
+def _ways(dims: dict[int, Names], sizes: AxisSizes) -> int:
+    """The number of shards."""
+    return math.prod(num_along(names, sizes) for names in dims.values())
 
 
 def _described(leaf: Leaf, dims: dict[int, Names]) -> Place:
@@ -242,7 +278,13 @@ def _described(leaf: Leaf, dims: dict[int, Names]) -> Place:
 
 def in_words(dims: Dims, ndim: int) -> str:
     """A cut in words, such as "dim 1 by data"."""
-    return " and ".join(f"dim {dim + ndim} by {'x'.join(axes)}" for dim, axes in dims)
+    return " and ".join(f"dim {dim + ndim} by {_named(names)}" for dim, names in dims)
+
+
+def _named(names: Names) -> str:
+    """Axes in words, and parts: "8 of data"."""
+    parts = {axis: num_along((part for part in names if is_part(part) and axis_of(part) == axis), {}) for axis in axes_of_parts(names)}
+    return "x".join(f"{n} of {axis}" if n > 1 else axis for axis, n in parts.items())
 
 
 def _assign(
@@ -253,7 +295,7 @@ def _assign(
     for axis, dim in zip(data_sizes, assignment, strict=True):
         if dim is not None:
             dims[dim] = (*dims.get(dim, ()), axis)
-    divides = all(shape[dim] % math.prod(data_sizes[a] for a in axes) == 0 for dim, axes in dims.items())
+    divides = all(shape[dim] % num_along(axes, data_sizes) == 0 for dim, axes in dims.items())
     return dims if divides else None
 
 
@@ -261,10 +303,10 @@ def _badness(
     dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, order: CutOrder
 ) -> tuple[int | list[int], ...]:
     """Ranks a cut, smaller is better: more parts first, then what the platform's compiler prefers, then fewer dims."""
-    num_parts = math.prod(data_sizes[axis] for axes in dims.values() for axis in axes)
+    num_parts = _ways(dims, data_sizes)
     ranks = []
     for dim, axes in dims.items():
-        shard = shape[dim] // math.prod(data_sizes[axis] for axis in axes)
+        shard = shape[dim] // num_along(axes, data_sizes)
         ranks.append(order.rank(dim, shape, shard, order.tile, order.params_cut))
     return (-num_parts, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard import collectives, platforms
+from jaxshard.base.parts import num_along
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
 from jaxshard.base.types import Jaxpr, Tree, axes_of_dims, beyond
 from jaxshard.loss import ordered
@@ -134,7 +135,7 @@ class DeviceLoss:
         """Zeros of the shape and type of the reduced gradient."""
         shape = list(x.shape)
         for dim, axes in beyond(plan.scattered, plan.held):
-            shape[dim] //= math.prod(self.setup.sizes[axis] for axis in axes)
+            shape[dim] //= num_along(axes, self.setup.sizes)
         summed = () if plan.scattered else plan.summed  # a summed gradient does not vary over these axes
         return collectives.vary(jnp.zeros(shape, plan.sum_dtype), tuple(collectives.varying(x).difference(summed)))
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree, Var
 from jaxshard.collectives.global_view import is_explicit
@@ -61,7 +62,7 @@ class HostState:
         def move(names: Names, x: Tree) -> Tree:
             if names not in self.on_host:
                 return x
-            return jax.device_put(x, NamedSharding(self.mesh, self.specs[names], memory_kind=kind))
+            return jax.device_put(x, sharding_on(self.mesh, self.specs[names], memory_kind=kind))
 
         leaves = [move(names, x) for names, x in named_leaves(state)]
         return jax.tree.unflatten(jax.tree.structure(state), leaves)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
+from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import by_shapes, named_leaves, shape_of, unflatten
 from jaxshard.base.types import AnyMesh, T, Tree, processes_of
 from jaxshard.layout import frozen
@@ -114,11 +115,11 @@ class Setup:
 
     def named(self, specs: T) -> T:
         """A tree of PartitionSpecs as `NamedSharding`s on the mesh."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)  # pyright: ignore[reportArgumentType]
+        return jax.tree.map(lambda spec: sharding_on(self.mesh, spec), specs)
 
     def state_shardings(self, found: Layout) -> Tree:
         """The `NamedSharding`s of a layout's state, with memory kinds."""
-        leaves = [NamedSharding(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
+        leaves = [sharding_on(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
         return unflatten(found.state_treedef, leaves)
 
     def plain_init(self, params: Tree) -> Tree:

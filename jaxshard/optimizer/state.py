@@ -23,8 +23,8 @@ from jaxshard.base.tree import (
     shapes_of,
     structure,
 )
-from jaxshard.base.types import Params, State, T, Tree, axes_in
-from jaxshard.collectives import global_view
+from jaxshard.base.types import Params, State, T, Tree, axes_of
+from jaxshard.collectives import blocks, global_view
 from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, warn_if_awkward
@@ -115,7 +115,7 @@ def synchronize(setup: Setup, tree: T) -> T:
     check_alive("synchronize", tree)
     leaves, treedef = jax.tree.flatten(tree)
     specs = tuple(leaf.sharding.spec for leaf in leaves)
-    named = [{axis for entry in spec for axis in axes_in(entry)} for spec in specs]
+    named = [axes_of(spec) for spec in specs]
     on_host = [leaf.sharding.memory_kind == HOST for leaf in leaves]
     copied = [tuple(axis for axis in setup.mesh.axis_names if axis not in axes) for axes in named]
 
@@ -125,7 +125,7 @@ def synchronize(setup: Setup, tree: T) -> T:
         ]
         return tuple(collectives.first_copy(x, axes) for x, axes in zip(here, copied, strict=True))
 
-    same = jax.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    same = blocks.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
     out_shardings = tuple(leaf.sharding for leaf in leaves)
     return jax.tree.unflatten(treedef, jax.jit(same, out_shardings=out_shardings)(*leaves))
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.base.parts import axes_of_parts, axis_of, in_axes, size_of
 from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var, axes_in
 from jaxshard.plan.fusion import scatter_sums
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
@@ -60,13 +61,13 @@ class _Writer:
 
     def value(self, aval: Any, spec: Iterable[Any] = (), root: Value | None = None) -> Value:
         shape = getattr(aval, "shape", ())
-        cut = tuple(tuple(a for a in axes_in(e) if self.sizes.get(a, 1) > 1) for e in spec)
+        cut = tuple(in_axes([a for a in axes_in(e) if self._size([a]) > 1], self.sizes) for e in spec)
         cut += ((),) * (len(shape) - len(cut))
         dtype = _with_memory(getattr(aval, "dtype", np.dtype(np.int32)), aval)
         return Value(shape, dtype, cut, self._size(a for e in cut for a in e), root)
 
     def _size(self, axes: Iterable[str]) -> int:
-        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+        return math.prod(size_of(axis, self.sizes) for axis in axes if axis_of(axis) in self.sizes)
 
     def inline(self, jaxpr: Jaxpr, ins: Sequence[Any], ops: list[Op], in_global_view: bool) -> list[Any]:
         """Appends the operations of `jaxpr` to `ops`; returns its outputs."""
@@ -183,15 +184,15 @@ class _Writer:
         elsewhere = {a for e, f in zip(x.spec, wanted.spec, strict=True) for a in e if a not in f and a not in lost}
         moved: list[Moved] = []
         if elsewhere:
-            axes = tuple(a for a in self.sizes if a in elsewhere)
-            moved.append(self._moved("all-to-all", x.bytes, axes, x.dtype))
+            moved.append(self._moved("all-to-all", x.bytes, tuple(elsewhere), x.dtype))
         if lost:
             moved.append(self._moved("all-gather", x.bytes * self._size(lost), lost, x.dtype))
         ops.append(Op(RESHARD, [x], [wanted], moved=tuple(moved), in_global_view=True))
         return wanted
 
     def _moved(self, kind: str, num_bytes: int, axes: tuple[str, ...], dtype: DType) -> Moved:
-        ordered = tuple(axis for axis in self.sizes if axis in axes)
+        whole = axes_of_parts(axes)
+        ordered = tuple(axis for axis in self.sizes if axis in whole)
         return Moved(kind, num_bytes, ordered, self._size(axes), str(dtype))
 
     # Single operations.

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from jaxshard import collectives
+from jaxshard.base.parts import num_along
 from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
 from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims
 from jaxshard.layout.cutting import Leaf
@@ -51,7 +52,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
 def _average(g: jax.Array, dims: Dims, setup: Setup) -> jax.Array:
     dtype = g.dtype
     g = collectives.scatter_sum(g.astype(like(setup.config.reduce_dtype, dtype)), dims)
-    done = {axis for _, axes in dims for axis in axes}
+    done = axes_of_dims(dims)
     rest = [axis for axis in setup.batch_axes if axis not in done and axis in collectives.varying(g)]
     return (collectives.total(g, rest) / setup.num_batch_shards).astype(dtype)
 
@@ -71,6 +72,8 @@ def check_boundary(setup: Setup) -> None:
                 f"{name}: {option} rounds by an element's position in the full leaf, which a shard does not know; call "
                 "update outside shard_map"
             )
+    if setup.config.uneven == "blocks":
+        raise ValueError(f'{name}: uneven="blocks" cuts leaves by parts of axes, which a shard_map lacks; {OUTSIDE}')
     if setup.config.state_memory != "device":
         raise ValueError(f"{name}: state_memory streams full leaves; call update outside shard_map")
     if setup.config.cuts.params:
@@ -156,7 +159,7 @@ def _part(setup: Setup, leaf: Leaf) -> tuple[int, ...]:
     """The shape of a device's shard of a leaf; the model's axes, if left to XLA, cut nothing in a shard_map."""
     shape = list(leaf.shape)
     for dim, axes in leaf.dims:
-        shape[dim] //= math.prod(setup.sizes[axis] for axis in axes)
+        shape[dim] //= num_along(axes, setup.sizes)
     return tuple(shape)
 
 

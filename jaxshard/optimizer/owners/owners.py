@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
+from jaxshard.base.parts import is_part
 from jaxshard.base.tree import is_traced, named_leaves
 from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var, axes_in, axes_of, canonical, local_shape
-from jaxshard.collectives import global_view
+from jaxshard.collectives import blocks, global_view
 from jaxshard.optimizer.inner.update import fast, first_state, update, update_of, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer
 from jaxshard.optimizer.owners.matrix_units import Unit, units
@@ -161,7 +162,8 @@ class _Member(NamedTuple):
     def axes_of_stack(self) -> tuple[str, ...] | None:
         """The mesh axes that cut the stacks, so that devices have different layers; None if not all are cut alike."""
         found = {axes_in(spec[0]) if spec else () for _, spec, stacked in self.values() if stacked}
-        return None if len(found) > 1 else next(iter(found), ())
+        in_blocks = any(is_part(name) for names in found for name in names)
+        return None if len(found) > 1 or in_blocks else next(iter(found), ())
 
     def _named(self) -> set[str]:
         """The mesh axes that cut any of its values."""
@@ -239,7 +241,7 @@ def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
         specs = [[*member.unit.specs] for member in members]
         out_specs = [[*member.unit.out_specs] for member in members]
         mesh = jax.sharding.get_abstract_mesh() if global_view.is_explicit(dealing.mesh) else dealing.mesh
-        run_rounds = jax.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+        run_rounds = blocks.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
         return [x for outs in run_rounds(operands) for x in outs]
 
     ins = tuple(v for one in members for v in one.unit.ins)

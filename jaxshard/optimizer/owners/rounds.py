@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxshard.base.parts import in_parts, num_along, size_of, split_axes
 from jaxshard.base.types import AxisSizes, axes_in
 from jaxshard.optimizer.owners.jobs import (
     Buffers,
@@ -182,17 +183,18 @@ class Rounds:
 
     def _assembled(self, parts: jax.Array, kind: Kind) -> jax.Array:
         """(devices, elements of a shard) -> the whole array."""
-        x = parts.reshape((*(self.sizes[axis] for axis in self.axes), *kind.part))
-        left = list(self.axes)
-        for axis in self.axes:  # devices along an axis that does not cut the array have equal shards
-            if all(axis not in axes_in(entry) for entry in kind.spec):
+        each = self._finest(kind)
+        x = parts.reshape((*(size_of(axis, self.sizes) for axis in each), *kind.part))
+        left = list(each)
+        for axis in each:  # devices along an axis that does not cut the array have equal shards
+            if all(axis not in self._along(kind, dim) for dim in range(len(kind.part))):
                 x = lax.index_in_dim(x, 0, left.index(axis), keepdims=False)
                 left.remove(axis)
         order, shape = list[int](), list[int]()
         for dim, size in enumerate(kind.part):
-            axes = axes_in(kind.spec[dim]) if dim < len(kind.spec) else ()
+            axes = self._along(kind, dim)
             order += [*(left.index(axis) for axis in axes), len(left) + dim]
-            shape.append(size * math.prod(self.sizes[axis] for axis in axes))
+            shape.append(size * num_along(axes, self.sizes))
         return x.transpose(order).reshape(shape)
 
     def _in_parts(self, x: jax.Array, kind: Kind) -> jax.Array:
@@ -200,16 +202,25 @@ class Rounds:
         shape, at = list[int](), dict[str, int]()
         dims: list[int] = []
         for dim, size in enumerate(kind.part):
-            for axis in axes_in(kind.spec[dim]) if dim < len(kind.spec) else ():
+            for axis in self._along(kind, dim):
                 at[axis] = len(shape)
-                shape.append(self.sizes[axis])
+                shape.append(size_of(axis, self.sizes))
             dims.append(len(shape))
             shape.append(size)
-        x = x.reshape(shape).transpose([*(at[axis] for axis in self.axes if axis in at), *dims])
-        for place, axis in enumerate(self.axes):
+        each = self._finest(kind)
+        x = x.reshape(shape).transpose([*(at[axis] for axis in each if axis in at), *dims])
+        for place, axis in enumerate(each):
             if axis not in at:
-                x = jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], self.sizes[axis], *x.shape[place:]))
+                x = jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size_of(axis, self.sizes), *x.shape[place:]))
         return x.reshape(self.num_devices, -1)
+
+    def _finest(self, kind: Kind) -> tuple[str, ...]:
+        """The axes, with its parts in place of each whose parts cut the array."""
+        return in_parts(self.axes, split_axes(kind.spec), self.sizes)
+
+    def _along(self, kind: Kind, dim: int) -> tuple[str, ...]:
+        """The axes and parts that cut the array along a dim."""
+        return axes_in(kind.spec[dim]) if dim < len(kind.spec) else ()
 
     # Between devices.
 

@@ -10,6 +10,7 @@ import jinja2
 from jax.sharding import PartitionSpec as P
 from markupsafe import Markup
 
+from jaxshard.base.parts import num_along
 from jaxshard.base.types import axes_in
 from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages.drawing import (
@@ -142,7 +143,7 @@ def _leaf(cells: Sequence[str], num_shards: Sequence[int]) -> tuple[list[str], M
 def _parts(ndim: int, spec: P, sizes: Mapping[str, int]) -> list[int]:
     """The number of shards of each dim."""
     entries = [*spec, *[None] * (ndim - len(spec))]
-    return [math.prod(sizes[axis] for axis in axes_in(entry)) for entry in entries]
+    return [num_along(axes_in(entry), sizes) for entry in entries]
 
 
 _STRIPES = (8, 16)  # the most to draw down and across
