@@ -70,8 +70,9 @@ def num_along(names: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 def split_axes(spec: P) -> frozenset[str]:
     """The axes whose parts a PartitionSpec names."""
-    names = (name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry))
-    return frozenset(axis_of(name) for name in names if isinstance(name, str) and is_part(name))
+    entries = ((entry,) if isinstance(entry, str) else entry for entry in spec)
+    names = (name for entry in entries if isinstance(entry, tuple) for name in entry)  # else None, or unconstrained
+    return frozenset(axis_of(name) for name in names if is_part(name))
 
 
 def in_axes(names: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ type. `Tree` is any pytree whose leaves are arrays or shapes, for functions that
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar, cast
 

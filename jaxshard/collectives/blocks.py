@@ -4,10 +4,12 @@ A collective runs over the axis, on blocks that are stacked along a new first di
 In shapes, D is a dim's size, d that of a block's, and N the number of blocks, one for each device.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -54,10 +56,7 @@ class _Grid:
         return x.reshape(-1, *x.shape[len(self.parts) :])
 
     def _count(self, parts: Sequence[int]) -> int:
-        count = 1
-        for part in parts:
-            count *= self.counts[part]
-        return count
+        return math.prod(self.counts[part] for part in parts)
 
 
 def gathered(x: jax.Array, dims: Dims, **how: Any) -> jax.Array:
@@ -73,12 +72,26 @@ def scattered_sum(x: jax.Array, dims: Dims) -> jax.Array:
     """A different (D, ...) on each device -> (d, ...), this device's block of the sum over all."""
     grid = _Grid(dims, x.ndim)
     blocks = grid.split(x)
+    if platforms.here().scatters_tiles:
+        return _scattered_in_tiles(blocks, grid.axes)
     if not platforms.here().axis_by_axis or len(grid.axes) == 1:
         return lax.psum_scatter(blocks, grid.axes, scatter_dimension=0, tiled=False)
     blocks = blocks.reshape(*(grid.sizes[axis] for axis in grid.axes), *blocks.shape[1:])
     for axis in grid.axes:
         blocks = lax.psum_scatter(blocks, (axis,), scatter_dimension=0, tiled=False)
     return blocks
+
+
+_TILE = (8, 128)
+
+
+def _scattered_in_tiles(blocks: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """A different (N, d, ...) on each device -> (d, ...), its block of the sum, sent as rows of whole tiles."""
+    shape, size = blocks.shape[1:], math.prod(blocks.shape[1:])
+    rows = jnp.pad(blocks.reshape(-1, size), ((0, 0), (0, -size % math.prod(_TILE)))).reshape(-1, _TILE[1])
+    for axis in axes:
+        rows = lax.psum_scatter(rows, (axis,), scatter_dimension=0, tiled=True)
+    return rows.reshape(-1)[:size].reshape(shape)
 
 
 def own(x: jax.Array, dims: Dims) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxshard.base.tree import named_leaves
-from jaxshard.base.types import axes_in
+from jaxshard.base.types import AnyMesh, axes_in
 
 _Part = tuple[tuple[int, int, bool], ...]  # for each dim: start, stop, and whether they span the whole dim
 
@@ -67,14 +67,19 @@ def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
                 "needs a NamedSharding; place it on a mesh, or give a ShapeDtypeStruct with sharding="
             )
         meshes.append(sharding.mesh)
-        if sharding.mesh != meshes[0]:
+        if _devices_of(sharding.mesh) != _devices_of(meshes[0]):
             raise ValueError(
                 f"picture: {path} is on the mesh {sharding.mesh}, and {leaves[0][0]} on {meshes[0]}; draw them "
                 "separately"
             )
-    if isinstance(meshes[0], jax.sharding.AbstractMesh):
-        return list(range(meshes[0].size))
-    return [device.id for device in meshes[0].devices.flat]
+    return _devices_of(meshes[0])
+
+
+def _devices_of(mesh: AnyMesh) -> list[int]:
+    """The ids of a mesh's devices, in order."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return list(range(mesh.size))
+    return [device.id for device in mesh.devices.flat]
 
 
 def _parts(path: str, leaf: Any) -> list[_Part]:

@@ -172,8 +172,8 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
         )
     if config.uneven == "blocks" and AxisType.Explicit in mesh.axis_types:
         raise ValueError(
-            f'{config.strategy}: uneven="blocks" needs a mesh of Auto axes; jaxshard.make_mesh makes one (jax.make_mesh '
-            "with axis_types=)"
+            f'{config.strategy}: uneven="blocks" needs a mesh of Auto axes; jaxshard.make_mesh makes one '
+            "(jax.make_mesh with axis_types=)"
         )
     if config.uneven == "blocks" and (parts := [axis for axis in mesh.axis_names if is_part(axis)]):
         raise ValueError(f'{config.strategy}: uneven="blocks" cannot tell the mesh axes {parts} from parts of axes')

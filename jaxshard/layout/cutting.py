@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import axes_of_parts, axis_of, in_axes, is_part, num_along, parts_of, size_of, split_axes
+from jaxshard.base.parts import axis_of, in_axes, is_part, num_along, parts_of, size_of
 from jaxshard.base.tree import path_of
-from jaxshard.base.types import AxisSizes, Dims, Names, axes_in, canonical, itemsize_of, local_shape, without
+from jaxshard.base.types import AxisSizes, Dims, Entry, Names, axes_in, canonical, itemsize_of, local_shape
 from jaxshard.layout.options import Config
 
 
@@ -164,12 +164,16 @@ def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
     entries = (leaf.home or leaf.cut)[: len(other.shape)]
     pairs = zip(other.shape, entries, strict=False)
     kept = [e if size % num_along(axes_in(e), sizes) == 0 else None for size, e in pairs]
-    if split := split_axes(P(*entries)) if split_axes(P(*kept)) != split_axes(P(*entries)) or None in kept else frozenset():
-        kept = without(P(*kept), split)
+    if any(was is not None and now is None for was, now in zip(entries, kept, strict=True)):
+        kept = [_without_parts(entry) for entry in kept]  # all parts of an axis cut an array, or none
     dims = {dim: axes for dim, axes in leaf.home_dims or leaf.dims if kept[dim + len(leaf.shape)] is not None}
     num_parts = _ways(dims, sizes)
     where = in_words(tuple(dims.items()), len(leaf.shape)) or "whole"
     return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=num_parts, reason=where)
+
+
+def _without_parts(entry: Entry) -> Entry:
+    return None if any(map(is_part, axes_in(entry))) else entry
 
 
 def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, config: Config, platform: str) -> Leaf:
@@ -251,7 +255,9 @@ def _best_blocks(
         for part in parts_of(axis, size):
             alike.setdefault((axis, size_of(part, data_sizes)), []).append(part)
     found = list[dict[int, Names]]()
-    for dealt in itertools.product(*(itertools.combinations_with_replacement(free, len(some)) for some in alike.values())):
+    for dealt in itertools.product(
+        *(itertools.combinations_with_replacement(free, len(some)) for some in alike.values())
+    ):
         dims: dict[int, Names] = {}
         for some, places in zip(alike.values(), dealt, strict=True):
             for part, dim in zip(some, places, strict=True):
@@ -283,8 +289,10 @@ def in_words(dims: Dims, ndim: int) -> str:
 
 def _named(names: Names) -> str:
     """Axes in words, and parts: "8 of data"."""
-    parts = {axis: num_along((part for part in names if is_part(part) and axis_of(part) == axis), {}) for axis in axes_of_parts(names)}
-    return "x".join(f"{n} of {axis}" if n > 1 else axis for axis, n in parts.items())
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[axis_of(name)] = counts.get(axis_of(name), 1) * (size_of(name, {}) if is_part(name) else 1)
+    return "x".join(f"{count} of {axis}" if count > 1 else axis for axis, count in counts.items())
 
 
 def _assign(

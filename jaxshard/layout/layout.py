@@ -21,7 +21,7 @@ from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_lik
 from jaxshard.layout.layout_table import grouped, of_rounding, table
 from jaxshard.layout.options import Config
 from jaxshard.layout.specs import model_specs
-from jaxshard.layout.undivided import undivided
+from jaxshard.layout.undivided import Undivided, undivided
 from jaxshard.system.text import html_table
 from jaxshard.system.users_lines import warn
 
@@ -291,5 +291,16 @@ def warn_if_awkward(layout: Layout) -> None:
         f"{layout.config.strategy}: {leaves} cannot be sharded over {found.num_shards} devices; each device stores "
         f"{found.lost_bytes} more bytes for each of params, grads and moments: {named}{more}. {take} a dim to a "
         f"multiple of {found.num_shards}, or split the data axis in two (data_axes=('slice', 'data')) so that each "
-        "shards its own dim."
+        f"shards its own dim.{_if_in_blocks(layout, found)}"
     )
+
+
+def _if_in_blocks(layout: Layout, found: Undivided) -> str:
+    """How many of these leaves `uneven="blocks"` would cut, in words; "" if none."""
+    config = dataclasses.replace(layout.config, uneven="blocks")
+    again = (
+        cut_leaf(leaf.names, leaf.shape, leaf.dtype, leaf.spec, layout.sizes, config, layout.platform)
+        for leaf, _ in found.lost
+    )
+    cured = 0 if layout.config.uneven == "blocks" else sum(not leaf.awkward for leaf in again)
+    return f' Or give uneven="blocks", which cuts {cured} of {len(found.lost)} along several dims.' if cured else ""

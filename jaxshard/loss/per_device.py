@@ -1,7 +1,6 @@
 """One device's part of the loss and its gradients, inside `jax.shard_map`: microbatches, keys, reductions."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TypeAlias
 

@@ -80,6 +80,7 @@ class Platform:
       parts_from_dots: the transpose of a weight's gradient is kept out of the dot that makes it.
       axis_by_axis: a collective over several mesh axes becomes one collective per axis.
       turns_narrow_scatters: 2-byte arrays are transposed around a scatter along the last dim that does not fit tiles.
+      scatters_tiles: blocks along several dims are scattered as rows of whole tiles.
       orders_backward: the backward pass of the loss is ordered by barriers and rules.
       orders_products: the two gradients of each product are ordered, too.
       picks_by_sums: picking one element of each row is a masked sum.
@@ -102,6 +103,7 @@ class Platform:
     parts_from_dots: bool = False
     axis_by_axis: bool = False
     turns_narrow_scatters: bool = False
+    scatters_tiles: bool = False
     orders_backward: bool = False
     orders_products: bool = False
     picks_by_sums: bool = False

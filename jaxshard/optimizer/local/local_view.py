@@ -1,7 +1,6 @@
 """The local view: `update` inside a user's own `jax.shard_map` over the data axes, and its checks."""
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import jax
@@ -11,6 +10,7 @@ from jaxshard import collectives
 from jaxshard.base.parts import num_along
 from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
 from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims
+from jaxshard.collectives import blocks
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import layout_state
 from jaxshard.optimizer.inner.update import fast, with_fast
@@ -32,6 +32,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     whole = updates if params is None else params
     check_boundary(setup)
     found = setup.layout(whole)
+    _check_no_blocks(setup, found.params)
     whole_state = check_inputs(setup, updates, state, params, extra)
     dims = [leaf.dims for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
@@ -72,8 +73,6 @@ def check_boundary(setup: Setup) -> None:
                 f"{name}: {option} rounds by an element's position in the full leaf, which a shard does not know; call "
                 "update outside shard_map"
             )
-    if setup.config.uneven == "blocks":
-        raise ValueError(f'{name}: uneven="blocks" cuts leaves by parts of axes, which a shard_map lacks; {OUTSIDE}')
     if setup.config.state_memory != "device":
         raise ValueError(f"{name}: state_memory streams full leaves; call update outside shard_map")
     if setup.config.cuts.params:
@@ -91,6 +90,15 @@ def check_boundary(setup: Setup) -> None:
     used = axes_of(setup.config.specs) & collectives.manual_axes()
     if any(setup.sizes[axis] > 1 for axis in used):
         raise ValueError(f"{name}: specs over the manual axes {sorted(used)}: call update outside shard_map")
+
+
+def _check_no_blocks(setup: Setup, leaves: Sequence[Leaf]) -> None:
+    """Raises a ValueError if a leaf is cut by parts of axes."""
+    if leaf := next((leaf for leaf in leaves if blocks.are_blocks(leaf.dims)), None):
+        raise ValueError(
+            f'{setup.config.strategy}: uneven="blocks" cuts {leaf.path} by parts of axes, which your shard_map lacks: '
+            f"{OUTSIDE}, or leave uneven= out"
+        )
 
 
 def _manual(setup: Setup) -> tuple[str, ...]:

@@ -211,7 +211,9 @@ class Rounds:
         x = x.reshape(shape).transpose([*(at[axis] for axis in each if axis in at), *dims])
         for place, axis in enumerate(each):
             if axis not in at:
-                x = jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size_of(axis, self.sizes), *x.shape[place:]))
+                x = jnp.broadcast_to(
+                    jnp.expand_dims(x, place), (*x.shape[:place], size_of(axis, self.sizes), *x.shape[place:])
+                )
         return x.reshape(self.num_devices, -1)
 
     def _finest(self, kind: Kind) -> tuple[str, ...]:

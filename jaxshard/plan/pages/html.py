@@ -1,7 +1,6 @@
 """A plan as one self-contained HTML page, without scripts or links: charts, tables, and each leaf's sharding."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
